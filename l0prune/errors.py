@@ -1,0 +1,55 @@
+"""Everything that l0prune raises on purpose.
+
+L0pruneError
+├── CaptureError       torch.export could not capture the model
+├── NothingToPrune     the survey found no axis that may be cut
+├── NotGated           the model carries no gates
+├── AlreadyGated       the model carries gates already
+├── CertificateError   the exported model does not compute what the gated one does
+├── FileError          a file cannot be read, written or trusted
+├── UsageError         an argument or option cannot be understood (exit code 2 on the CLI)
+├── DataError          a data source is missing, empty or does not fit the model
+└── TrainingError      training cannot go on (NaN loss, …)
+"""
+
+from __future__ import annotations
+
+
+class L0pruneError(Exception):
+    """Base of all errors that l0prune raises on purpose; its text is for the user to read."""
+
+
+class CaptureError(L0pruneError):
+    """torch.export could not capture the model."""
+
+
+class NothingToPrune(L0pruneError):
+    """The survey found no axis that may be cut."""
+
+
+class NotGated(L0pruneError):
+    """The model carries no gates."""
+
+
+class AlreadyGated(L0pruneError):
+    """The model carries gates already."""
+
+
+class CertificateError(L0pruneError):
+    """The exported model does not compute what the gated one does."""
+
+
+class FileError(L0pruneError):
+    """A file cannot be read, written or trusted."""
+
+
+class UsageError(L0pruneError):
+    """An argument or option cannot be understood."""
+
+
+class DataError(L0pruneError):
+    """A data source is missing, empty or does not fit the model."""
+
+
+class TrainingError(L0pruneError):
+    """Training cannot go on."""

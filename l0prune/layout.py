@@ -1,0 +1,218 @@
+"""Layouts: what the slots along one dimension of a tensor stand for.
+
+A layout reads like einops. ``Slots`` names slots of an axis, ``Const`` a dimension that is no
+axis (batch, height, time); ``Cat`` puts layouts one after another, ``Prod`` nests them in
+row-major order, and ``Both`` lays a second, finer axis over a layout, slot by slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod as product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """``size`` positions that belong to no axis."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots ``start`` to ``stop`` (exclusive) of axis number ``axis`` of a plan."""
+
+    axis: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cat:
+    """``parts``, one after another."""
+
+    parts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prod:
+    """``factors`` nested in row-major order: the last one varies fastest."""
+
+    factors: tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Two layouts of equal size over the same positions; one is alive where both are."""
+
+    base: Layout
+    fine: Layout
+
+
+Layout = Const | Slots | Cat | Prod | Both
+Layouts = tuple[Layout, ...]
+
+
+def size_of(layout: Layout) -> int:
+    """Number of positions along the dimension."""
+    match layout:
+        case Const(size):
+            return size
+        case Slots(_, start, stop):
+            return stop - start
+        case Cat(parts):
+            return sum(map(size_of, parts))
+        case Prod(factors):
+            return product(map(size_of, factors))
+        case Both(base, _):
+            return size_of(base)
+
+
+def children(layout: Layout) -> tuple[Layout, ...]:
+    """The layouts that ``layout`` is directly made of."""
+    match layout:
+        case Cat(parts):
+            return parts
+        case Prod(factors):
+            return factors
+        case Both(base, fine):
+            return (base, fine)
+        case _:
+            return ()
+
+
+def leaves(layout: Layout) -> Iterator[Slots]:
+    """Every ``Slots`` in the layout, left to right."""
+    if isinstance(layout, Slots):
+        yield layout
+    for child in children(layout):
+        yield from leaves(child)
+
+
+def axes_of(layout: Layout) -> frozenset[int]:
+    """Numbers of the axes that occur in the layout."""
+    return frozenset(leaf.axis for leaf in leaves(layout))
+
+
+def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
+    """The layout with each ``Slots`` replaced by ``leaf(slots)``."""
+    match layout:
+        case Slots():
+            return leaf(layout)
+        case Cat(parts):
+            return Cat(tuple(substitute(part, leaf) for part in parts))
+        case Prod(factors):
+            return Prod(tuple(substitute(factor, leaf) for factor in factors))
+        case Both(base, fine):
+            return Both(substitute(base, leaf), substitute(fine, leaf))
+        case _:
+            return layout
+
+
+def only(layout: Layout, axes: frozenset[int]) -> Layout:
+    """The layout with every axis that is not in ``axes`` made constant."""
+    return substitute(layout, lambda s: s if s.axis in axes else Const(s.stop - s.start))
+
+
+def spread(layout: Layout, values: Callable[[Slots], Tensor]) -> Tensor:
+    """One value per position: a product over factors, a concatenation over parts.
+
+    ``values`` gives a 1-D tensor for each ``Slots``; constants count as ones. With gate values
+    it yields the multiplier of each column, with open probabilities the probability that the
+    position is alive, with a boolean mask (as 0/1) the mask. Differentiable. A layout without
+    any axis yields ones of torch's default dtype.
+
+    Shape: ``(size_of(layout),)``.
+    """
+    match layout:
+        case Const(size):
+            return torch.ones(size)
+        case Slots():
+            return values(layout)
+        case Cat(parts):
+            spreads = [spread(part, values) for part in parts]
+            like = next((s for p, s in zip(parts, spreads, strict=True) if axes_of(p)), spreads[0])
+            return torch.cat([s.to(like.device, like.dtype) for s in spreads])
+        case Prod(factors):
+            return _spread_product(factors, values)
+        case Both(base, fine):
+            finer = spread(fine, values)
+            return spread(base, values).to(finer.device, finer.dtype) * finer
+
+
+def _spread_product(factors: Sequence[Layout], values: Callable[[Slots], Tensor]) -> Tensor:
+    """Row-major outer product; constant factors become views and repeats, not multiplications."""
+    result: Tensor | None = None
+    before = 1  # constant positions seen before the first axis
+    for factor in factors:
+        size = size_of(factor)
+        if not axes_of(factor):
+            if result is None:
+                before *= size
+            else:
+                result = result.unsqueeze(1).expand(-1, size).reshape(-1)
+            continue
+        value = spread(factor, values)
+        if result is None:
+            result = value.expand(before, -1).reshape(-1) if before > 1 else value
+        else:
+            result = (result.unsqueeze(1) * value).reshape(-1)
+    return torch.ones(before) if result is None else result
+
+
+def show(layout: Layout, names: Sequence[str]) -> str:
+    """The layout as text, einops-like: ``conv1 + conv2×49``; ``·`` marks a constant."""
+    match layout:
+        case Const(size):
+            return "1" if size == 1 else f"·{size}"
+        case Slots(axis, start, stop):
+            return names[axis] if start == 0 else f"{names[axis]}[{start}:{stop}]"
+        case Cat(parts):
+            return " + ".join(show(part, names) for part in parts)
+        case Prod(factors):
+            texts = [show(f, names) for f in factors]
+            pairs = zip(factors, texts, strict=True)
+            return "×".join(f"({t})" if isinstance(f, Cat) else t for f, t in pairs)
+        case Both(_, fine):
+            return show(fine, names)
+
+
+def to_json(layout: Layout) -> Any:
+    """The layout as plain lists and numbers; ``from_json`` reads it back."""
+    match layout:
+        case Const(size):
+            return size
+        case Slots(axis, start, stop):
+            return ["slots", axis, start, stop]
+        case Cat(parts):
+            return ["cat", *map(to_json, parts)]
+        case Prod(factors):
+            return ["prod", *map(to_json, factors)]
+        case Both(base, fine):
+            return ["both", to_json(base), to_json(fine)]
+
+
+def from_json(data: Any) -> Layout:
+    """Inverse of ``to_json``.
+
+    Raises:
+        ValueError: the data is no layout.
+    """
+    match data:
+        case int(size):
+            return Const(size)
+        case ["slots", int(axis), int(start), int(stop)]:
+            return Slots(axis, start, stop)
+        case ["cat", *parts]:
+            return Cat(tuple(map(from_json, parts)))
+        case ["prod", *factors]:
+            return Prod(tuple(map(from_json, factors)))
+        case ["both", base, fine]:
+            return Both(from_json(base), from_json(fine))
+        case _:
+            raise ValueError(f"not a layout: {data!r}")

@@ -1,0 +1,252 @@
+"""The plan: every axis of one network, where it meets the weights, and what it costs. Pure data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from l0prune.layout import (
+    Both,
+    Const,
+    Layout,
+    Layouts,
+    Slots,
+    axes_of,
+    from_json,
+    leaves,
+    only,
+    spread,
+    substitute,
+    to_json,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A set of interchangeable slots that a gate vector belongs to.
+
+    Attributes:
+        name: readable and unique in its plan, after the module that writes the axis.
+        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group`` or ``input``.
+        size: number of slots.
+        start: offset of the first slot in the flat vector of all gates.
+        group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
+            a conv filter for the map it writes, a column of each Linear that reads a neuron.
+    """
+
+    name: str
+    kind: str
+    size: int
+    start: int
+    group_size: int
+
+    @property
+    def slice(self) -> slice:
+        """Range of the axis in the flat vector of all gates."""
+        return slice(self.start, self.start + self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A place that may not be cut, and why.
+
+    Attributes:
+        where: the parameter and dimension, e.g. ``"fc.weight dim 0"``.
+        reason: for a person to read.
+        operator: the operator that forced it, if one did.
+        source: file and line in the user's code, if known.
+    """
+
+    where: str
+    reason: str
+    operator: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One place where gates act: ``tensor`` is multiplied by ``spread(layout, z)`` along ``dim``.
+
+    ``role`` is ``"read"`` where the axis is contracted away and ``"write"`` where it is produced.
+    """
+
+    tensor: str
+    dim: int
+    layout: Layout
+    role: Literal["read", "write"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module."""
+
+    owner: str
+    unit: Literal["params", "macs"]
+    scale: float
+    dims: Layouts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What can be cut out of a network, what cannot and why, and what each part costs.
+
+    Attributes:
+        axes: the axes that gates belong to, in the order of the flat gate vector.
+        pins: what may not be cut.
+        tensors: a layout for each dim of each parameter, buffer and constant, by its name.
+        sites: where gates act on parameters.
+        costs: the terms of the parameter and MAC counts (MACs for one example).
+        aliases: other names of tied tensors, each with the name used in ``tensors``.
+    """
+
+    axes: tuple[Axis, ...]
+    pins: tuple[Pin, ...]
+    tensors: dict[str, Layouts]
+    sites: tuple[Site, ...]
+    costs: tuple[Cost, ...]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of gates."""
+        return sum(axis.size for axis in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes' names."""
+        return tuple(axis.name for axis in self.axes)
+
+    def flat(self, slots: Slots) -> slice:
+        """Where these slots lie in the flat vector of all gates."""
+        start = self.axes[slots.axis].start
+        return slice(start + slots.start, start + slots.stop)
+
+    def spread(self, layout: Layout, values: Tensor) -> Tensor:
+        """One value per position of ``layout`` from the flat vector ``values``."""
+        return spread(layout, lambda slots: values[self.flat(slots)])
+
+    def mask(self, layout: Layout, kept: Tensor) -> Tensor:
+        """Bool per position of ``layout``: is it kept? ``kept`` is bool, flat, shape (size,)."""
+        return self.spread(layout, kept.to(torch.uint8)).to(torch.bool)
+
+    def kept(self, open_: Tensor) -> Tensor:
+        """The slots that stay in a sliced model, as a flat bool vector.
+
+        An open slot that nobody reads any more (all its fine gates are closed) goes too; an
+        axis whose gates are all closed keeps its first slot, whose weights are zero.
+        """
+        kept = open_.detach().to("cpu", torch.bool).clone()
+        fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
+        for number, axis in enumerate(self.axes):
+            readers = [s for s in self.sites if s.role == "read" and number in axes_of(s.layout)]
+            if readers and all(site in fine_sites for site in readers):
+                kept[axis.slice] &= self._is_read(number, readers, kept)
+        for axis in self.axes:
+            if not kept[axis.slice].any():
+                kept[axis.start] = True
+        return kept
+
+    def _is_read(self, number: int, readers: Iterable[Site], kept: Tensor) -> Tensor:
+        """Which slots of an axis does any of ``readers`` still read? Bool, (axis size,)."""
+        axis = self.axes[number]
+        read = torch.zeros(axis.size, dtype=torch.bool)
+        ids = torch.zeros(self.size, dtype=torch.int64)
+        ids[axis.slice] = torch.arange(axis.size)
+        for site in readers:
+            alive = self.mask(site.layout, kept)
+            if isinstance(site.layout, Both) and number in axes_of(site.layout.fine):
+                index = self.spread(site.layout.fine, ids)
+                read[index[alive]] = True
+            else:
+                index, present = self._positions(site.layout, number, ids)
+                read[index[alive & present]] = True
+        return read
+
+    def _positions(self, layout: Layout, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For each position of ``layout``: the slot of axis ``number`` there, and whether one is."""
+        base = layout.base if isinstance(layout, Both) else layout
+        alone = only(base, frozenset([number]))
+        marks = torch.zeros(self.size, dtype=torch.int64)
+        # Slot i carries the value i + 2; constants spread as ones, so 1 means "not this axis".
+        marks[self.axes[number].slice] = ids[self.axes[number].slice] + 2
+        found = self.spread(alone, marks)
+        return (found - 2).clamp(min=0), found > 1
+
+    def select(self, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()) -> Plan:
+        """The same plan with gates only on the axes whose names match; the others stay whole."""
+        include, exclude = tuple(include), tuple(exclude)
+        wanted = [
+            any(fnmatchcase(axis.name, g) for g in include)
+            and not any(fnmatchcase(axis.name, g) for g in exclude)
+            for axis in self.axes
+        ]
+        if all(wanted):
+            return self
+        numbers: dict[int, int] = {}
+        axes: list[Axis] = []
+        for old, axis in enumerate(self.axes):
+            if wanted[old]:
+                numbers[old] = len(axes)
+                axes.append(replace(axis, start=sum(a.size for a in axes)))
+
+        def leaf(slots: Slots) -> Layout:
+            if slots.axis not in numbers:
+                return Const(slots.stop - slots.start)
+            return Slots(numbers[slots.axis], slots.start, slots.stop)
+
+        def convert(layout: Layout) -> Layout:
+            if isinstance(layout, Both) and not axes_of(substitute(layout.fine, leaf)):
+                layout = layout.base
+            return substitute(layout, leaf)
+
+        sites = [replace(site, layout=convert(site.layout)) for site in self.sites]
+        return replace(
+            self,
+            axes=tuple(axes),
+            tensors={n: tuple(map(convert, dims)) for n, dims in self.tensors.items()},
+            sites=tuple(site for site in sites if axes_of(site.layout)),
+            costs=tuple(replace(c, dims=tuple(map(convert, c.dims))) for c in self.costs),
+        )
+
+    def to_json(self) -> str:
+        """The plan as a JSON text that ``Plan.from_json`` reads back."""
+        data: dict[str, Any] = {
+            "axes": [[a.name, a.kind, a.size, a.start, a.group_size] for a in self.axes],
+            "pins": [[p.where, p.reason, p.operator, p.source] for p in self.pins],
+            "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
+            "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
+            "costs": [[c.owner, c.unit, c.scale, [to_json(d) for d in c.dims]] for c in self.costs],
+            "aliases": self.aliases,
+        }
+        return json.dumps(data)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Inverse of ``to_json``.
+
+        Raises:
+            ValueError: the text is no plan.
+        """
+        try:
+            data = json.loads(text)
+            return Plan(
+                axes=tuple(Axis(*axis) for axis in data["axes"]),
+                pins=tuple(Pin(*pin) for pin in data["pins"]),
+                tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
+                sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
+                costs=tuple(Cost(o, u, s, tuple(map(from_json, d))) for o, u, s, d in data["costs"]),
+                aliases=dict(data["aliases"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no plan: {error}") from error
+
+
+def slots_in(layouts: Iterable[Layout]) -> set[Slots]:
+    """Every distinct ``Slots`` that occurs in the layouts."""
+    return {slots for layout in layouts for slots in leaves(layout)}
