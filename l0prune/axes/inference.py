@@ -1,0 +1,178 @@
+"""The walk over a captured graph: one rule per node, events for what is read and written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.fx import Node
+
+from l0prune.axes import rules  # noqa: F401  (fills the registry)
+from l0prune.axes.nodes import (
+    dim_order,
+    has_tensor,
+    hint,
+    is_pointwise,
+    operands_of,
+    operator_name,
+    shape_of,
+)
+from l0prune.axes.registry import RULES, Value
+from l0prune.axes.rules.pointwise import pointwise
+from l0prune.axes.solver import Const, Expr, Solver
+from l0prune.capture import Captured, module_of
+
+Place = tuple[str, int]  # a tensor's name and a dim of it
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An axis contracted away by ``node``; ``place`` is the weight dim, if a weight reads it."""
+
+    expr: Expr
+    node: Node
+    place: Place | None
+    operands: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """An axis produced by ``node`` from the rows of a weight (or its bias)."""
+
+    expr: Expr
+    node: Node
+    place: Place
+
+
+@dataclass(slots=True)
+class Work:
+    """Multiply-accumulates of one node: ``scale × Π sizes`` of dims, for the whole example."""
+
+    owner: str
+    scale: float
+    dims: tuple[Expr, ...]
+    places: tuple[Place, ...] = ()
+
+
+@dataclass
+class Inference:
+    """What is known about a captured graph while rules run over it.
+
+    ``values`` holds for each node one expression per dim of its tensor; ``tensors`` the same
+    for each parameter, buffer and constant by its name.
+    """
+
+    captured: Captured
+    solver: Solver = field(default_factory=Solver)
+    values: dict[Node, Value] = field(default_factory=dict)
+    tensors: dict[str, tuple[Expr, ...]] = field(default_factory=dict)
+    reads: list[Read] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    kinds: list[tuple[Expr, str]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Apply one rule to each node, in order."""
+        for node in self.captured.graph.nodes:
+            self.solver.node = node
+            if node.op == "placeholder":
+                self.values[node] = self._placeholder(node)
+            elif node.op == "call_function":
+                self.values[node] = self._call(node)
+            elif node.op == "output":
+                for operand in operands_of(node):
+                    self.pin_all(operand, "it feeds the model's output")
+
+    def _placeholder(self, node: Node) -> Value:
+        shape = shape_of(node)
+        if shape is None:
+            return None
+        name = self.captured.names.get(node.name)
+        if name is None:
+            what = f"dimension {{}} of the model's input {node.name!r}"
+            return tuple(Const(s, what.format(i), True) for i, s in enumerate(shape))
+        if name not in self.tensors:
+            self.tensors[name] = tuple(self.solver.fresh(size) for size in shape)
+        return self.tensors[name]
+
+    def _call(self, node: Node) -> Value:
+        name = operator_name(node.target)
+        rule = RULES.get(name)
+        if rule is None and is_pointwise(node):
+            rule = pointwise
+        if rule is None and name.endswith("_"):
+            rule = RULES.get(name[:-1])  # an in-place twin does the same to the axes
+        if rule is None:
+            return self._unknown(node, name)
+        return rule(self, node)
+
+    def _unknown(self, node: Node, name: str) -> Value:
+        """An operator without a rule: nothing that touches it may be cut."""
+        if not has_tensor(node):
+            return None
+        for operand in operands_of(node):
+            self.pin_all(operand, f"operator {name} is unknown to l0prune")
+        return self.opaque(node, f"a result of operator {name}, unknown to l0prune")
+
+    # --- what rules use -------------------------------------------------------------------
+
+    def dims(self, node: Node) -> tuple[Expr, ...]:
+        """One resolved expression per dim of a tensor node."""
+        value = self.values[node]
+        assert isinstance(value, tuple), f"{node} is no single tensor"
+        return tuple(self.solver.resolve(dim) for dim in value)
+
+    def pin_all(self, node: Node, text: str) -> None:
+        """Pin every dim of a node's value."""
+        value = self.values.get(node)
+        for dims in value if isinstance(value, list) else [value or ()]:
+            for dim in dims:
+                self.solver.pin(dim, text)
+
+    def opaque(self, node: Node, what: str) -> Value:
+        """A value of constants, with the shape that the node has."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            return tuple(Const(hint(size), what) for size in value.shape)
+        if isinstance(value, tuple | list):
+            tensors = [v for v in value if isinstance(v, Tensor)]
+            return [tuple(Const(hint(s), what) for s in v.shape) for v in tensors]
+        return None
+
+    def place(self, node: Node, dim: int) -> Place | None:
+        """The stored tensor and dim that this dim of the node is, if it is one directly."""
+        while node.op == "call_function":
+            source = node.args[0] if node.args else None
+            name = operator_name(node.target)
+            if not isinstance(source, Node):
+                return None
+            if name in ("aten.t", "aten.transpose", "aten.permute"):
+                order = dim_order(node, len(shape_of(source) or ()))
+                dim = order[dim]
+            elif name not in ("aten.detach", "aten.alias", "aten.contiguous", "aten.to"):
+                return None
+            node = source
+        name = self.captured.names.get(node.name)
+        return (name, dim) if name is not None else None
+
+    def read(self, expr: Expr, node: Node, weight: tuple[Node, int] | None, *others: Node) -> None:
+        """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""
+        place = self.place(*weight) if weight else None
+        operands = (*others, weight[0]) if weight else others
+        self.reads.append(Read(expr, node, place, operands))
+
+    def write(self, expr: Expr, node: Node, weight: Node | None, dim: int) -> None:
+        """Record that dim of ``weight`` (or of a bias) produces the axis."""
+        place = self.place(weight, dim) if weight is not None else None
+        if place is not None:
+            self.writes.append(Write(expr, node, place))
+
+    def work(self, node: Node, dims: tuple[Expr, ...], *places: Place | None) -> None:
+        """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``."""
+        scale = 1.0 / self.captured.batch
+        known = tuple(p for p in places if p is not None)
+        self.works.append(Work(module_of(node), scale, dims, known))
+
+    def kind(self, expr: Expr, kind: str) -> None:
+        """Say what the slots of the expression are: heads, head dims, groups."""
+        self.kinds.append((expr, kind))

@@ -1,0 +1,76 @@
+"""The registry of rules: what each operator does to the axes of its operands.
+
+A rule is a function of the inference and a graph node that returns the node's value: one
+expression per dim of its output (or a list of such values for an operator with many outputs).
+It unifies what the operator ties, pins what it forbids, and records what it contracts.
+
+    @rule("aten.glu", zero=every)
+    def glu(infer: Inference, node: Node) -> Value:
+        ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.fx import Node
+
+from l0prune.axes.nodes import operator_name
+from l0prune.axes.solver import Expr
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+Value: TypeAlias = "tuple[Expr, ...] | list[tuple[Expr, ...]] | None"
+Rule: TypeAlias = "Callable[[Inference, Node], Value]"
+# Given, for each tensor operand that carries a slot, whether it is exactly zero there (None for
+# an operand that does not carry the slot): is the output exactly zero there?
+Zero: TypeAlias = Callable[[Node, Sequence[bool | None]], bool]
+
+
+def never(node: Node, operands: Sequence[bool | None]) -> bool:
+    """The output need not be zero: f(0) ≠ 0, or slots mix."""
+    return False
+
+
+def each(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where every operand that carries the slot is: data movement, f(0) = 0."""
+    return all(operand is not False for operand in operands)
+
+
+def every(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where every operand is, and nothing else is added: sums."""
+    tensors = all(operand is True for operand in operands)
+    return tensors and not any(isinstance(arg, int | float) and arg for arg in node.args[:2])
+
+
+def some(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where any operand is: products."""
+    return any(operand is True for operand in operands)
+
+
+def first(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where the first operand is: quotients."""
+    return bool(operands) and operands[0] is True
+
+
+RULES: dict[str, Rule] = {}
+ZEROS: dict[str, Zero] = {}
+
+
+def rule(*operators: str, zero: Zero = never) -> Callable[[Rule], Rule]:
+    """Register a rule for operators, by qualified name without overload: ``aten.conv2d``."""
+
+    def register(function: Rule) -> Rule:
+        for operator in operators:
+            RULES[operator] = function
+            ZEROS[operator] = zero
+        return function
+
+    return register
+
+
+def zero_of(node: Node) -> Zero:
+    """How the operator of this node treats slots that are exactly zero."""
+    return ZEROS.get(operator_name(node.target), never)

@@ -1,0 +1,13 @@
+"""Rules by operator family. Importing this package fills the registry."""
+
+from l0prune.axes.rules import (  # noqa: F401
+    attention,
+    contraction,
+    factories,
+    movement,
+    normalisation,
+    pointwise,
+    pooling,
+    reduction,
+    slicing,
+)

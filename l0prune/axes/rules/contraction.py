@@ -1,0 +1,217 @@
+"""Contractions: linear layers, convolutions, matrix products, embeddings."""
+
+from __future__ import annotations
+
+from math import prod as product
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from l0prune.axes.nodes import argument, operator_name, shape_of
+from l0prune.axes.registry import Value, rule, some
+from l0prune.axes.solver import Const, Expr, prod
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from l0prune.axes.inference import Inference
+
+
+def _biased(node: Node, operands: Sequence[bool | None]) -> bool:
+    """x·W + b is zero where x or W is, and the bias too."""
+    bias = argument(node, 2, "bias")
+    products, rest = (operands, ()) if bias is None else (operands[:2], operands[2:])
+    return any(o is True for o in products) and all(o is True for o in rest)
+
+
+@rule("aten.linear", zero=_biased)
+def linear(infer: Inference, node: Node) -> Value:
+    """``(…, i) @ (o, i)ᵀ + (o)``."""
+    x, weight = node.args[:2]
+    bias = argument(node, 2, "bias")
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    *batch, inner = infer.dims(x)
+    infer.solver.unify(inner, infer.dims(weight)[1])
+    infer.read(inner, node, (weight, 1), x)
+    outer = infer.dims(weight)[0]
+    infer.write(outer, node, weight, 0)
+    _tie_bias(infer, node, bias, outer)
+    _work(infer, node, (*batch, outer), weight, 1)
+    return (*batch, outer)
+
+
+def _tie_bias(infer: Inference, node: Node, bias: Any, outer: Expr) -> None:
+    if isinstance(bias, Node):
+        infer.solver.unify(outer, infer.dims(bias)[0])
+        infer.write(outer, node, bias, 0)
+
+
+def _work(infer: Inference, node: Node, dims: tuple[Expr, ...], weight: Node, *inner: int) -> None:
+    """Work over the output's dims and the inner dims of the weight."""
+    places = [infer.place(weight, dim) for dim in inner]
+    loose = [infer.dims(weight)[d] for d, p in zip(inner, places, strict=True) if p is None]
+    infer.work(node, (*dims, *loose), *places)
+
+
+@rule(
+    *(f"aten.conv{n}d" for n in (1, 2, 3)),
+    *(f"aten.conv_transpose{n}d" for n in (1, 2, 3)),
+    "aten.convolution",
+    zero=_biased,
+)
+def convolution(infer: Inference, node: Node) -> Value:
+    """Input ``g × i``, output ``g × o``: a group is carried like a batch, i is contracted.
+
+    Depthwise is the case i = 1, an ordinary convolution the case g = 1. A transposed one
+    stores its weight as ``(g × i, o, …)`` instead of ``(g × o, i, …)``.
+    """
+    x, weight = node.args[:2]
+    bias = argument(node, 2, "bias")
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    name = operator_name(node.target)
+    transposed = "transpose" in name or (name == "aten.convolution" and bool(node.args[6]))
+    groups = _groups(node, name)
+    spatial = len(shape_of(weight) or ()) - 2
+    dims = list(infer.dims(x))
+    channel = len(dims) - spatial - 1
+    rows, columns = infer.dims(weight)[:2]
+    group = infer.solver.fresh(groups)
+    if transposed:
+        inner = infer.solver.factor(rows, groups)[1] if groups > 1 else rows
+        outer, read_dim, write_dim = columns, 0, 1
+    else:
+        inner, read_dim, write_dim = columns, 1, 0
+        outer = infer.solver.fresh((shape_of(weight) or [0])[0] // groups) if groups > 1 else rows
+    infer.solver.unify(dims[channel], prod((group, inner)))
+    infer.solver.unify(rows, prod((group, inner if transposed else outer)))
+    out = prod((infer.solver.resolve(group), infer.solver.resolve(outer)))
+    if inner.size > 1:
+        infer.read(inner, node, (weight, read_dim), x)
+    infer.write(out, node, weight, write_dim)
+    if transposed and groups > 1:
+        infer.write(infer.dims(weight)[0], node, weight, 0)
+    if groups > 1 and (inner.size > 1 or outer.size > 1):
+        infer.kind(group, "group")
+    _tie_bias(infer, node, bias, out)
+    shape = shape_of(node) or []
+    before = [Const(s) for s in shape[:channel]]
+    after = [Const(s, "a spatial dimension") for s in shape[channel + 1 :]]
+    kernel = product((shape_of(weight) or [])[2:])
+    positions = shape_of(x) if transposed else shape
+    area = Const(product((positions or [])[channel + 1 :]) * kernel)
+    work = (*before, area, out)
+    _work(infer, node, work if not transposed else (*work, inner), weight, *((1,) if not transposed else ()))
+    return (*before, out, *after)
+
+
+def _groups(node: Node, name: str) -> int:
+    if name == "aten.convolution":
+        return int(argument(node, 8, "groups", 1))
+    return int(argument(node, 7 if "transpose" in name else 6, "groups", 1)) if (
+        "transpose" not in name
+    ) else int(argument(node, 6, "groups", 1))
+
+
+@rule("aten.matmul", "aten.mm", "aten.bmm", zero=some)
+def matmul(infer: Inference, node: Node) -> Value:
+    """``(…, n, k) @ (…, k, m)`` with broadcast batch dims; either may be a vector."""
+    a, b = node.args[:2]
+    assert isinstance(a, Node)
+    assert isinstance(b, Node)
+    return contract(infer, node, a, b)
+
+
+@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
+def addmm(infer: Inference, node: Node) -> Value:
+    """``c + a @ b``: the product's dims, tied to c's."""
+    c, a, b = node.args[:3]
+    assert isinstance(a, Node)
+    assert isinstance(b, Node)
+    out = contract(infer, node, a, b)
+    if isinstance(c, Node):
+        for mine, theirs in zip(reversed(out), reversed(infer.dims(c)), strict=False):
+            if theirs.size > 1:
+                infer.solver.unify(mine, theirs)
+        infer.write(out[-1], node, c, len(infer.dims(c)) - 1)
+    return out
+
+
+def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]:
+    """Dims of a matrix product; records what it reads, writes and costs."""
+    left, right = list(infer.dims(a)), list(infer.dims(b))
+    inner_a = left.pop()
+    inner_b = right.pop(-2 if len(right) > 1 else -1)
+    infer.solver.unify(inner_a, inner_b)
+    weight_dim = max(len(right) - 1, 0)
+    stored = infer.place(b, weight_dim) is not None
+    stored_a = infer.place(a, len(left)) is not None
+    if stored or not stored_a:
+        infer.read(inner_a, node, (b, weight_dim), a)
+    else:
+        infer.read(inner_a, node, (a, len(left)), b)
+    rows = [left.pop()] if left else []
+    columns = [right.pop()] if right else []
+    if columns:
+        infer.write(columns[0], node, b, len(infer.dims(b)) - 1)
+    if rows:
+        infer.write(rows[0], node, a, len(infer.dims(a)) - 2)
+    batch = _broadcast(infer, left, right)
+    out = (*batch, *rows, *columns)
+    place = infer.place(b, weight_dim)
+    infer.work(node, out if place else (*out, infer.solver.resolve(inner_a)), place)
+    return out
+
+
+def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Expr]:
+    """Batch dims of a product, aligned at the last."""
+    longer, shorter = (left, right) if len(left) >= len(right) else (right, left)
+    out = list(longer)
+    for back, dim in enumerate(reversed(shorter), start=1):
+        if out[-back].size == 1:
+            out[-back] = dim
+        elif dim.size > 1:
+            infer.solver.unify(out[-back], dim)
+    return out
+
+
+@rule("aten.einsum")
+def einsum(infer: Inference, node: Node) -> Value:
+    """Letters tie dims; a letter absent from the output is contracted."""
+    equation, operands = node.args[:2]
+    text = str(equation).replace(" ", "")
+    assert isinstance(operands, list | tuple)
+    nodes = [operand for operand in operands if isinstance(operand, Node)]
+    if "." in text or "->" not in text:
+        for operand in nodes:
+            infer.pin_all(operand, "einsum with an ellipsis or an implicit output")
+        return infer.opaque(node, "a result of einsum")
+    inputs, output = text.split("->")
+    letters: dict[str, Expr] = {}
+    where: dict[str, list[tuple[Node, int]]] = {}
+    for labels, operand in zip(inputs.split(","), nodes, strict=True):
+        for position, (letter, dim) in enumerate(zip(labels, infer.dims(operand), strict=True)):
+            infer.solver.unify(letters.setdefault(letter, dim), dim)
+            where.setdefault(letter, []).append((operand, position))
+    for letter, dim in letters.items():
+        stored = [(n, p) for n, p in where[letter] if infer.place(n, p) is not None]
+        if letter in output:
+            for operand, position in stored:
+                infer.write(dim, node, operand, position)
+        else:
+            infer.read(dim, node, stored[0] if stored else None, *nodes)
+    infer.work(node, tuple(letters.values()))
+    return tuple(letters[letter] for letter in output)
+
+
+@rule("aten.embedding")
+def embedding(infer: Inference, node: Node) -> Value:
+    """Rows of a table by index: which rows exist depends on the data."""
+    weight, index = node.args[:2]
+    assert isinstance(weight, Node)
+    assert isinstance(index, Node)
+    table, dim = infer.dims(weight)
+    infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
+    infer.write(dim, node, weight, 1)
+    return (*infer.dims(index), dim)

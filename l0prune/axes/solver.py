@@ -1,0 +1,307 @@
+"""A small type system for channels: expressions over axis variables, unified with refinement.
+
+Every dim of every tensor in a graph has an expression. Where an operator says that two dims
+are the same thing, their expressions are unified; where a product meets a concatenation or
+another factorisation, variables are split until both sides agree. Sizes only shrink, so it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod as product
+
+from torch.fx import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a variable is pinned, and the node that pinned it."""
+
+    text: str
+    node: Node | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const:
+    """``size`` positions that are no axis: batch, height, time, an image's colours."""
+
+    size: int
+    what: str = "a fixed dimension"
+    is_input: bool = False
+
+
+class Var:
+    """An axis variable: ``size`` slots that live or die one by one."""
+
+    __slots__ = ("binding", "pin", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.binding: Expr | None = None
+        self.pin: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cat:
+    """``parts``, one after another."""
+
+    parts: tuple[Expr, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prod:
+    """``factors`` nested in row-major order: the last varies fastest."""
+
+    factors: tuple[Expr, ...]
+    size: int
+
+
+Expr = Const | Var | Cat | Prod
+
+
+def cat(parts: Iterable[Expr]) -> Expr:
+    """A concatenation in normal form: flat, neighbouring constants merged."""
+    flat: list[Expr] = []
+    for part in parts:
+        for piece in part.parts if isinstance(part, Cat) else (part,):
+            last = flat[-1] if flat else None
+            if isinstance(piece, Const) and isinstance(last, Const):
+                flat[-1] = _merge(last, piece, last.size + piece.size)
+            elif piece.size:
+                flat.append(piece)
+    if not flat:
+        return Const(0)
+    return flat[0] if len(flat) == 1 else Cat(tuple(flat), sum(p.size for p in flat))
+
+
+def prod(factors: Iterable[Expr]) -> Expr:
+    """A product in normal form: flat, without ones, a leading concatenation distributed."""
+    flat: list[Expr] = []
+    for factor in factors:
+        for piece in factor.factors if isinstance(factor, Prod) else (factor,):
+            last = flat[-1] if flat else None
+            if isinstance(piece, Const) and isinstance(last, Const):
+                flat[-1] = _merge(last, piece, last.size * piece.size)
+            else:
+                flat.append(piece)
+    flat = [f for f in flat if f.size != 1] or flat[:1]
+    if not flat:
+        return Const(1)
+    if len(flat) == 1:
+        return flat[0]
+    if isinstance(flat[0], Cat):
+        return cat(prod((part, *flat[1:])) for part in flat[0].parts)
+    return Prod(tuple(flat), product(f.size for f in flat))
+
+
+def _merge(a: Const, b: Const, size: int) -> Const:
+    """Two constants as one; ones say nothing about what the positions are."""
+    if a.size == 1 or b.size == 1:
+        known = b if a.size == 1 else a
+        return Const(size, known.what, known.is_input)
+    both = a.is_input and b.is_input
+    return Const(size, a.what if a.what == b.what or both else "a fixed dimension", both)
+
+
+def variables(expr: Expr) -> Iterator[Var]:
+    """Every variable in a resolved expression, left to right."""
+    match expr:
+        case Var():
+            yield expr
+        case Cat(parts, _):
+            for part in parts:
+                yield from variables(part)
+        case Prod(factors, _):
+            for factor in factors:
+                yield from variables(factor)
+
+
+class Solver:
+    """Union-find over axis variables, with substitution of refined ones."""
+
+    def __init__(self) -> None:
+        self.node: Node | None = None  # what is being inferred now: the author of new pins
+
+    def fresh(self, size: int) -> Expr:
+        """A new variable; a single slot can never be cut, so it is a constant."""
+        return Var(size) if size > 1 else Const(size, "a single slot")
+
+    def resolve(self, expr: Expr) -> Expr:
+        """The expression with every refined variable substituted, in normal form."""
+        match expr:
+            case Var(binding=None) | Const():
+                return expr
+            case Var():
+                assert expr.binding is not None
+                expr.binding = self.resolve(expr.binding)
+                return expr.binding
+            case Cat(parts, _):
+                news = [self.resolve(p) for p in parts]
+                same = all(a is b for a, b in zip(news, parts, strict=True))
+                return expr if same else cat(news)
+            case Prod(factors, _):
+                news = [self.resolve(f) for f in factors]
+                same = all(a is b for a, b in zip(news, factors, strict=True))
+                return expr if same else prod(news)
+
+    def pin(self, expr: Expr, text: str) -> None:
+        """Forbid cutting any variable of the expression, for the reason given."""
+        self._pin(expr, Reason(text, self.node))
+
+    def _pin(self, expr: Expr, reason: Reason) -> None:
+        for var in variables(self.resolve(expr)):
+            var.pin = var.pin or reason
+
+    def unify(self, a: Expr, b: Expr) -> None:
+        """Make two dims the same thing: slot i of one lives or dies with slot i of the other."""
+        a, b = self.resolve(a), self.resolve(b)
+        if a is b:
+            return
+        if a.size != b.size:
+            for expr in (a, b):
+                self.pin(expr, "its size does not match what it is combined with")
+        elif isinstance(a, Const) or isinstance(b, Const):
+            const, other = (a, b) if isinstance(a, Const) else (b, a)
+            self.pin(other, f"it meets {const.what}")  # type: ignore[union-attr]
+        elif isinstance(a, Var):
+            self._bind(a, b)
+        elif isinstance(b, Var):
+            self._bind(b, a)
+        elif isinstance(a, Prod) and isinstance(b, Prod):
+            self._unify_factors(list(a.factors), list(b.factors))
+        else:
+            self._unify_parts([a], [b])
+
+    def _bind(self, var: Var, expr: Expr) -> None:
+        if any(var is other for other in variables(expr)):
+            self.pin(expr, "it would have to contain itself")
+            return
+        var.binding = expr
+        if var.pin:
+            self._pin(expr, var.pin)
+
+    def _unify_parts(self, left: list[Expr], right: list[Expr]) -> None:
+        """Unify two concatenations, splitting whichever part is the longer one."""
+        while left and right:
+            for side in (left, right):
+                first = self.resolve(side[0])
+                side[:1] = first.parts if isinstance(first, Cat) else [first]
+            a, b = left[0], right[0]
+            if a.size > b.size:
+                left[:1] = self.split(a, b.size)
+            elif b.size > a.size:
+                right[:1] = self.split(b, a.size)
+            else:
+                del left[0], right[0]
+                self.unify(a, b)
+
+    def _unify_factors(self, left: list[Expr], right: list[Expr]) -> None:
+        """Unify two products, factorising whichever leading factor is the larger one."""
+        while left and right:
+            a, b = self.resolve(left[0]), self.resolve(right[0])
+            if a.size == b.size:
+                del left[0], right[0]
+                self.unify(a, b)
+            elif a.size % b.size == 0:
+                left[:1] = self.factor(a, b.size)
+            elif b.size % a.size == 0:
+                right[:1] = self.factor(b, a.size)
+            else:
+                for expr in (*left, *right):
+                    self.pin(expr, "it is reshaped across its slots")
+                return
+
+    def factor(self, expr: Expr, outer: int) -> list[Expr]:
+        """The expression as a product of ``outer`` × the rest, refining it where needed."""
+        expr = self.resolve(expr)
+        inner = expr.size // outer
+        if isinstance(expr, Const):
+            return [
+                Const(outer, expr.what, expr.is_input),
+                Const(inner, expr.what, expr.is_input),
+            ]
+        pair = [self.fresh(outer), self.fresh(inner)]
+        self.unify(expr, prod(pair))
+        return [self.resolve(part) for part in pair]
+
+    def split(self, expr: Expr, at: int) -> list[Expr]:
+        """The expression as the concatenation of its first ``at`` positions and the rest."""
+        expr = self.resolve(expr)
+        if at in (0, expr.size):
+            empty: Expr = Const(0)
+            return [empty, expr] if at == 0 else [expr, empty]
+        match expr:
+            case Const(size, what, is_input):
+                return [Const(at, what, is_input), Const(size - at, what, is_input)]
+            case Var(size=size):
+                pair = [self.fresh(at), self.fresh(size - at)]
+                self._bind(expr, cat(pair))
+                return pair
+            case Cat(parts, _):
+                return self._split_parts(parts, at)
+            case Prod(factors, _):
+                return self._split_product(factors, at)
+
+    def _split_parts(self, parts: tuple[Expr, ...], at: int) -> list[Expr]:
+        before = 0
+        for number, part in enumerate(parts):
+            if before + part.size >= at:
+                left, right = self.split(part, at - before)
+                return [cat((*parts[:number], left)), cat((right, *parts[number + 1 :]))]
+            before += part.size
+        raise AssertionError("split beyond the end")
+
+    def _split_product(self, factors: tuple[Expr, ...], at: int) -> list[Expr]:
+        lead, rest = factors[0], prod(factors[1:])
+        whole, part = divmod(at, rest.size)
+        if not part:
+            left, right = self.split(lead, whole)
+            return [prod((left, rest)), prod((right, rest))]
+        # The cut goes through the inside of one repetition: the outer factor must stay whole.
+        self.pin(lead, "it is cut at a place that is no multiple of its inner dimension")
+        for var in variables(lead):
+            var.binding = Const(var.size)
+        inner_left, inner_right = self.split(rest, part)
+        after = lead.size - whole - 1
+        return [
+            cat((prod((Const(whole), rest)) if whole else Const(0), inner_left)),
+            cat((inner_right, prod((Const(after), rest)) if after else Const(0))),
+        ]
+
+    def regroup(self, dims: list[Expr], sizes: list[int]) -> list[Expr]:
+        """The dims after a row-major reshape to ``sizes``."""
+        out: list[Expr] = []
+        sources, targets = list(dims), list(sizes)
+        while sources or targets:
+            group, wanted = _take_group(sources, targets)
+            whole = prod([self.resolve(d) for d in group])
+            if len(wanted) == 1:
+                out.append(whole)
+            elif isinstance(whole, Const):
+                out += [Const(size, whole.what, whole.is_input) for size in wanted]
+            else:
+                fresh = [self.fresh(size) for size in wanted]
+                self.unify(whole, prod(fresh))
+                out += fresh
+        return out
+
+
+def _take_group(sources: list[Expr], targets: list[int]) -> tuple[list[Expr], list[int]]:
+    """Remove from both lists the shortest leading dims with the same number of positions."""
+    group = [sources.pop(0)] if sources else []
+    wanted = [targets.pop(0)] if targets else []
+    have, want = product(d.size for d in group), product(wanted)
+    while have != want:
+        if have < want and sources:
+            group.append(sources.pop(0))
+            have *= group[-1].size
+        elif targets:
+            wanted.append(targets.pop(0))
+            want *= wanted[-1]
+        else:
+            group += sources
+            sources.clear()
+            break
+    return group, wanted

@@ -1,0 +1,211 @@
+"""Capture: from an nn.Module and example inputs to a graph of ATen operators, by torch.export."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from l0prune.errors import CaptureError
+
+_LIBRARY = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(__file__)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The eval-mode graph of a model.
+
+    Attributes:
+        program: the exported program, before decomposition; its parameters are placeholders.
+        names: for each placeholder node that is a parameter, buffer or constant, the tensor's
+            name in the model (tied tensors share the first of their names).
+        inputs: names of the placeholder nodes that are the user's inputs.
+        aliases: further names of tied tensors, each with the name used in ``names``.
+        parameters: the names in ``names`` that are parameters, not buffers or constants.
+        unused: parameters of the model that the eval graph never touches.
+        batch: size of the example's batch.
+        dynamic: whether dim 0 of the inputs stayed symbolic.
+    """
+
+    program: ExportedProgram
+    names: dict[str, str]
+    inputs: tuple[str, ...]
+    aliases: dict[str, str]
+    parameters: frozenset[str]
+    unused: tuple[str, ...]
+    batch: int
+    dynamic: bool
+
+    @property
+    def graph(self) -> Graph:
+        """The fx graph."""
+        return self.program.graph
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_batch: bool = False,
+) -> Captured:
+    """The model's eval-mode graph; the model itself is left as it was.
+
+    With ``dynamic_batch`` dim 0 of every tensor input that shares the first one's size becomes
+    symbolic where the model allows it; where it does not, the shapes are static.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model's forward on these inputs.
+    """
+    kwargs = kwargs or {}
+    batch = batch_of(args, kwargs)
+    with evaluating(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program, dynamic = None, False
+        if dynamic_batch and batch:
+            program = _try_dynamic(model, *widened(args, kwargs))
+            dynamic = program is not None
+        if program is None:
+            try:
+                program = torch.export.export(model, args, kwargs, strict=False)
+            except Exception as error:
+                raise CaptureError(_explain(error)) from error
+    return _index(model, program, batch or 1, dynamic)
+
+
+def _try_dynamic(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ExportedProgram | None:
+    """The capture with a symbolic batch, or None where the model specialises it."""
+    try:
+        shapes = batch_shapes(model, args, kwargs)
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception:  # whatever the cause, the static capture comes next and reports it
+        return None
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Size of dim 0 of the first tensor input; 0 where there is none."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    return 0
+
+
+def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same inputs with a batch of one repeated to two: torch.export fixes a size of one."""
+    if batch_of(args, kwargs) != 1:
+        return args, kwargs
+
+    def twice(leaf: Any) -> Any:
+        is_batched = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == 1
+        return torch.cat([leaf, leaf]) if is_batched else leaf
+
+    wide_args, wide_kwargs = pytree.tree_map(twice, (args, kwargs))
+    return wide_args, wide_kwargs
+
+
+def batch_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``dynamic_shapes`` for torch.export: one symbolic batch over every batched input."""
+    size = batch_of(args, kwargs)
+    batch = Dim("batch")
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        return {0: batch} if leaf.ndim and leaf.shape[0] == size else {}
+
+    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    return {name: pytree.tree_map(shape, value) for name, value in arguments.items()}
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the duration; afterwards every submodule is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _index(model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool) -> Captured:
+    canonical, aliases = _canonical_names(model)
+    signature = program.graph_signature
+    names: dict[str, str] = {}
+    parameters: set[str] = set()
+    for placeholder, name in signature.inputs_to_parameters.items():
+        names[placeholder] = canonical.get(name, name)
+        parameters.add(names[placeholder])
+    for placeholder, name in signature.inputs_to_buffers.items():
+        names[placeholder] = canonical.get(name, name)
+    names |= dict(signature.inputs_to_lifted_tensor_constants)
+    used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
+    unused = tuple(name for name, _ in model.named_parameters() if name not in used)
+    return Captured(
+        program=program,
+        names=names,
+        inputs=tuple(signature.user_inputs),  # type: ignore[arg-type]
+        aliases=aliases,
+        parameters=frozenset(parameters),
+        unused=unused,
+        batch=batch,
+        dynamic=dynamic,
+    )
+
+
+def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Every tensor name with the first name of the same tensor; and those that differ."""
+    first: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    every = [*model.named_parameters(remove_duplicate=False)]
+    every += [*model.named_buffers(remove_duplicate=False)]
+    for name, tensor in every:
+        canonical[name] = first.setdefault(id(tensor), name)
+    return canonical, {name: to for name, to in canonical.items() if name != to}
+
+
+def source_of(node: Node) -> str:
+    """``file.py:line`` of the user's code that made this node; empty if unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
+    for line in reversed(lines):
+        path, _, rest = line.removeprefix('File "').partition('", line ')
+        if not path.startswith(("torch/", _LIBRARY)) and "/torch/" not in path:
+            return f"{os.path.basename(path)}:{rest.split(',')[0]}"
+    return ""
+
+
+def module_of(node: Node) -> str:
+    """Path of the module whose forward made this node; empty for the root or if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if isinstance(path, str)]
+    return paths[-1].replace("slice(None, None, None)", "") if paths else ""
+
+
+def _explain(error: Exception) -> str:
+    """What broke and where in the user's source, from a torch.export failure."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
+    where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"torch.export could not follow the model{where}: {type(error).__name__}: {first.strip()}\n"
+        "Usual causes: the example input has another shape or dtype than the model expects, or "
+        "forward() branches on tensor values. Check that model(*args) runs on this example; "
+        "data-dependent branches have to leave forward() or be written with torch.where."
+    )

@@ -1,0 +1,15 @@
+"""Gates: how a slot's parameter becomes its multiplier, and the one bank that a model carries."""
+
+from l0prune.gates.bank import GateAxis, Gates
+from l0prune.gates.gate import Gate, gate_from_dict, gate_to_dict, register
+from l0prune.gates.hard_concrete import HardConcrete
+
+__all__ = [
+    "Gate",
+    "GateAxis",
+    "Gates",
+    "HardConcrete",
+    "gate_from_dict",
+    "gate_to_dict",
+    "register",
+]

@@ -1,0 +1,124 @@
+"""The hard concrete gate of Louizos, Welling & Kingma 2018 (arXiv 1712.01312), eq. 10-13."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from l0prune.errors import UsageError
+from l0prune.gates.gate import register
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class HardConcrete:
+    """A binary concrete variable, stretched to (γ, ζ) and clamped to [0, 1].
+
+    Attributes:
+        beta: temperature of the concrete distribution, above 0.
+        gamma: lower end of the stretch, below 0, so that z is exactly 0 with some probability.
+        zeta: upper end of the stretch, above 1, so that z is exactly 1 with some probability.
+        estimator: z in eval mode. ``"paper"`` is eq. 13 and closes a gate whose P(z ≠ 0) is
+            below 0.31 (at the default settings); ``"median"`` is the median of z and closes it
+            below 0.5.
+
+    Raises:
+        UsageError: a setting is outside its range.
+    """
+
+    name: ClassVar[str] = "hard_concrete"
+
+    beta: float = 2 / 3
+    gamma: float = -0.1
+    zeta: float = 1.1
+    estimator: Literal["paper", "median"] = "paper"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < math.inf:
+            raise UsageError(f"beta of a hard concrete gate must be above 0, not {self.beta}")
+        if not (-math.inf < self.gamma < 0 and 1 < self.zeta < math.inf):
+            raise UsageError(
+                "a hard concrete gate needs gamma < 0 and zeta > 1, or it is never exactly 0 or 1; "
+                f"here gamma = {self.gamma}, zeta = {self.zeta}"
+            )
+        if self.estimator not in ("paper", "median"):
+            raise UsageError(
+                f"estimator must be 'paper' (eq. 13) or 'median', not {self.estimator!r}"
+            )
+
+    def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
+        """z of eq. 10-12: ``clamp(σ((log u − log(1−u) + log α)/β)·(ζ−γ) + γ, 0, 1)``.
+
+        Args:
+            log_alpha: flat, shape ``(gates,)``.
+            noise: u of the same shape, strictly between 0 and 1.
+        """
+        return self._stretched(log_alpha, noise.logit(), 1 / self.beta)
+
+    def estimate(self, log_alpha: Tensor) -> Tensor:
+        """ẑ of eq. 13, ``clamp(σ(log α)·(ζ−γ) + γ, 0, 1)``, or the median, with log α/β."""
+        return self._stretched(log_alpha, None, 1.0 if self.estimator == "paper" else 1 / self.beta)
+
+    def open_probability(self, log_alpha: Tensor) -> Tensor:
+        """P(z ≠ 0) of eq. 12, ``σ(log α − β·log(−γ/ζ))``."""
+        return torch.sigmoid(log_alpha - self._shift)
+
+    def initial(self, open_probability: float) -> float:
+        """The log α at which P(z ≠ 0) is ``open_probability``: the inverse of eq. 12.
+
+        Raises:
+            UsageError: the probability is not strictly between 0 and 1.
+        """
+        if not 0 < open_probability < 1:
+            raise UsageError(
+                "the open probability of a gate must lie strictly between 0 and 1 (log α would be "
+                f"infinite), not {open_probability}; 0.99 is nearly open"
+            )
+        return math.log(open_probability) - math.log1p(-open_probability) + self._shift
+
+    @property
+    def _shift(self) -> float:
+        return self.beta * math.log(-self.gamma / self.zeta)
+
+    def _stretched(self, log_alpha: Tensor, logistic: Tensor | None, rate: float) -> Tensor:
+        z, _ = _HardSigmoid.apply(log_alpha, logistic, rate, self.gamma, self.zeta)
+        return z  # type: ignore[no-any-return]
+
+
+class _HardSigmoid(Function):
+    """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``; also returns s.
+
+    One node of the graph instead of seven. It keeps s as an attribute, not as a saved tensor:
+    autograd frees those after the first backward pass, while every segment of a checkpointed
+    model makes a pass of its own through the one sample.
+    """
+
+    @staticmethod
+    def forward(
+        log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = log_alpha if logistic is None else log_alpha + logistic
+        s = (logits * rate).sigmoid_()
+        return (s * (zeta - gamma)).add_(gamma).clamp_(0, 1), s
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, _, ctx.rate, ctx.gamma, ctx.zeta = inputs
+        ctx.s = output[1]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        stretch = ctx.zeta - ctx.gamma
+        # s inside these bounds is z strictly inside (0, 1); outside, the clamp has no slope.
+        lower, upper = -ctx.gamma / stretch, (1 - ctx.gamma) / stretch
+        inside = torch.ops.aten.hardtanh_backward(grad, ctx.s, lower, upper)
+        slope = torch.ops.aten.sigmoid_backward(inside, ctx.s)
+        return slope * (ctx.rate * stretch), None, None, None, None

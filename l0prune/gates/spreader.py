@@ -1,0 +1,133 @@
+"""Spreading one flat vector of gates over many layouts at once, in a handful of operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from l0prune.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
+from l0prune.plan import Plan
+
+
+class Spreader:
+    """``plan.spread(layout, z)`` for all of ``layouts``, at a cost that hardly grows with their number.
+
+    Each position of a layout is a product of entries of z, so that a table of indices says it
+    all: one gather per number of factors, then one split into a view for each layout.
+    """
+
+    def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
+        self._sizes = [size_of(layout) for layout in layouts]
+        tables = [_factors(plan, layout) for layout in layouts]
+        by_depth: dict[int, list[int]] = defaultdict(list)
+        for number, table in enumerate(tables):
+            by_depth[table.shape[0]].append(number)
+        self._groups: list[tuple[list[int], Tensor]] = [
+            (numbers, torch.cat([tables[number] for number in numbers], dim=1))
+            for _, numbers in sorted(by_depth.items())
+        ]
+        self._is_split = self._lie_in_order(plan.size)
+
+    def _lie_in_order(self, size: int) -> bool:
+        """Are the layouts just consecutive pieces of z?"""
+        if len(self._groups) != 1:
+            return False
+        table = self._groups[0][1]
+        return table.shape == (1, size) and torch.equal(table[0], torch.arange(size))
+
+    def __call__(self, z: Tensor) -> list[Tensor]:
+        """One vector per layout, of z's dtype and device; differentiable any number of times over.
+
+        Shape: z ``(plan.size,)``; results ``(size_of(layout),)`` each.
+        """
+        if self._is_split:
+            return list(z.split(self._sizes))
+        if self._groups and self._groups[0][1].device != z.device:
+            self._groups = [(numbers, table.to(z.device)) for numbers, table in self._groups]
+        padded = torch.cat([z, z.new_ones(1)])
+        parts: list[Tensor] = [padded] * len(self._sizes)
+        for numbers, table in self._groups:
+            values = _ProductGather.apply(padded, table)
+            for number, part in zip(
+                numbers, values.split([self._sizes[n] for n in numbers]), strict=True
+            ):
+                parts[number] = part
+        return parts
+
+
+class _ProductGather(Function):
+    """``values[table].prod(0)``, whose backward pass may run more than once (see HardConcrete)."""
+
+    @staticmethod
+    def forward(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        if table.shape[0] == 1:
+            gathered = values[table[0]]
+            return gathered, gathered.new_empty(0)
+        gathered = values[table]
+        return gathered.prod(0), gathered
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        values, ctx.table = inputs
+        ctx.size = values.shape[0]
+        ctx.gathered = output[1]
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        result = grad.new_zeros(ctx.size)
+        depth = ctx.table.shape[0]
+        for row in range(depth):
+            others = [ctx.gathered[k] for k in range(depth) if k != row]
+            share = grad
+            for other in others:
+                share = share * other
+            result.index_add_(0, ctx.table[row], share)
+        return result, None
+
+
+def _factors(plan: Plan, layout: Layout) -> Tensor:
+    """Which entries of the flat gate vector multiply at each position; ``plan.size`` means one.
+
+    Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
+    """
+    match layout:
+        case Const(size):
+            return torch.empty(0, size, dtype=torch.int64)
+        case Slots():
+            flat = plan.flat(layout)
+            return torch.arange(flat.start, flat.stop).unsqueeze(0)
+        case Both(base, fine):
+            return torch.cat([_factors(plan, base), _factors(plan, fine)])
+        case Cat(parts):
+            return _side_by_side([_factors(plan, part) for part in parts], plan.size)
+        case Prod(factors):
+            return _nested([_factors(plan, factor) for factor in factors])
+
+
+def _side_by_side(tables: list[Tensor], one: int) -> Tensor:
+    """Concatenate along positions, filling up with ones to the deepest table."""
+    depth = max((table.shape[0] for table in tables), default=0)
+    return torch.cat(
+        [
+            torch.cat([table, table.new_full((depth - table.shape[0], table.shape[1]), one)])
+            for table in tables
+        ],
+        dim=1,
+    )
+
+
+def _nested(tables: list[Tensor]) -> Tensor:
+    """Row-major product: each position of the result meets one position of every table."""
+    result = torch.empty(0, 1, dtype=torch.int64)
+    for table in tables:
+        outer, inner = result.shape[1], table.shape[1]
+        result = torch.cat([result.repeat_interleave(inner, dim=1), table.repeat(1, outer)])
+    return result

@@ -1,0 +1,123 @@
+"""Dynamic subclasses of a user's module classes, in which reading a parameter gives it gated.
+
+A property on the class is a data descriptor, which Python asks before ``nn.Module.__getattr__``.
+So whoever reads ``module.weight`` gets the gated tensor, functional use included, while
+``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from l0prune.gates.bank import Gates
+from l0prune.gates.scale import scale
+
+CHILD = "l0prune_gates"  # the name under which a model holds its bank
+LINK = "_l0prune"  # the attribute by which a module finds the bank
+
+
+@dataclass(slots=True)
+class Link:
+    """How a gated module finds its gates; no nn.Module, so that it is nobody's child.
+
+    Attributes:
+        gates: the model's bank.
+        sites: for each gated parameter of the module, (number of the layout, dim) of its sites.
+    """
+
+    gates: Gates
+    sites: dict[str, tuple[tuple[int, int], ...]]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The user's own class of a module, gated or not."""
+    return getattr(type(module), "_l0prune_original", type(module))
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Does this very module read gated parameters, or hold the bank?"""
+    return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
+
+
+@cache
+def gated_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass of ``original`` in which the parameters called ``names`` read as gated."""
+    members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
+    if hasattr(original, "__iter__") or hasattr(original, "__len__"):
+        members |= _container_methods(original)
+    members |= {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce,
+        "_l0prune_original": original,
+        "_l0prune_names": names,
+    }
+    return type(original)(original.__name__, (original,), members)
+
+
+def _gated_parameter(name: str) -> property:
+    def read(module: nn.Module) -> Tensor | None:
+        try:
+            parameter = module._parameters[name]
+        except KeyError:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
+        link: Link | None = module.__dict__.get(LINK)
+        if parameter is None or link is None or link.gates.bypassed:
+            return parameter
+        result: Tensor = parameter
+        for number, dim in link.sites[name]:
+            result = scale(result, link.gates.multiplier(number), dim)
+        return result
+
+    return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
+
+
+def _container_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Methods of a container (a Sequential, say) that leave the bank out of its contents."""
+
+    def iterate(self: nn.Module) -> Iterator[Any]:
+        for item in original.__iter__(self):  # type: ignore[attr-defined]
+            if not (item is self._modules.get(CHILD) or item == CHILD):
+                yield item
+
+    def length(self: nn.Module) -> int:
+        return int(original.__len__(self)) - (CHILD in self._modules)  # type: ignore[attr-defined]
+
+    def without_bank(name: str) -> Callable[..., Any]:
+        def method(self: nn.Module, *args: Any) -> Any:
+            contents = {k: m for k, m in self._modules.items() if k != CHILD}
+            plain = object.__new__(original)
+            plain.__dict__ = {**self.__dict__, "_modules": contents}
+            return getattr(plain, name)(*args)
+
+        return method
+
+    methods: dict[str, Callable[..., Any]] = {"__iter__": iterate, "__len__": length}
+    methods |= {name: without_bank(name) for name in ("__getitem__", "keys", "values", "items")}
+    return {name: method for name, method in methods.items() if hasattr(original, name)}
+
+
+def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """Pickle as the original class would, and put the gated class on when it is back."""
+    original = original_class(self)
+    names: tuple[str, ...] = type(self)._l0prune_names  # type: ignore[attr-defined]
+    rebuild, arguments, *state = original.__reduce_ex__(self, protocol)
+    arguments = tuple(original if a is type(self) else a for a in arguments)
+    return (_rebuild, (original, names, rebuild, arguments), *state)
+
+
+def _rebuild(
+    original: type[nn.Module],
+    names: tuple[str, ...],
+    rebuild: Callable[..., nn.Module],
+    arguments: tuple[Any, ...],
+) -> nn.Module:
+    module = rebuild(*arguments)
+    module.__class__ = gated_class(original, names)
+    return module
