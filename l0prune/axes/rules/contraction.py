@@ -101,17 +101,17 @@ def convolution(infer: Inference, node: Node) -> Value:
     kernel = product((shape_of(weight) or [])[2:])
     positions = shape_of(x) if transposed else shape
     area = Const(product((positions or [])[channel + 1 :]) * kernel)
-    work = (*before, area, out)
-    _work(infer, node, work if not transposed else (*work, inner), weight, *((1,) if not transposed else ()))
+    # Work: each output slot times each input slot of its own group, at every position.
+    if transposed:
+        infer.work(node, (*before, area, prod((group, inner)), outer))
+    else:
+        _work(infer, node, (*before, area, out), weight, 1)
     return (*before, out, *after)
 
 
 def _groups(node: Node, name: str) -> int:
-    if name == "aten.convolution":
-        return int(argument(node, 8, "groups", 1))
-    return int(argument(node, 7 if "transpose" in name else 6, "groups", 1)) if (
-        "transpose" not in name
-    ) else int(argument(node, 6, "groups", 1))
+    position = 8 if name == "aten.convolution" else 6
+    return int(argument(node, position, "groups", 1))
 
 
 @rule("aten.matmul", "aten.mm", "aten.bmm", zero=some)

@@ -1,0 +1,38 @@
+"""Tensors made inside forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from l0prune.axes.registry import Value, rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from l0prune.axes.inference import Inference
+
+
+def _always(node: Node, operands: Sequence[bool | None]) -> bool:
+    return True
+
+
+@rule(
+    *(f"aten.{n}" for n in "arange linspace eye tril_indices triu_indices rand randn scalar_tensor".split()),
+    *(f"aten.{n}" for n in "ones full new_ones new_full empty new_empty tensor zeros new_zeros".split()),
+)
+def made(infer: Inference, node: Node) -> Value:
+    """A tensor of fixed size: what it meets keeps its size."""
+    return infer.opaque(node, "a tensor made inside forward")
+
+
+@rule(*(f"aten.{n}_like" for n in "ones full empty rand randn".split()))
+def like(infer: Inference, node: Node) -> Value:
+    """A tensor shaped like another."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return infer.dims(source)
+
+
+rule("aten.zeros_like", zero=_always)(like)

@@ -1,0 +1,149 @@
+"""Data movement: reshapes, permutations, broadcasts. Values travel, slots keep their identity."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from l0prune.axes.nodes import argument, dim_order, shape_of
+from l0prune.axes.registry import Value, each, rule
+from l0prune.axes.solver import Const, Expr, prod
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+
+def source(node: Node) -> Node:
+    """The tensor that is moved."""
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return operand
+
+
+@rule(
+    *(
+        f"aten.{name}"
+        for name in (
+            "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh "
+            "float half bfloat16 double native_dropout view_as_real_copy conj resolve_conj "
+            "resolve_neg detach_ requires_grad_ data"
+        ).split()
+    ),
+    zero=each,
+)
+def identity(infer: Inference, node: Node) -> Value:
+    """The same tensor, in another place, type or memory layout."""
+    return infer.dims(source(node))
+
+
+@rule(
+    "aten.view",
+    "aten.reshape",
+    "aten._unsafe_view",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.view_as",
+    "aten.reshape_as",
+    "aten.ravel",
+    zero=each,
+)
+def reshape(infer: Inference, node: Node) -> Value:
+    """Row-major regrouping of the dims."""
+    return tuple(infer.solver.regroup(list(infer.dims(source(node))), shape_of(node) or []))
+
+
+@rule("aten.squeeze", "aten.unsqueeze", "aten.squeeze_", "aten.unsqueeze_", zero=each)
+def squeeze(infer: Inference, node: Node) -> Value:
+    """Dims of size one come or go; the order of the others stays."""
+    dims = [dim for dim in infer.dims(source(node)) if dim.size != 1]
+    return tuple(dims.pop(0) if size != 1 else Const(1) for size in shape_of(node) or [])
+
+
+@rule("aten.permute", "aten.transpose", "aten.t", "aten.transpose_", zero=each)
+def permute(infer: Inference, node: Node) -> Value:
+    """Dims in another order."""
+    dims = infer.dims(source(node))
+    return tuple(dims[d] for d in dim_order(node, len(dims)))
+
+
+@rule("aten.movedim", "aten.moveaxis", zero=each)
+def movedim(infer: Inference, node: Node) -> Value:
+    """Some dims to new places, the others in order."""
+    dims = infer.dims(source(node))
+    froms, tos = (_dims_of(node.args[i], len(dims)) for i in (1, 2))
+    rest = [d for d in range(len(dims)) if d not in froms]
+    moved = dict(zip(tos, froms, strict=True))
+    return tuple(dims[moved[p] if p in moved else rest.pop(0)] for p in range(len(dims)))
+
+
+def _dims_of(argument: Any, rank: int) -> list[int]:
+    return [int(d) % rank for d in (argument if isinstance(argument, list | tuple) else [argument])]
+
+
+@rule("aten.expand", "aten.expand_as", "aten.broadcast_to", zero=each)
+def expand(infer: Inference, node: Node) -> Value:
+    """New or stretched dims are copies, the others stay."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
+    pairs = zip(padded, shape, strict=True)
+    return tuple(d if d.size == size else Const(size, "an expanded dimension") for d, size in pairs)
+
+
+@rule("aten.repeat", "aten.tile", zero=each)
+def repeat(infer: Inference, node: Node) -> Value:
+    """``n`` copies of a dim, one after another: copies × slots."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
+    out: list[Expr] = []
+    for dim, size in zip(padded, shape, strict=True):
+        out.append(prod((Const(size // dim.size, "copies"), dim)) if dim.size else Const(size))
+    return tuple(out)
+
+
+@rule("aten.repeat_interleave", zero=each)
+def repeat_interleave(infer: Inference, node: Node) -> Value:
+    """Each slot ``n`` times in a row: slots × copies."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    dim, copies = argument(node, 2, "dim"), argument(node, 1, "repeats")
+    if not isinstance(dim, int) or not isinstance(copies, int):
+        infer.pin_all(source(node), "repeat_interleave with a count per slot")
+        return tuple(Const(size) for size in shape)
+    dim %= len(dims)
+    return (*dims[:dim], prod((dims[dim], Const(copies, "copies"))), *dims[dim + 1 :])
+
+
+@rule("aten.pixel_shuffle", zero=each)
+def pixel_shuffle(infer: Inference, node: Node) -> Value:
+    """``(c × r × r, h, w)`` to ``(c, h × r, w × r)``."""
+    *batch, channel, _, _ = infer.dims(source(node))
+    scale = int(node.args[1]) ** 2  # type: ignore[arg-type]
+    outer, inner = infer.solver.factor(channel, channel.size // scale)
+    infer.solver.pin(inner, "PixelShuffle turns it into spatial positions")
+    height, width = (Const(s, "a spatial dimension") for s in (shape_of(node) or [])[-2:])
+    return (*batch, outer, height, width)
+
+
+@rule("aten.pixel_unshuffle", zero=each)
+def pixel_unshuffle(infer: Inference, node: Node) -> Value:
+    """``(c, h × r, w × r)`` to ``(c × r × r, h, w)``."""
+    *batch, channel, _, _ = infer.dims(source(node))
+    scale = int(node.args[1]) ** 2  # type: ignore[arg-type]
+    height, width = (Const(s, "a spatial dimension") for s in (shape_of(node) or [])[-2:])
+    return (*batch, prod((channel, Const(scale, "spatial positions"))), height, width)
+
+
+@rule("aten.channel_shuffle", zero=each)
+def channel_shuffle(infer: Inference, node: Node) -> Value:
+    """``g × c`` to ``c × g``."""
+    batch, channel, *spatial = infer.dims(source(node))
+    group, inner = infer.solver.factor(channel, int(node.args[1]))  # type: ignore[arg-type]
+    return (batch, prod((inner, group)), *spatial)
+
+
+@rule("aten.meshgrid", "aten.broadcast_tensors")
+def many(infer: Inference, node: Node) -> Value:
+    """Several tensors stretched over one another: nothing in them is cut."""
+    for operand in node.all_input_nodes:
+        infer.pin_all(operand, f"{node.target} stretches it")
+    return infer.opaque(node, "a stretched tensor")

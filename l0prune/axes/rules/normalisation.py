@@ -1,0 +1,72 @@
+"""Normalisation: per channel it carries, over channels it mixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from l0prune.axes.nodes import argument, shape_of
+from l0prune.axes.registry import Value, rule
+from l0prune.axes.rules.movement import source
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+
+@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm")
+def batch_norm(infer: Inference, node: Node) -> Value:
+    """Each channel by its own statistics: scale, shift, mean and variance carry the axis."""
+    dims = infer.dims(source(node))
+    for operand in node.args[1:5]:
+        if isinstance(operand, Node):
+            infer.solver.unify(dims[1], infer.dims(operand)[0])
+    return dims
+
+
+@rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
+def layer_norm(infer: Inference, node: Node) -> Value:
+    """Statistics over the last dims, which therefore stay whole."""
+    dims = infer.dims(source(node))
+    over = len(node.args[1])  # type: ignore[arg-type]
+    for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
+        if isinstance(operand, Node):
+            for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
+                infer.solver.unify(mine, theirs)
+    for dim in dims[-over:]:
+        infer.solver.pin(dim, "a LayerNorm or RMSNorm averages over it")
+    return dims
+
+
+@rule("aten.group_norm")
+def group_norm(infer: Inference, node: Node) -> Value:
+    """Statistics over groups of channels, which therefore stay whole."""
+    dims = infer.dims(source(node))
+    for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
+        if isinstance(operand, Node):
+            infer.solver.unify(dims[1], infer.dims(operand)[0])
+    infer.solver.pin(dims[1], "a GroupNorm averages over its groups")
+    return dims
+
+
+@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.cumsum")
+def softmax(infer: Inference, node: Node) -> Value:
+    """Normalised over one dim, which therefore stays whole."""
+    dims = infer.dims(source(node))
+    dim = dims[int(argument(node, 1, "dim", -1)) % len(dims)]
+    infer.solver.pin(dim, "a softmax or running sum goes over it")
+    return dims
+
+
+@rule("aten.local_response_norm")
+def local_response_norm(infer: Inference, node: Node) -> Value:
+    """Neighbouring channels mix."""
+    infer.solver.pin(infer.dims(source(node))[1], "neighbouring channels are mixed")
+    return infer.dims(source(node))
+
+
+@rule("aten.normalize", "aten.renorm")
+def over_all(infer: Inference, node: Node) -> Value:
+    """Scaled by a norm over some of its dims."""
+    infer.pin_all(source(node), "a norm is taken over it")
+    return infer.opaque(node, f"a normalised tensor of {len(shape_of(node) or [])} dims")

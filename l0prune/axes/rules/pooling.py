@@ -1,0 +1,44 @@
+"""Pooling and interpolation: spatial dims change, channels are carried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.fx import Node
+
+from l0prune.axes.nodes import shape_of
+from l0prune.axes.registry import Value, each, rule
+from l0prune.axes.rules.movement import source
+from l0prune.axes.solver import Const
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+_POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
+_MODES = ("nearest", "bilinear", "bicubic", "linear", "trilinear", "_nearest_exact")
+
+
+@rule(
+    *(f"aten.{pool}{n}d" for pool in _POOLS for n in (1, 2, 3)),
+    *(f"aten._{pool}{n}d" for pool in _POOLS for n in (1, 2, 3)),
+    *(f"aten.{pool}{n}d_with_indices" for pool in _POOLS for n in (1, 2, 3)),
+    *(f"aten.upsample_{mode}{n}d" for mode in _MODES for n in (1, 2, 3)),
+    *(f"aten._upsample_{mode}{n}d" for mode in ("nearest_exact",) for n in (1, 2, 3)),
+    *(f"aten._upsample_{mode}2d_aa" for mode in ("bilinear", "bicubic")),
+    *(f"aten.{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3)),
+    zero=each,
+)
+def pool(infer: Inference, node: Node) -> Value:
+    """Windows over the spatial dims of each channel on its own."""
+    dims = infer.dims(source(node))
+    value = node.meta["val"]
+    shape = shape_of(node) if isinstance(value, Tensor) else list(value[0].shape)
+    # dims before the spatial ones are carried: an unbatched (c, h, w) has one, a batched two
+    spatial = 3 if "3d" in str(node.target) else 2 if "2d" in str(node.target) else 1
+    carried = len(dims) - spatial
+    for dim in dims[carried:]:
+        infer.solver.pin(dim, "it is a spatial dimension that is pooled or resized")
+    rest = [Const(int(size), "a spatial dimension") for size in (shape or [])[carried:]]
+    out = (*dims[:carried], *rest)
+    return out if isinstance(value, Tensor) else [out for _ in value]

@@ -1,0 +1,90 @@
+"""Reductions: the reduced dims are read without weights, the others are carried."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from l0prune.axes.nodes import argument, operator_name, shape_of
+from l0prune.axes.registry import Value, each, rule
+from l0prune.axes.rules.movement import source
+from l0prune.axes.solver import Const, Expr
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+
+def reduced_dims(node: Node, rank: int) -> list[int]:
+    """Which dims the operator reduces; all where it names none."""
+    dims: Any = argument(node, 1, "dim")
+    if dims is None or dims == [] or isinstance(dims, bool):
+        return list(range(rank))
+    return [int(d) % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
+
+
+def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
+    """The operand's dims without the reduced ones, or with ones in their place."""
+    dims = infer.dims(source(node))
+    value = node.meta["val"]
+    first = value if isinstance(value, Tensor) else value[0]
+    if len(first.shape) == len(dims):
+        return tuple(Const(1) if p in reduced else dim for p, dim in enumerate(dims))
+    return tuple(dim for p, dim in enumerate(dims) if p not in reduced)
+
+
+@rule("aten.sum", zero=each)
+def total(infer: Inference, node: Node) -> Value:
+    """A sum reads a dim without weights: exact where the slot's values are zero."""
+    dims = infer.dims(source(node))
+    reduced = reduced_dims(node, len(dims))
+    for position in reduced:
+        infer.read(dims[position], node, None, source(node))
+    return keep(infer, node, reduced)
+
+
+@rule("aten.mean", zero=each)
+def mean(infer: Inference, node: Node) -> Value:
+    """A mean divides by the number of slots, so the reduced dims stay whole."""
+    return _over(infer, node, "a mean is taken over it")
+
+
+@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod", "aten.linalg_vector_norm", "aten.norm")
+def extreme(infer: Inference, node: Node) -> Value:
+    """A reduction in which every slot counts."""
+    return _over(infer, node, f"{operator_name(node.target)} reduces over it")
+
+
+def _over(infer: Inference, node: Node, text: str) -> Value:
+    dims = infer.dims(source(node))
+    # norms carry their order first: x.norm(p, dim)
+    has_order = operator_name(node.target) in ("aten.linalg_vector_norm", "aten.norm")
+    dim = argument(node, 2, "dim") if has_order else argument(node, 1, "dim")
+    reduced = _as_dims(dim, len(dims))
+    for position in reduced:
+        infer.solver.pin(dims[position], text)
+    return keep(infer, node, reduced)
+
+
+def _as_dims(dim: Any, rank: int) -> list[int]:
+    if dim is None or dim == []:
+        return list(range(rank))
+    return [int(d) % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
+
+
+@rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.max", "aten.min", "aten.argmax")
+def statistic(infer: Inference, node: Node) -> Value:
+    """A statistic over some dims: those stay whole."""
+    tensors = [arg for arg in node.args if isinstance(arg, Node) and shape_of(arg) is not None]
+    if len(tensors) > 1:  # max(a, b): elementwise
+        for tensor in tensors:
+            infer.pin_all(tensor, f"{operator_name(node.target)} compares it")
+        return infer.opaque(node, "a comparison")
+    dims = infer.dims(source(node))
+    reduced = reduced_dims(node, len(dims))
+    for position in reduced:
+        infer.solver.pin(dims[position], f"{operator_name(node.target)} goes over it")
+    kept = keep(infer, node, reduced)
+    value = node.meta["val"]
+    return kept if isinstance(value, Tensor) else [kept for _ in value]

@@ -1,0 +1,210 @@
+"""Cutting apart and putting together: cat, split, slice, select, pad, index."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from l0prune.axes.nodes import argument, shape_of
+from l0prune.axes.registry import RULES, ZEROS, Value, each, rule
+from l0prune.axes.rules.movement import source
+from l0prune.axes.solver import Const, Expr, cat
+
+if TYPE_CHECKING:
+    from l0prune.axes.inference import Inference
+
+
+@rule("aten.cat", "aten.concat", "aten.concatenate", zero=each)
+def concatenate(infer: Inference, node: Node) -> Value:
+    """One dim is the concatenation of the parts' dims, the others are tied."""
+    parts = [infer.dims(part) for part in _nodes(node.args[0]) if (shape_of(part) or [0]) != [0]]
+    dim = int(argument(node, 1, "dim", 0)) % len(parts[0])
+    out = list(parts[0])
+    for position in range(len(out)):
+        if position == dim:
+            out[dim] = cat(part[dim] for part in parts)
+        else:
+            _tie(infer, [part[position] for part in parts])
+    return tuple(out)
+
+
+@rule("aten.stack", zero=each)
+def stack(infer: Inference, node: Node) -> Value:
+    """A new dim that counts the parts; all others are tied."""
+    parts = [infer.dims(part) for part in _nodes(node.args[0])]
+    for dims in zip(*parts, strict=True):
+        _tie(infer, list(dims))
+    out: list[Expr] = list(parts[0])
+    out.insert(int(argument(node, 1, "dim", 0)) % (len(out) + 1), Const(len(parts), "a stack"))
+    return tuple(out)
+
+
+def _nodes(argument: Any) -> list[Node]:
+    return [part for part in argument if isinstance(part, Node)]
+
+
+def _tie(infer: Inference, dims: list[Expr]) -> None:
+    for dim in dims[1:]:
+        infer.solver.unify(dims[0], dim)
+
+
+@rule(
+    "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split", "aten.unbind", zero=each
+)
+def split(infer: Inference, node: Node) -> Value:
+    """A dim in pieces, as long as the example's pieces were."""
+    pieces = node.meta["val"]
+    dims = infer.dims(source(node))
+    is_unbind = "unbind" in str(node.target)
+    position = 1 if is_unbind else 2
+    dim = int(argument(node, position, "dim", 0)) % len(dims)
+    out: list[tuple[Expr, ...]] = []
+    rest = dims[dim]
+    for piece in pieces:
+        size = 1 if is_unbind else _size(piece.shape[dim])
+        first, rest = infer.solver.split(rest, size)
+        middle = () if is_unbind else (first,)
+        out.append((*dims[:dim], *middle, *dims[dim + 1 :]))
+    return out
+
+
+def _size(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def getitem(infer: Inference, node: Node) -> Value:
+    """One of several outputs."""
+    values = infer.values.get(source(node))
+    if not isinstance(values, list):
+        return None
+    return values[int(node.args[1])]  # type: ignore[arg-type]
+
+
+# getitem is a plain Python function, not an ATen operator.
+RULES[operator.getitem.__name__] = getitem
+ZEROS[operator.getitem.__name__] = each
+
+
+@rule("aten.slice", "aten.narrow", zero=each)
+def slice_(infer: Inference, node: Node) -> Value:
+    """A range of a dim; with a step, one of each ``step`` neighbours."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    dim = int(argument(node, 1, "dim", 0)) % len(dims)
+    whole, size = dims[dim], shape[dim]
+    if whole.size == size:
+        return dims
+    start = argument(node, 2, "start", 0) or 0
+    step = int(argument(node, 4, "step", 1)) if "slice" in str(node.target) else 1
+    if not isinstance(start, int):
+        infer.solver.pin(whole, "it is sliced at a place that depends on the input's size")
+        return (*dims[:dim], Const(size), *dims[dim + 1 :])
+    start = max(start + whole.size if start < 0 else start, 0)
+    piece = _strided(infer, whole, start, size, step)
+    return (*dims[:dim], piece, *dims[dim + 1 :])
+
+
+def _strided(infer: Inference, whole: Expr, start: int, size: int, step: int) -> Expr:
+    if step == 1:
+        after = infer.solver.split(whole, start)[1]
+        return infer.solver.split(after, size)[0]
+    if whole.size % step == 0 and start < step:
+        outer, inner = infer.solver.factor(whole, whole.size // step)
+        infer.solver.pin(inner, f"every {step}th slot is taken from it")
+        return outer
+    infer.solver.pin(whole, "it is sliced with a step that does not divide it")
+    return Const(size)
+
+
+@rule("aten.select", zero=each)
+def select(infer: Inference, node: Node) -> Value:
+    """One position of a dim, which therefore cannot be cut."""
+    dims = infer.dims(source(node))
+    dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
+    infer.solver.pin(dims[dim], "single positions are picked out of it")
+    return (*dims[:dim], *dims[dim + 1 :])
+
+
+@rule("aten.pad", "aten.constant_pad_nd")
+def pad(infer: Inference, node: Node) -> Value:
+    """Padded dims: constants around the slots where the padding is constant."""
+    widths = list(node.args[1])  # type: ignore[arg-type]
+    constant = argument(node, 2, "mode", "constant") == "constant" or "constant" in str(node.target)
+    dims, shape = list(infer.dims(source(node))), shape_of(node) or []
+    for back in range(len(widths) // 2):
+        position = len(dims) - 1 - back
+        before, after = widths[2 * back : 2 * back + 2]
+        if before == 0 and after == 0:
+            continue
+        dim = dims[position]
+        if constant and all(isinstance(w, int) and w >= 0 for w in (before, after)):
+            border = (Const(before, "padding"), Const(after, "padding"))
+            dims[position] = cat((border[0], dim, border[1]))
+        else:
+            infer.solver.pin(dim, "it is padded from itself or cropped")
+            dims[position] = Const(shape[position], "a padded dimension")
+    return tuple(dims)
+
+
+@rule("aten.roll", "aten.flip")
+def reorder(infer: Inference, node: Node) -> Value:
+    """Slots in another order along some dims; those are not cut."""
+    dims = infer.dims(source(node))
+    named = node.args[2] if "roll" in str(node.target) and len(node.args) > 2 else node.args[1]
+    if "roll" in str(node.target) and len(node.args) < 3:
+        infer.pin_all(source(node), "it is rolled over all its positions")
+        return infer.opaque(node, "a rolled tensor")
+    moved = [int(d) % len(dims) for d in named]  # type: ignore[union-attr, arg-type]
+    for dim in moved:
+        infer.solver.pin(dims[dim], "its slots are put in another order")
+    return dims
+
+
+@rule("aten.index")
+def index(infer: Inference, node: Node) -> Value:
+    """Positions chosen by index tensors: those dims stay whole, the others are carried."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    chosen = list(node.args[1])  # type: ignore[arg-type]
+    indexed = [position for position, i in enumerate(chosen) if i is not None]
+    for position in indexed:
+        infer.solver.pin(dims[position], "its positions are chosen by an index tensor")
+    for operand in (i for i in chosen if isinstance(i, Node)):
+        infer.pin_all(operand, "it is used as an index")
+    rest = [dim for position, dim in enumerate(dims) if position not in indexed]
+    count = len(shape) - len(rest)
+    adjacent = bool(indexed) and indexed[-1] - indexed[0] == len(indexed) - 1
+    place = indexed[0] if adjacent else 0
+    fresh = [Const(s, "indexed positions") for s in shape[place : place + count]]
+    return (*rest[:place], *fresh, *rest[place:])
+
+
+@rule("aten.index_select", "aten.gather", "aten.take_along_dim")
+def gather(infer: Inference, node: Node) -> Value:
+    """Positions of one dim chosen by values."""
+    dims, shape = infer.dims(source(node)), shape_of(node) or []
+    dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
+    if "index_select" not in str(node.target):
+        infer.pin_all(source(node), "its positions are chosen by an index tensor")
+        return infer.opaque(node, "gathered positions")
+    infer.solver.pin(dims[dim], "its positions are chosen by an index tensor")
+    return (*dims[:dim], Const(shape[dim], "indexed positions"), *dims[dim + 1 :])
+
+
+@rule("aten.glu")
+def glu(infer: Inference, node: Node) -> Value:
+    """``a · σ(b)`` of two halves: slot i of one belongs to slot i of the other."""
+    dims = infer.dims(source(node))
+    dim = int(argument(node, 1, "dim", -1)) % len(dims)
+    value, gate = infer.solver.split(dims[dim], dims[dim].size // 2)
+    infer.solver.unify(value, gate)
+    return (*dims[:dim], infer.solver.resolve(value), *dims[dim + 1 :])
+
+
+@rule("aten.unfold", "aten.im2col", "aten.col2im")
+def unfold(infer: Inference, node: Node) -> Value:
+    """Sliding windows: a carried channel is not followed through them."""
+    infer.pin_all(source(node), "it is cut into sliding windows")
+    return infer.opaque(node, "sliding windows")
+
+
