@@ -1,0 +1,302 @@
+"""From a finished inference to a plan: which variables become axes, and where their gates act."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from math import prod as product
+
+from torch.fx import Node
+
+from l0prune import layout as data
+from l0prune.axes.inference import Inference, Place, Read, Write
+from l0prune.axes.naming import Namer
+from l0prune.axes.nodes import operator_name
+from l0prune.axes.solver import Cat, Const, Expr, Prod, Reason, Var, variables
+from l0prune.axes.zeros import Zeros
+from l0prune.capture import Captured, module_of, source_of
+from l0prune.plan import Axis, Cost, Pin, Plan, Site
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A captured graph with its plan and a layout for each dim of each node.
+
+    ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
+    with many outputs).
+    """
+
+    captured: Captured
+    plan: Plan
+    layouts: dict[str, tuple]
+
+
+def analyse(captured: Captured) -> Analysis:
+    """Infer the axes of a captured graph and lay them down as a plan."""
+    infer = Inference(captured)
+    infer.run()
+    builder = Builder(infer)
+    plan = builder.build()
+    return Analysis(captured, plan, builder.node_layouts())
+
+
+@dataclass
+class Builder:
+    """Steps from variables to axes; each step adds to what the next ones need."""
+
+    infer: Inference
+    reads: dict[Var, list[Read]] = field(default_factory=lambda: defaultdict(list))
+    writes: dict[Var, list[Write]] = field(default_factory=lambda: defaultdict(list))
+    # where each variable's gates act: reads of weights, and writes where a read has no weight
+    acting: dict[Var, dict[Place, str]] = field(default_factory=dict)
+    numbers: dict[Var, int] = field(default_factory=dict)
+    fine: dict[Place, int] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+
+    def build(self) -> Plan:
+        """The plan of the inferred graph."""
+        self._index_events()
+        self._pin_repeated()
+        for var in list(self.writes):
+            self._decide(var)
+        for var in self.acting:
+            self.numbers[var] = len(self.sizes)
+            self.sizes.append(var.size)
+        self._add_fine_axes()
+        return Plan(
+            axes=self._axes(),
+            pins=tuple(self._pins()),
+            tensors={name: self.tensor_layouts(name) for name in self.infer.tensors},
+            sites=tuple(self._sites()),
+            costs=tuple(self._costs()),
+            aliases=self.infer.captured.aliases,
+        )
+
+    # --- which variables may be cut ---------------------------------------------------------
+
+    def _index_events(self) -> None:
+        for read in self.infer.reads:
+            for var in set(self._variables(read.expr)):
+                self.reads[var].append(read)
+        for write in self.infer.writes:
+            for var in self._variables(write.expr):
+                if write not in self.writes[var]:
+                    self.writes[var].append(write)
+
+    def _variables(self, expr: Expr) -> list[Var]:
+        return list(variables(self.infer.solver.resolve(expr)))
+
+    def _pin_repeated(self) -> None:
+        """A variable nested in itself is no set of independent slots."""
+        everything = [d for dims in self.infer.tensors.values() for d in dims]
+        for value in self.infer.values.values():
+            for dims in value if isinstance(value, list) else [value or ()]:
+                everything += dims
+        for expr in everything:
+            for var in _nested(self.infer.solver.resolve(expr)):
+                self._pin(var, "it is combined with itself", None)
+
+    def _pin(self, var: Var, text: str, node: Node | None) -> None:
+        var.pin = var.pin or Reason(text, node)
+
+    def _decide(self, var: Var) -> None:
+        """Find places for the variable's gates that make a closed slot exactly dead, or pin it."""
+        if var.pin:
+            return
+        if not self.reads[var]:
+            self._pin(var, "nothing reads it", None)
+            return
+        places = {read.place: "read" for read in self.reads[var] if read.place}
+        weightless = [read for read in self.reads[var] if read.place is None]
+        if weightless:
+            # z² where both q and k are written under the gate: exact all the same
+            written = {write.place: "write" for write in self.writes[var]}
+            zeros = Zeros(self.infer, var, frozenset(written))
+            for read in weightless:
+                if not any(zeros.at(operand) is True for operand in read.operands):
+                    what = operator_name(read.node.target)
+                    text = f"{what} sums over it without a weight, and it is not zero there"
+                    self._pin(var, text, read.node)
+                    return
+            weighted = [read for read in self.reads[var] if read.place]
+            places = dict(written)
+            for read in weighted:
+                if zeros.at(read.operands[0]) is not True and read.place:
+                    places.setdefault(read.place, "read")
+        self.acting[var] = {place: role for place, role in places.items() if place}
+
+    def _add_fine_axes(self) -> None:
+        """One gate per column of a Linear that reads a flattened map or the model's input."""
+        uses = defaultdict(int)
+        for read in self.infer.reads:
+            uses[read.place] += 1
+        for read in self.infer.reads:
+            place = read.place
+            if place is None or uses[place] > 1 or operator_name(read.node.target) != "aten.linear":
+                continue
+            activation = self.infer.dims(read.operands[0])[-1]
+            if activation.size > 1 and self._is_worth_a_fine_axis(activation):
+                self.fine[place] = len(self.sizes)
+                self.sizes.append(activation.size)
+
+    def _is_worth_a_fine_axis(self, activation: Expr) -> bool:
+        if isinstance(activation, Const):
+            return activation.is_input
+        inner = list(variables(activation))
+        return bool(inner) and all(v in self.numbers for v in inner) and _has_positions(activation)
+
+    # --- the plan's parts ---------------------------------------------------------------------
+
+    def layout(self, expr: Expr) -> data.Layout:
+        """An expression as plain data; pinned variables become constants."""
+        match self.infer.solver.resolve(expr):
+            case Const(size, _, _):
+                return data.Const(size)
+            case Var() as var:
+                if var not in self.numbers:
+                    return data.Const(var.size)
+                return data.Slots(self.numbers[var], 0, var.size)
+            case Cat(parts, _):
+                return data.Cat(tuple(self.layout(part) for part in parts))
+            case Prod(factors, _):
+                return data.Prod(tuple(self.layout(factor) for factor in factors))
+
+    def tensor_layouts(self, name: str) -> data.Layouts:
+        """The layouts of a stored tensor, fine axes included."""
+        dims = enumerate(self.infer.tensors[name])
+        return tuple(self._with_fine(self.layout(expr), (name, dim)) for dim, expr in dims)
+
+    def _with_fine(self, base: data.Layout, place: Place) -> data.Layout:
+        if place not in self.fine:
+            return base
+        return data.Both(base, data.Slots(self.fine[place], 0, data.size_of(base)))
+
+    def node_layouts(self) -> dict[str, tuple]:
+        """For each node, the layouts of its dims."""
+        return {
+            node.name: (
+                tuple(tuple(map(self.layout, dims)) for dims in value)
+                if isinstance(value, list)
+                else tuple(map(self.layout, value))
+            )
+            for node, value in self.infer.values.items()
+            if value is not None
+        }
+
+    def _sites(self) -> list[Site]:
+        """One site per stored dim: all axes that act there, each once."""
+        roles: dict[Place, str] = {}
+        axes: dict[Place, set[int]] = defaultdict(set)
+        for var, places in self.acting.items():
+            for place, role in places.items():
+                roles.setdefault(place, role)
+                axes[place].add(self.numbers[var])
+        for place in self.fine:
+            roles.setdefault(place, "read")
+        sites = []
+        for (name, dim), role in roles.items():
+            base = data.only(self.layout(self.infer.tensors[name][dim]), frozenset(axes[name, dim]))
+            layout = self._with_fine(base, (name, dim))
+            sites.append(Site(name, dim, layout, "write" if role == "write" else "read"))
+        return sites
+
+    def _costs(self) -> list[Cost]:
+        """Parameters of each stored parameter, then the recorded work of each node."""
+        costs = []
+        for name in self.infer.tensors:
+            if name in self.infer.captured.parameters:
+                owner = name.rpartition(".")[0]
+                costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name)))
+        for work in self.infer.works:
+            dims = [self.layout(expr) for expr in work.dims]
+            dims += [self.tensor_layouts(name)[dim] for name, dim in work.places]
+            costs.append(_cost(work.owner, "macs", work.scale, tuple(dims)))
+        return costs
+
+    def _axes(self) -> tuple[Axis, ...]:
+        namer = Namer(self.infer, self.writes)
+        axes, start = [], 0
+        named: list[tuple[str, str, int]] = []
+        for var in self.numbers:
+            name, kind = namer.name(var)
+            named.append((name, kind, self._group_size(var, kind)))
+        for name, _ in self.fine:
+            columns = self.infer.tensors[name]
+            named.append((namer.fine(name), "input", columns[0].size))
+        for (name, kind, group), size in zip(named, self.sizes, strict=True):
+            axes.append(Axis(name, kind, size, start, group))
+            start += size
+        return tuple(axes)
+
+    def _group_size(self, var: Var, kind: str) -> int:
+        """|g| of eq. 16: the filter that writes a map, else the columns that read a neuron."""
+        places = (
+            {w.place for w in self.writes[var]}
+            if kind in ("channel", "group")
+            else {r.place for r in self.reads[var] if r.place}
+        )
+        weights = [p for p in places if len(self.infer.tensors[p[0]]) > 1]
+        numel = [product(d.size for d in self.infer.tensors[name]) for name, _ in weights]
+        return max(sum(numel) // var.size, 1)
+
+    def _pins(self) -> list[Pin]:
+        """Every dim of a weight that no gate reaches, with the reason."""
+        pins = []
+        events = [(w.place, w.expr, w.node) for w in self.infer.writes]
+        events += [(r.place, r.expr, r.node) for r in self.infer.reads if r.place]
+        seen: set[Place] = set(self.fine)
+        for place, expr, node in events:
+            if place in seen or place is None or len(self.infer.tensors[place[0]]) < 2:
+                continue
+            seen.add(place)
+            reason = self._reason(self.infer.solver.resolve(expr))
+            if reason is not None:
+                author = reason.node or node
+                operator = operator_name(author.target) if author.op == "call_function" else ""
+                path = module_of(author)
+                text = f"{reason.text} ({path})" if path else reason.text
+                where = f"{place[0]} dim {place[1]}"
+                pins.append(Pin(where, text, operator, source_of(author)))
+        return pins
+
+    def _reason(self, expr: Expr) -> Reason | None:
+        """Why no variable of the expression became an axis; None if one did."""
+        inner = list(variables(expr))
+        if any(var in self.numbers for var in inner):
+            return None
+        if isinstance(expr, Const):
+            return Reason(f"it is {expr.what}", None)
+        return next((var.pin for var in inner if var.pin), Reason("nothing writes it", None))
+
+
+def _nested(expr: Expr) -> list[Var]:
+    """Variables that occur in more than one factor of one product."""
+    match expr:
+        case Prod(factors, _):
+            sets = [set(variables(f)) for f in factors]
+            twice = [v for i, a in enumerate(sets) for b in sets[i + 1 :] for v in a & b]
+            return twice + [v for f in factors for v in _nested(f)]
+        case Cat(parts, _):
+            return [v for part in parts for v in _nested(part)]
+        case _:
+            return []
+
+
+def _has_positions(expr: Expr) -> bool:
+    """Whether slots repeat over positions, as in a flattened map."""
+    match expr:
+        case Prod(factors, _):
+            return any(isinstance(f, Const) or _has_positions(f) for f in factors)
+        case Cat(parts, _):
+            return any(map(_has_positions, parts))
+        case _:
+            return False
+
+
+def _cost(owner: str, unit: str, scale: float, dims: data.Layouts) -> Cost:
+    """A cost term with its constant dims folded into the scale."""
+    for dim in dims:
+        if not data.axes_of(dim):
+            scale *= data.size_of(dim)
+    varying = tuple(dim for dim in dims if data.axes_of(dim))
+    return Cost(owner, "params" if unit == "params" else "macs", scale, varying)

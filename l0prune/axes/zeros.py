@@ -1,0 +1,58 @@
+"""Is a slot exactly zero where it is read, once its writers are multiplied by zero?"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from l0prune.axes.inference import Inference, Place
+from l0prune.axes.registry import zero_of
+from l0prune.axes.solver import Var, variables
+
+
+class Zeros:
+    """Which nodes are zero at a slot of ``var`` that is closed, if ``places`` are gated."""
+
+    def __init__(self, infer: Inference, var: Var, places: frozenset[Place]) -> None:
+        self.infer = infer
+        self.var = var
+        self.gated = {name for name, _ in places}
+        self.known: dict[Node, bool | None] = {}
+
+    def at(self, node: Node) -> bool | None:
+        """Zero at a closed slot? None where the node does not carry the variable."""
+        pending = [node]
+        while pending:  # by hand: graphs are deeper than Python's stack
+            top = pending[-1]
+            missing = [n for n in top.all_input_nodes if n not in self.known and self._carries(top)]
+            if missing:
+                pending += missing
+            else:
+                self.known[top] = self._of(top)
+                pending.pop()
+        return self.known[node]
+
+    def _of(self, node: Node) -> bool | None:
+        if not self._carries(node):
+            return None
+        if node.op == "placeholder":
+            return self.infer.captured.names.get(node.name) in self.gated
+        operands = [self.known[operand] for operand in node.all_input_nodes]
+        return zero_of(node)(node, operands) and not self._is_overwritten(node)
+
+    def _is_overwritten(self, node: Node) -> bool:
+        """An in-place operator later changes this value and does not keep zeros."""
+        for user in node.users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable and user.args and user.args[0] is node:
+                operands = [True if arg is node else None for arg in user.all_input_nodes]
+                if not zero_of(user)(user, operands):
+                    return True
+        return False
+
+    def _carries(self, node: Node) -> bool:
+        value = self.infer.values.get(node)
+        for dims in value if isinstance(value, list) else [value or ()]:
+            for dim in dims:
+                if any(self.var is v for v in variables(self.infer.solver.resolve(dim))):
+                    return True
+        return False
