@@ -1,0 +1,155 @@
+"""The survey: what could be cut out of a network, what could not and why."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import nn
+
+from l0prune.axes import analyse
+from l0prune.capture import batch_of, capture
+from l0prune.cost import CostModel
+from l0prune.errors import NothingToPrune, UsageError
+from l0prune.layout import axes_of
+from l0prune.plan import Axis, Pin, Plan
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What l0prune found in a model. Printing it shows a table.
+
+    Attributes:
+        plan: the axes, pins and costs as data.
+        args, kwargs: the example inputs it was made with.
+        unused: parameters that the eval-mode forward never touches (auxiliary heads).
+    """
+
+    plan: Plan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    unused: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that can be cut."""
+        return self.plan.axes
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The places that cannot be cut, with reasons."""
+        return self.plan.pins
+
+    @property
+    def params(self) -> int:
+        """Parameters of the dense model that its forward uses."""
+        return CostModel(self.plan).dense("params")
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of the dense model for one example (1 MAC = 2 FLOPs)."""
+        return CostModel(self.plan).dense("macs")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The survey as plain data for machines."""
+        return {
+            "params": self.params,
+            "macs": self.macs,
+            "gates": self.plan.size,
+            "axes": [
+                {"name": a.name, "kind": a.kind, "size": a.size, "group_size": a.group_size}
+                for a in self.axes
+            ],
+            "pins": [
+                {"where": p.where, "reason": p.reason, "operator": p.operator, "source": p.source}
+                for p in self.pins
+            ],
+            "unused": list(self.unused),
+        }
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Tables of the axes and of what is pinned."""
+        yield (
+            f"{self.params:,} params, {self.macs:,} MACs an example; "
+            f"{self.plan.size:,} gates on {len(self.axes)} axes"
+        )
+        axes = Table("axis", "kind", "size", "read or written at", title="Can be cut", expand=False)
+        for number, axis in enumerate(self.axes):
+            axes.add_row(axis.name, axis.kind, str(axis.size), self._sites(number))
+        yield axes
+        if self.pins:
+            pins = Table("what", "why not", "source", title="Stays whole", expand=False)
+            for (reason, source), places in _by_reason(self.pins).items():
+                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+                pins.add_row("\n".join(places[:3]) + more, reason, source)
+            yield pins
+        if self.unused:
+            yield f"Not used in eval mode, left alone: {', '.join(self.unused[:6])}"
+
+    def _sites(self, number: int) -> str:
+        """Where the gates of an axis act, shortened."""
+        names = [s.tensor for s in self.plan.sites if number in axes_of(s.layout)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
+
+    def __str__(self) -> str:
+        console = Console(width=120)
+        with console.capture() as captured:
+            console.print(self)
+        return captured.get()
+
+
+def _by_reason(pins: tuple[Pin, ...]) -> dict[tuple[str, str], list[str]]:
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for pin in pins:
+        reason = pin.reason.partition(" (")[0]
+        grouped.setdefault((reason, pin.source), []).append(pin.where)
+    return grouped
+
+
+def survey(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Survey:
+    """Find every axis of the model that can be cut, without changing the model.
+
+    Args:
+        model: any module that torch.export can capture; it may live on the meta device.
+        args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
+        kwargs: further example inputs by name.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model's forward on these inputs.
+        UsageError: the example holds no tensor.
+    """
+    args = args if isinstance(args, tuple) else (args,)
+    if not batch_of(args, kwargs or {}):
+        raise UsageError(
+            "The example inputs hold no tensor with a batch dimension. Give them as the model "
+            "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
+        )
+    captured = capture(model, args, kwargs)
+    return Survey(analyse(captured).plan, args, kwargs or {}, captured.unused)
+
+
+def require_axes(found: Survey) -> None:
+    """Refuse a model in which nothing can be cut.
+
+    Raises:
+        NothingToPrune: with the commonest reasons.
+    """
+    if found.axes:
+        return
+    reasons = Counter(pin.reason.partition(" (")[0] for pin in found.pins)
+    why = "; ".join(text for text, _ in reasons.most_common(3)) or "it has no Linear or Conv layer"
+    raise NothingToPrune(
+        f"Nothing in this model can be cut: {why}. l0prune cuts the width of hidden layers, so the "
+        "model needs at least two Linear or Conv layers in a row; `l0prune survey` lists each layer."
+    )
