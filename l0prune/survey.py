@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from l0prune.axes import analyse
 from l0prune.capture import batch_of, capture
 from l0prune.cost import CostModel
-from l0prune.errors import NothingToPrune, UsageError
+from l0prune.errors import UsageError
 from l0prune.layout import axes_of
 from l0prune.plan import Axis, Pin, Plan
 
@@ -25,13 +25,12 @@ class Survey:
 
     Attributes:
         plan: the axes, pins and costs as data.
-        args, kwargs: the example inputs it was made with.
+        example: the example inputs it was made with, positional and by name.
         unused: parameters that the eval-mode forward never touches (auxiliary heads).
     """
 
     plan: Plan
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    example: tuple[tuple[Any, ...], dict[str, Any]]
     unused: tuple[str, ...] = ()
 
     @property
@@ -116,7 +115,7 @@ def _by_reason(pins: tuple[Pin, ...]) -> dict[tuple[str, str], list[str]]:
 
 
 def survey(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Survey:
     """Find every axis of the model that can be cut, without changing the model.
 
@@ -130,26 +129,11 @@ def survey(
         UsageError: the example holds no tensor.
     """
     args = args if isinstance(args, tuple) else (args,)
-    if not batch_of(args, kwargs or {}):
+    by_name = dict(kwargs or {})
+    if not batch_of(args, by_name):
         raise UsageError(
             "The example inputs hold no tensor with a batch dimension. Give them as the model "
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
-    captured = capture(model, args, kwargs)
-    return Survey(analyse(captured).plan, args, kwargs or {}, captured.unused)
-
-
-def require_axes(found: Survey) -> None:
-    """Refuse a model in which nothing can be cut.
-
-    Raises:
-        NothingToPrune: with the commonest reasons.
-    """
-    if found.axes:
-        return
-    reasons = Counter(pin.reason.partition(" (")[0] for pin in found.pins)
-    why = "; ".join(text for text, _ in reasons.most_common(3)) or "it has no Linear or Conv layer"
-    raise NothingToPrune(
-        f"Nothing in this model can be cut: {why}. l0prune cuts the width of hidden layers, so the "
-        "model needs at least two Linear or Conv layers in a row; `l0prune survey` lists each layer."
-    )
+    captured = capture(model, args, by_name)
+    return Survey(analyse(captured).plan, (args, by_name), captured.unused)

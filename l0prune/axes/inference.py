@@ -140,7 +140,7 @@ class Inference:
         return None
 
     def place(self, node: Node, dim: int) -> Place | None:
-        """The stored tensor and dim that this dim of the node is, if it is one directly."""
+        """The parameter and its dim that this dim of the node is, if it is one directly."""
         while node.op == "call_function":
             source = node.args[0] if node.args else None
             name = operator_name(node.target)
@@ -153,7 +153,7 @@ class Inference:
                 return None
             node = source
         name = self.captured.names.get(node.name)
-        return (name, dim) if name is not None else None
+        return (name, dim) if name is not None and name in self.captured.parameters else None
 
     def read(self, expr: Expr, node: Node, weight: tuple[Node, int] | None, *others: Node) -> None:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""

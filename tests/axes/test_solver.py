@@ -1,0 +1,146 @@
+"""The type system: refinement must agree with what tensors really do."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l0prune.axes.solver import Cat, Const, Expr, Prod, Solver, Var, cat, prod, variables
+
+
+def alive(solver: Solver, expr: Expr, dead: dict[Var, int]) -> list[bool]:
+    """Position by position: is it alive when one slot of each variable in ``dead`` is closed?"""
+    match solver.resolve(expr):
+        case Const(size):
+            return [True] * size
+        case Var() as var:
+            return [i != dead.get(var) for i in range(var.size)]
+        case Cat(parts):
+            return [a for part in parts for a in alive(solver, part, dead)]
+        case Prod(factors):
+            out = [True]
+            for factor in factors:
+                out = [a and b for a in out for b in alive(solver, factor, dead)]
+            return out
+
+
+def close_something(solver: Solver, expr: Expr) -> dict[Var, int]:
+    return {var: var.size // 2 for var in variables(solver.resolve(expr)) if not var.pin}
+
+
+def test_two_variables_become_one():
+    solver = Solver()
+    a, b = solver.fresh(8), solver.fresh(8)
+    solver.unify(a, b)
+    assert solver.resolve(a) is solver.resolve(b)
+
+
+def test_a_product_splits_a_variable_into_factors():
+    solver = Solver()
+    flat, heads, inner = solver.fresh(24), solver.fresh(4), solver.fresh(6)
+    solver.unify(flat, prod((heads, inner)))
+    assert list(variables(solver.resolve(flat))) == [heads, inner]
+
+
+def test_different_factorisations_refine_to_a_common_one():
+    solver = Solver()
+    a, b, c, d = (solver.fresh(n) for n in (4, 16, 8, 8))
+    solver.unify(prod((a, b)), prod((c, d)))
+    assert [v.size for v in variables(solver.resolve(prod((a, b))))] == [4, 2, 8]
+    assert alive(solver, prod((a, b)), {}) == alive(solver, prod((c, d)), {})
+
+
+def test_a_concatenation_meets_a_product_and_ties_the_parts():
+    solver = Solver()
+    left, right = solver.fresh(5), solver.fresh(5)
+    group, inner = Const(2), solver.fresh(5)
+    solver.unify(cat((left, right)), prod((group, inner)))
+    assert solver.resolve(left) is solver.resolve(right) is solver.resolve(inner)
+
+
+def test_rotated_halves_are_tied():
+    solver = Solver()
+    whole = solver.fresh(8)
+    first, second = solver.split(whole, 4)
+    solver.unify(whole, cat((second, first)))
+    assert solver.resolve(first) is solver.resolve(second)
+
+
+def test_a_split_inside_a_product_pins_the_outer_factor():
+    solver = Solver()
+    outer, inner = solver.fresh(3), solver.fresh(4)
+    left, right = solver.split(prod((outer, inner)), 6)
+    assert outer.pin is not None
+    assert [v.size for v in variables(solver.resolve(inner))] == [2, 2]
+    assert (left.size, right.size) == (6, 6)
+
+
+def test_meeting_a_constant_pins_with_its_description():
+    solver = Solver()
+    var = solver.fresh(3)
+    solver.unify(var, Const(3, "the image's colours"))
+    assert var.pin is not None
+    assert var.pin.text == "it meets the image's colours"
+
+
+def test_a_variable_cannot_contain_itself():
+    solver = Solver()
+    var = solver.fresh(4)
+    solver.unify(var, Cat((var, Const(0)), 4))
+    assert var.pin is not None
+
+
+def test_a_flattened_map_is_channels_times_positions():
+    solver = Solver()
+    channel = solver.fresh(10)
+    batch, flat = solver.regroup([Const(2), channel, Const(4), Const(4)], [2, 160])
+    assert batch.size == 2
+    dead = alive(solver, flat, {channel: 3})
+    expected = torch.ones(10, 16, dtype=torch.bool)
+    expected[3] = False
+    assert dead == expected.flatten().tolist()
+
+
+sizes = st.sampled_from([1, 2, 3, 4, 6])
+
+
+@given(st.lists(sizes, min_size=1, max_size=4), st.data())
+def test_reshapes_keep_every_position(shape, data):
+    """However a tensor is reshaped, the same elements are dead as in the tensor itself."""
+    solver = Solver()
+    dims: list[Expr] = [solver.fresh(n) for n in shape]
+    numel = torch.Size(shape).numel()
+    divisors = [d for d in range(1, numel + 1) if numel % d == 0]
+    first = data.draw(st.sampled_from(divisors))
+    targets = [first, numel // first]
+    out = solver.regroup(dims, targets)
+    assert [d.size for d in out] == targets
+    dead = close_something(solver, prod(dims))
+    assert alive(solver, prod(dims), dead) == alive(solver, prod(out), dead)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
+def test_splits_of_concatenations_agree(sizes, data):
+    """Two ways to cut the same positions see the same slots dead."""
+    solver = Solver()
+    parts: list[Expr] = [solver.fresh(n) for n in sizes]
+    total = sum(sizes)
+    at = data.draw(st.integers(0, total))
+    whole = cat(parts)
+    pieces = solver.split(whole, at)
+    assert [p.size for p in pieces] == [at, total - at]
+    dead = close_something(solver, whole)
+    both = [a for piece in pieces for a in alive(solver, piece, dead)]
+    assert both == alive(solver, whole, dead)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 4))
+def test_unified_dims_die_together(sizes, copies):
+    """Slot i of one side is dead exactly where slot i of the other is."""
+    solver = Solver()
+    left = prod((Const(copies), cat([solver.fresh(n) for n in sizes])))
+    right = solver.fresh(left.size)
+    solver.unify(left, right)
+    dead = close_something(solver, left)
+    assert alive(solver, left, dead) == alive(solver, right, dead)
