@@ -12,7 +12,7 @@ from l0prune import layout as data
 from l0prune.axes.inference import Inference, Place, Read, Write
 from l0prune.axes.naming import Namer
 from l0prune.axes.nodes import operator_name
-from l0prune.axes.solver import Cat, Const, Expr, Prod, Reason, Var, variables
+from l0prune.axes.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
 from l0prune.axes.zeros import Zeros
 from l0prune.capture import Captured, module_of, source_of
 from l0prune.plan import Axis, Cost, Pin, Plan, Site
@@ -286,7 +286,8 @@ def _has_positions(expr: Expr) -> bool:
     """Whether slots repeat over positions, as in a flattened map."""
     match expr:
         case Prod(factors, _):
-            return any(isinstance(f, Const) or _has_positions(f) for f in factors)
+            positions = (isinstance(f, Const) and f.what != COPIES for f in factors)
+            return any(positions) or any(map(_has_positions, factors))
         case Cat(parts, _):
             return any(map(_has_positions, parts))
         case _:

@@ -54,11 +54,13 @@ def is_pointwise(node: Node) -> bool:
 def dim_order(node: Node, rank: int) -> list[int]:
     """For t, transpose and permute: which source dim each output dim is."""
     name = operator_name(node.target)
+    if name == "aten.numpy_T":
+        return list(reversed(range(rank)))
     if name == "aten.permute":
         return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr, arg-type]
     order = list(range(rank))
     if rank > 1:
-        a, b = node.args[1:3] if name == "aten.transpose" else (0, 1)
+        a, b = (0, 1) if name == "aten.t" else node.args[1:3]
         a, b = int(a) % rank, int(b) % rank  # type: ignore[arg-type]
         order[a], order[b] = order[b], order[a]
     return order

@@ -22,6 +22,9 @@ class Reason:
     node: Node | None
 
 
+COPIES = "copies of a slot"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Const:
     """``size`` positions that are no axis: batch, height, time, an image's colours."""

@@ -43,10 +43,14 @@ class Zeros:
         """An in-place operator later changes this value and does not keep zeros."""
         for user in node.users:
             schema = getattr(user.target, "_schema", None)
-            if schema is not None and schema.is_mutable and user.args and user.args[0] is node:
+            if schema is None or not user.args or user.args[0] is not node:
+                continue
+            if schema.is_mutable:
                 operands = [True if arg is node else None for arg in user.all_input_nodes]
                 if not zero_of(user)(user, operands):
                     return True
+            elif any(r.alias_info for r in schema.returns) and self._is_overwritten(user):
+                return True  # through a view
         return False
 
     def _carries(self, node: Node) -> bool:

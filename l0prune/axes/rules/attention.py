@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from l0prune.axes.nodes import argument
 from l0prune.axes.registry import Value, rule
-from l0prune.axes.solver import Const, Expr, prod
+from l0prune.axes.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def attention(infer: Inference, node: Node) -> Value:
 def _tie_batch(infer: Inference, mine: list[Expr], theirs: list[Expr], grouped: bool) -> None:
     for position, (a, b) in enumerate(zip(reversed(mine), reversed(theirs), strict=False)):
         if position == 0 and grouped and a.size != b.size:
-            infer.solver.unify(a, prod((b, Const(a.size // b.size, "queries of a group"))))
+            infer.solver.unify(a, prod((b, Const(a.size // b.size, COPIES))))
         elif a.size == b.size:
             infer.solver.unify(a, b)
 

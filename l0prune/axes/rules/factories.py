@@ -35,4 +35,4 @@ def like(infer: Inference, node: Node) -> Value:
     return infer.dims(source)
 
 
-rule("aten.zeros_like", zero=_always)(like)
+rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(like)

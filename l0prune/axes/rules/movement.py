@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from l0prune.axes.nodes import argument, dim_order, shape_of
 from l0prune.axes.registry import Value, each, rule
-from l0prune.axes.solver import Const, Expr, prod
+from l0prune.axes.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
@@ -60,7 +60,7 @@ def squeeze(infer: Inference, node: Node) -> Value:
     return tuple(dims.pop(0) if size != 1 else Const(1) for size in shape_of(node) or [])
 
 
-@rule("aten.permute", "aten.transpose", "aten.t", "aten.transpose_", zero=each)
+@rule("aten.permute", "aten.transpose", "aten.t", "aten.swapaxes", "aten.numpy_T", zero=each)
 def permute(infer: Inference, node: Node) -> Value:
     """Dims in another order."""
     dims = infer.dims(source(node))
@@ -87,7 +87,7 @@ def expand(infer: Inference, node: Node) -> Value:
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
     pairs = zip(padded, shape, strict=True)
-    return tuple(d if d.size == size else Const(size, "an expanded dimension") for d, size in pairs)
+    return tuple(d if d.size == size else Const(size, COPIES) for d, size in pairs)
 
 
 @rule("aten.repeat", "aten.tile", zero=each)
@@ -97,7 +97,7 @@ def repeat(infer: Inference, node: Node) -> Value:
     padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
     out: list[Expr] = []
     for dim, size in zip(padded, shape, strict=True):
-        out.append(prod((Const(size // dim.size, "copies"), dim)) if dim.size else Const(size))
+        out.append(prod((Const(size // dim.size, COPIES), dim)) if dim.size else Const(size))
     return tuple(out)
 
 
@@ -110,7 +110,7 @@ def repeat_interleave(infer: Inference, node: Node) -> Value:
         infer.pin_all(source(node), "repeat_interleave with a count per slot")
         return tuple(Const(size) for size in shape)
     dim %= len(dims)
-    return (*dims[:dim], prod((dims[dim], Const(copies, "copies"))), *dims[dim + 1 :])
+    return (*dims[:dim], prod((dims[dim], Const(copies, COPIES))), *dims[dim + 1 :])
 
 
 @rule("aten.pixel_shuffle", zero=each)

@@ -1,0 +1,61 @@
+"""An oracle for the inference: what a closed slot carries must not matter anywhere."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from l0prune.axes import analyse
+from l0prune.capture import capture
+from l0prune.layout import axes_of
+from l0prune.plan import Plan
+
+
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Non-trivial weights, biases and statistics everywhere, so that nothing is zero by luck."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+            if tensor.ndim < 2:
+                tensor.copy_(noise + 0.5 if "var" in name else noise - 0.3)
+    return model
+
+
+def relative_effect_of_dead_slots(model: nn.Module, args: tuple, seed: int = 0) -> tuple[Plan, float]:
+    """Close half of the gates, then change every stored value at a dead slot: by how much does
+    the output change, relative to its scale? Zero but for rounding if the plan is right."""
+    model = copy.deepcopy(model).double().eval()
+    args = tuple(a.double() if a.is_floating_point() else a for a in args)
+    plan = analyse(capture(model, args)).plan
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.rand(plan.size, generator=generator, dtype=torch.float64)
+    z *= torch.rand(plan.size, generator=generator) < 0.5
+    state = {k: v for k, v in model.state_dict().items() if k not in plan.aliases}
+    plain = functional_call(model, gated(plan, state, z), args, tie_weights=True)
+    noisy = {name: tensor.clone() for name, tensor in state.items()}
+    for name, dims in plan.tensors.items():
+        if name not in noisy or not noisy[name].is_floating_point():
+            continue
+        for dim, layout in enumerate(dims):
+            if axes_of(layout):
+                dead = ~plan.mask(layout, z > 0)
+                index = dead.nonzero().flatten()
+                noise = torch.rand(noisy[name].shape, generator=generator, dtype=torch.float64) + 1
+                noisy[name].index_add_(dim, index, noise.index_select(dim, index))
+    other = functional_call(model, gated(plan, noisy, z), args, tie_weights=True)
+    plain, other = (o[0] if isinstance(o, tuple) else o for o in (plain, other))
+    return plan, float((plain - other).abs().max() / plain.abs().max())
+
+
+def gated(plan: Plan, state: dict[str, torch.Tensor], z: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state with every site multiplied by its gates."""
+    out = dict(state)
+    for site in plan.sites:
+        shape = [1] * out[site.tensor].ndim
+        shape[site.dim] = -1
+        out[site.tensor] = out[site.tensor] * plan.spread(site.layout, z).view(shape)
+    return out
