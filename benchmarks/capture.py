@@ -1,0 +1,95 @@
+"""What survey and gate cost beside torch.export itself: time and peak memory, in one run.
+
+    python -m benchmarks.capture [--models resnet50 vit_b_16 densenet121] [--repeats 5]
+
+Times alternate between plain capture and survey + gate in one process and are compared by their
+medians. Peak memory is measured in a child process for each side, as the operating system sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torchvision
+
+import l0prune
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16", "densenet121"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory-of", choices=["capture", "gate"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory_of:
+        print(peak_memory(options.models[0], options.memory_of))
+        return
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {options.repeats}")
+    for name in options.models:
+        print(json.dumps(compare(name, options.repeats)))
+
+
+def build(name: str) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    return torchvision.models.get_model(name).eval(), (torch.randn(2, 3, 224, 224),)
+
+
+def plain(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    torch.export.export(model, args, strict=False)
+
+
+def survey_and_gate(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+    found = l0prune.survey(model, args)
+    l0prune.gate(model, args, survey=found)
+    l0prune.ungate(model)
+
+
+def compare(name: str, repeats: int) -> dict[str, object]:
+    """Seconds and peak MiB of both sides, and the ratios that count."""
+    model, args = build(name)
+    seconds: dict[str, list[float]] = {"capture": [], "gate": []}
+    plain(model, args)
+    survey_and_gate(model, args)
+    for _ in range(repeats):
+        seconds["capture"].append(timed(lambda: plain(model, args)))
+        seconds["gate"].append(timed(lambda: survey_and_gate(model, args)))
+    memory = {side: measured_memory(name, side) for side in seconds}
+    medians = {side: statistics.median(values) for side, values in seconds.items()}
+    return {
+        "model": name,
+        "capture_s": round(medians["capture"], 3),
+        "survey_and_gate_s": round(medians["gate"], 3),
+        "time_ratio": round(medians["gate"] / medians["capture"], 3),
+        "capture_peak_mib": memory["capture"],
+        "survey_and_gate_peak_mib": memory["gate"],
+        "memory_ratio": round(memory["gate"] / memory["capture"], 3),
+    }
+
+
+def timed(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measured_memory(name: str, side: str) -> int:
+    command = [sys.executable, "-m", "benchmarks.capture", "--models", name, "--memory-of", side]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def peak_memory(name: str, side: str) -> int:
+    model, args = build(name)
+    (plain if side == "capture" else survey_and_gate)(model, args)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+if __name__ == "__main__":
+    main()

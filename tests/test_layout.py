@@ -1,0 +1,78 @@
+"""Layouts: spreading, sizes and text, against direct computation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l0prune import layout as L
+
+VALUES = {0: torch.tensor([2.0, 3.0, 5.0]), 1: torch.tensor([7.0, 11.0])}
+
+
+def leaf(slots):
+    return VALUES[slots.axis][slots.start : slots.stop]
+
+
+A, B = L.Slots(0, 0, 3), L.Slots(1, 0, 2)
+
+
+def test_product_is_row_major():
+    spread = L.spread(L.Prod((A, L.Const(2), B)), leaf)
+    expected = [a * b for a in (2, 3, 5) for _ in range(2) for b in (7, 11)]
+    assert spread.tolist() == expected
+
+
+def test_constants_around_a_product():
+    assert L.spread(L.Prod((L.Const(2), B)), leaf).tolist() == [7, 11, 7, 11]
+    assert L.spread(L.Prod((B, L.Const(2))), leaf).tolist() == [7, 7, 11, 11]
+
+
+def test_concatenation_with_constants_counts_them_as_ones():
+    assert L.spread(L.Cat((L.Const(1), A, B)), leaf).tolist() == [1, 2, 3, 5, 7, 11]
+
+
+def test_both_multiplies_position_by_position():
+    both = L.Both(L.Prod((B, L.Const(1))), L.Slots(0, 1, 3))
+    assert L.spread(both, leaf).tolist() == [21, 55]
+
+
+def test_only_keeps_the_named_axes():
+    assert L.only(L.Prod((A, B)), frozenset([1])) == L.Prod((L.Const(3), B))
+
+
+def test_shows_like_einops():
+    text = L.show(L.Cat((A, L.Prod((B, L.Const(49))))), ["conv1", "conv2"])
+    assert text == "conv1 + conv2×·49"
+
+
+layouts = st.recursive(
+    st.one_of(
+        st.builds(L.Const, st.integers(1, 3)),
+        st.sampled_from([A, B, L.Slots(0, 1, 2)]),
+    ),
+    lambda inner: st.one_of(
+        st.builds(L.Cat, st.lists(inner, min_size=1, max_size=3).map(tuple)),
+        st.builds(L.Prod, st.lists(inner, min_size=1, max_size=3).map(tuple)),
+    ),
+    max_leaves=5,
+)
+
+
+@given(layouts)
+def test_json_reads_back(layout):
+    assert L.from_json(json.loads(json.dumps(L.to_json(layout)))) == layout
+
+
+@given(layouts)
+def test_spread_has_the_layouts_size(layout):
+    assert L.spread(layout, leaf).shape == (L.size_of(layout),)
+
+
+def test_nonsense_is_no_layout():
+    with pytest.raises(ValueError, match="not a layout"):
+        L.from_json(["spiral", 3])

@@ -1,0 +1,77 @@
+"""The plan as data: what stays after closing, selection, JSON."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from l0prune.layout import Both, Const, Prod, Slots
+from l0prune.plan import Axis, Cost, Pin, Plan, Site
+
+
+def lenet_head() -> Plan:
+    """Two maps of three positions, flattened into a Linear of four neurons, read by another."""
+    maps, fine, hidden = Slots(0, 0, 2), Slots(1, 0, 6), Slots(2, 0, 4)
+    columns = Both(Prod((maps, Const(3))), fine)
+    return Plan(
+        axes=(
+            Axis("conv", "channel", 2, 0, 9),
+            Axis("fc1.in", "input", 6, 2, 4),
+            Axis("fc1", "neuron", 4, 8, 5),
+        ),
+        pins=(Pin("fc2.weight dim 0", "it feeds the model's output"),),
+        tensors={
+            "conv.weight": (maps, Const(1), Const(3), Const(3)),
+            "fc1.weight": (hidden, columns),
+            "fc2.weight": (Const(5), hidden),
+        },
+        sites=(
+            Site("fc1.weight", 1, columns, "read"),
+            Site("fc2.weight", 1, hidden, "read"),
+        ),
+        costs=(Cost("fc1", "params", 1.0, (hidden, columns)),),
+    )
+
+
+def bits(text: str) -> torch.Tensor:
+    return torch.tensor([c == "1" for c in text.replace(" ", "")])
+
+
+def test_an_open_map_that_nobody_reads_goes():
+    kept = lenet_head().kept(bits("11 111000 1010"))
+    assert kept.tolist() == bits("10 111000 1010").tolist()
+
+
+def test_a_dead_axis_keeps_one_slot():
+    kept = lenet_head().kept(bits("11 111111 0000"))
+    assert kept.tolist() == bits("11 111111 1000").tolist()
+
+
+def test_fine_columns_of_a_closed_map_do_not_count_as_alive():
+    plan = lenet_head()
+    mask = plan.mask(plan.tensors["fc1.weight"][1], bits("10 111111 1111"))
+    assert mask.tolist() == bits("111000").tolist()
+
+
+def test_selection_makes_the_rest_constant():
+    plan = lenet_head().select(include=["fc1"])
+    assert [axis.name for axis in plan.axes] == ["fc1"]
+    assert plan.axes[0].start == 0
+    assert plan.tensors["fc1.weight"] == (Slots(0, 0, 4), Prod((Const(2), Const(3))))
+    assert [site.tensor for site in plan.sites] == ["fc2.weight"]
+
+
+def test_selection_without_fine_gates_keeps_the_map():
+    plan = lenet_head().select(exclude=["*.in"])
+    assert plan.tensors["fc1.weight"][1] == Prod((Slots(0, 0, 2), Const(3)))
+
+
+def test_json_reads_back():
+    plan = lenet_head()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"axes": 3}', "{}"])
+def test_other_text_is_no_plan(text):
+    with pytest.raises(ValueError, match="no plan"):
+        Plan.from_json(text)
