@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
-from l0prune.gates.bank import Gates
+from l0prune.gates.bank import Gates, Multiplier
 from l0prune.gates.scale import scale
+
+_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
 LINK = "_l0prune"  # the attribute by which a module finds the bank
@@ -27,11 +28,11 @@ class Link:
 
     Attributes:
         gates: the model's bank.
-        sites: for each gated parameter of the module, (number of the layout, dim) of its sites.
+        sites: for each gated parameter of the module, what multiplies it along which dim.
     """
 
     gates: Gates
-    sites: dict[str, tuple[tuple[int, int], ...]]
+    sites: dict[str, tuple[tuple[Multiplier, int], ...]]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -44,9 +45,17 @@ def is_gated(module: nn.Module) -> bool:
     return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
 
 
-@cache
 def gated_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass of ``original`` in which the parameters called ``names`` read as gated."""
+    """The subclass of ``original`` in which the parameters called ``names`` read as gated.
+
+    One class for all modules alike, as torch.compile takes another class for another model.
+    """
+    if (original, names) not in _classes:
+        _classes[original, names] = _make_class(original, names)
+    return _classes[original, names]
+
+
+def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
     if hasattr(original, "__iter__") or hasattr(original, "__len__"):
         members |= _container_methods(original)
@@ -58,7 +67,9 @@ def gated_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
         "_l0prune_original": original,
         "_l0prune_names": names,
     }
-    return type(original)(original.__name__, (original,), members)
+    metaclass: Any = type(original)
+    result: type[nn.Module] = metaclass(original.__name__, (original,), members)
+    return result
 
 
 def _gated_parameter(name: str) -> property:
@@ -66,13 +77,17 @@ def _gated_parameter(name: str) -> property:
         try:
             parameter = module._parameters[name]
         except KeyError:
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
+            raise AttributeError(
+                f"{type(module).__name__!r} object has no attribute {name!r}"
+            ) from None
         link: Link | None = module.__dict__.get(LINK)
         if parameter is None or link is None or link.gates.bypassed:
             return parameter
+        link.gates.refresh()
         result: Tensor = parameter
-        for number, dim in link.sites[name]:
-            result = scale(result, link.gates.multiplier(number), dim)
+        for multiplier, dim in link.sites[name]:
+            assert multiplier.values is not None
+            result = scale(result, multiplier.values, dim)
         return result
 
     return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
@@ -107,7 +122,8 @@ def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle as the original class would, and put the gated class on when it is back."""
     original = original_class(self)
     names: tuple[str, ...] = type(self)._l0prune_names  # type: ignore[attr-defined]
-    rebuild, arguments, *state = original.__reduce_ex__(self, protocol)
+    reduced: Any = original.__reduce_ex__(self, protocol)
+    rebuild, arguments, *state = reduced
     arguments = tuple(original if a is type(self) else a for a in arguments)
     return (_rebuild, (original, names, rebuild, arguments), *state)
 

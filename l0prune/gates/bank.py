@@ -36,6 +36,20 @@ class GateAxis:
     open: Tensor
 
 
+class Multiplier:
+    """The current multipliers along one layout, for the modules that use them.
+
+    It has an attribute rather than a place in a list, so that torch.compile sees equal blocks
+    of a model as equal.
+    """
+
+    def __init__(self) -> None:
+        self.values: Tensor | None = None
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {"values": None}
+
+
 class Gates(nn.Module):
     """All gates of one model: one flat parameter, one sample per forward of the model.
 
@@ -65,9 +79,14 @@ class Gates(nn.Module):
         self.fixed = False
         self.bypassed = False
         self.log_alpha = nn.Parameter(log_alpha)
-        self._layouts = tuple(dict.fromkeys(site.layout for site in plan.sites))
-        self._spreader = Spreader(plan, self._layouts)
-        self._forget()
+        layouts = tuple(dict.fromkeys(site.layout for site in plan.sites))
+        self._multipliers = {layout: Multiplier() for layout in layouts}
+        self._spreader = Spreader(plan, layouts)
+        self._in_forward = False
+        self._mode: tuple[bool, ...] = ()
+        self._origin: tuple[Tensor, int | None] | None = None
+        self._noise: Tensor | None = None
+        self._z: Tensor | None = None
 
     @property
     def axes(self) -> tuple[GateAxis, ...]:
@@ -96,18 +115,13 @@ class Gates(nn.Module):
 
     def current(self) -> Tensor:
         """The multipliers that the model uses now, shape ``(plan.size,)``."""
-        self._refresh()
+        self.refresh()
         assert self._z is not None
         return self._z
 
-    def multiplier(self, number: int) -> Tensor:
-        """The current multipliers along layout ``number``, shape ``(size_of(layout),)``."""
-        self._refresh()
-        return self._spread[number]
-
-    def layout_number(self, layout: Layout) -> int:
-        """The number by which ``multiplier`` knows a layout of one of the plan's sites."""
-        return self._layouts.index(layout)
+    def multiplier(self, layout: Layout) -> Multiplier:
+        """Where the multipliers along the layout of a site stand after each ``refresh``."""
+        return self._multipliers[layout]
 
     def forward(self, x: Any) -> Any:
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
@@ -117,26 +131,47 @@ class Gates(nn.Module):
         """Forward pre-hook of the model: from here on, new multipliers."""
         if not self.bypassed:
             self._noise = None
-            self._compute(self._state())
+            self._compute()
+            self._in_forward = True
 
-    def _refresh(self) -> None:
-        """Compute z unless what there is still holds."""
-        state = self._state()
-        if self._z is None or state != self._computed_in:
-            before, now = self._computed_in, state
-            if before is None or before[:2] != now[:2]:
-                self._noise = None
-            self._compute(state)
+    def end_forward(self, *_: Any) -> None:
+        """Forward hook of the model: from here on, look whether the multipliers still hold.
 
-    def _state(self) -> tuple[Any, ...]:
-        """What the current multipliers depend on: the parameter and its version, and the mode."""
+        A backward pass that computes parts of the forward again finds them as they were.
+        """
+        self._in_forward = False
+        if torch.compiler.is_compiling():
+            self._forget()  # a tracer's tensors mean nothing outside its graph
+
+    def refresh(self) -> None:
+        """Compute the multipliers unless what there is still holds."""
+        if self._in_forward and self._mode == self._mode_now():
+            return
+        self._refresh_outside()
+
+    @torch.compiler.disable
+    def _refresh_outside(self) -> None:
+        """``refresh`` for a part of the model that runs on its own, or once more for backward."""
+        before, now = self._origin, self._origin_now()
+        if before is None or before[0] is not now[0] or before[1] != now[1]:
+            self._noise = None
+        elif self._mode == self._mode_now():
+            return
+        self._compute()
+
+    def _origin_now(self) -> tuple[Tensor, int | None]:
         value = self.log_alpha
-        version = 0 if value.is_inference() else value._version
-        stochastic = self.training and not self.fixed
-        inference = torch.is_inference_mode_enabled()
-        return (id(value), version, stochastic, torch.is_grad_enabled(), inference)
+        return value, None if value.is_inference() else value._version
 
-    def _compute(self, state: tuple[Any, ...]) -> None:
+    def _mode_now(self) -> tuple[bool, ...]:
+        return (
+            self.training,
+            self.fixed,
+            torch.is_grad_enabled(),
+            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
+        )
+
+    def _compute(self) -> None:
         value = self.log_alpha
         if self.training and not self.fixed:
             if self._noise is None:
@@ -145,15 +180,16 @@ class Gates(nn.Module):
         else:
             z = self.gate.estimate(value.detach() if self.fixed else value)
         self._z = z
-        self._spread = self._spreader(z)
-        self._computed_in = state
+        for multiplier, values in zip(self._multipliers.values(), self._spreader(z), strict=True):
+            multiplier.values = values
+        self._mode = self._mode_now()
+        self._origin = None if torch.compiler.is_compiling() else self._origin_now()
 
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
-        self._noise: Tensor | None = None
-        self._z: Tensor | None = None
-        self._spread: list[Tensor] = []
-        self._computed_in: tuple[Any, ...] | None = None
+        self._noise = self._z = self._origin = None
+        for multiplier in self._multipliers.values():
+            multiplier.values = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gates:
         """Move with the model, but never to a dtype in which exp and log lose the gates."""
@@ -168,10 +204,10 @@ class Gates(nn.Module):
         return self
 
     def __getstate__(self) -> Mapping[str, Any]:
-        empty = {"_noise": None, "_z": None, "_spread": [], "_computed_in": None}
-        return {**self.__dict__, **empty}
+        return {**self.__dict__, "_noise": None, "_z": None, "_origin": None, "_in_forward": False}
 
     def extra_repr(self) -> str:
+        """What ``print(model)`` shows of the bank."""
         return f"{self.plan.size} gates on {len(self.plan.axes)} axes, {self.gate}"
 
 

@@ -40,8 +40,8 @@ class Gate(Protocol):
         ...
 
 
-GateClass = TypeVar("GateClass", bound=type)
-_kinds: dict[str, type] = {}
+GateClass = TypeVar("GateClass", bound=type[Gate])
+_kinds: dict[str, type[Gate]] = {}
 
 
 def register(kind: GateClass) -> GateClass:

@@ -16,7 +16,7 @@ from l0prune.plan import Plan
 
 
 class Spreader:
-    """``plan.spread(layout, z)`` for all of ``layouts``, at a cost that hardly grows with their number.
+    """``plan.spread(layout, z)`` for all layouts at once, at a cost that hardly grows with them.
 
     Each position of a layout is a product of entries of z, so that a table of indices says it
     all: one gather per number of factors, then one split into a view for each layout.
@@ -24,7 +24,7 @@ class Spreader:
 
     def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
         self._sizes = [size_of(layout) for layout in layouts]
-        tables = [_factors(plan, layout) for layout in layouts]
+        tables = [gate_table(plan, layout) for layout in layouts]
         by_depth: dict[int, list[int]] = defaultdict(list)
         for number, table in enumerate(tables):
             by_depth[table.shape[0]].append(number)
@@ -53,7 +53,7 @@ class Spreader:
         padded = torch.cat([z, z.new_ones(1)])
         parts: list[Tensor] = [padded] * len(self._sizes)
         for numbers, table in self._groups:
-            values = _ProductGather.apply(padded, table)
+            values, _ = _ProductGather.apply(padded, table)
             for number, part in zip(
                 numbers, values.split([self._sizes[n] for n in numbers]), strict=True
             ):
@@ -73,7 +73,9 @@ class _ProductGather(Function):
         return gathered.prod(0), gathered
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
         values, ctx.table = inputs
         ctx.size = values.shape[0]
         ctx.gathered = output[1]
@@ -93,7 +95,7 @@ class _ProductGather(Function):
         return result, None
 
 
-def _factors(plan: Plan, layout: Layout) -> Tensor:
+def gate_table(plan: Plan, layout: Layout) -> Tensor:
     """Which entries of the flat gate vector multiply at each position; ``plan.size`` means one.
 
     Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
@@ -105,11 +107,11 @@ def _factors(plan: Plan, layout: Layout) -> Tensor:
             flat = plan.flat(layout)
             return torch.arange(flat.start, flat.stop).unsqueeze(0)
         case Both(base, fine):
-            return torch.cat([_factors(plan, base), _factors(plan, fine)])
+            return torch.cat([gate_table(plan, base), gate_table(plan, fine)])
         case Cat(parts):
-            return _side_by_side([_factors(plan, part) for part in parts], plan.size)
+            return _side_by_side([gate_table(plan, part) for part in parts], plan.size)
         case Prod(factors):
-            return _nested([_factors(plan, factor) for factor in factors])
+            return _nested([gate_table(plan, factor) for factor in factors])
 
 
 def _side_by_side(tables: list[Tensor], one: int) -> Tensor:

@@ -1,0 +1,170 @@
+"""The public way in: gate a model, ungate it, find its gates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture import batch_of
+from l0prune.errors import NothingToPrune, UsageError
+from l0prune.gates import Gate, Gates, HardConcrete
+from l0prune.gates.bank import Example
+from l0prune.plan import Plan
+from l0prune.rewrite import attach, check_ungated, detach, gates_of
+
+if TYPE_CHECKING:
+    from l0prune.survey import Survey
+
+Model = TypeVar("Model", bound=nn.Module)
+
+NEARLY_OPEN = 0.99  # log α ≈ 3 with the default gate, whose eval value is then exactly 1
+
+
+def gate(
+    model: Model,
+    args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    include: Iterable[str] = ("*",),
+    exclude: Iterable[str] = (),
+    open_probability: float | Mapping[str, float] = NEARLY_OPEN,
+    jitter: float = 0.01,
+    seed: int = 0,
+    gate: Gate | None = None,
+    survey: Survey | None = None,
+) -> Model:
+    """Put one gate on every slot of the model that can be cut out, in place.
+
+    The state_dict keeps its keys and gains ``l0prune_gates.log_alpha``. Freshly gated with the
+    defaults, the model computes in eval mode exactly what it did.
+
+    Args:
+        model: any module that torch.export can capture.
+        args: example positional inputs of its forward, a tuple (or a single tensor).
+        kwargs: example keyword inputs.
+        include: globs of axis names (``survey(model, args).axes``) to gate.
+        exclude: globs of axis names to leave whole, even if included.
+        open_probability: P(z ≠ 0) to start from, or a mapping from globs of axis names to it:
+            the first glob that matches an axis counts, and 0.99 where none does.
+        jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
+            so that gates that start alike do not stay alike.
+        seed: of that noise; the global generators are left alone.
+        gate: the kind of gate, by default ``HardConcrete()``.
+        survey: what ``l0prune.survey`` returned for this model, to save doing it again.
+
+    Returns:
+        The same object.
+
+    Raises:
+        AlreadyGated: the model carries gates.
+        CaptureError: torch.export could not capture it.
+        NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
+        UsageError: an argument makes no sense.
+    """
+    check_ungated(model)
+    kind = HardConcrete() if gate is None else gate
+    if survey is None:
+        from l0prune.survey import survey as look_over
+
+        survey = look_over(model, args, kwargs)
+    plan = _selected(survey.plan, tuple(_globs(include)), tuple(_globs(exclude)))
+    log_alpha = _initial(plan, kind, open_probability, jitter, seed)
+    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(survey)))
+    return model
+
+
+def ungate(model: Model) -> Model:
+    """Take the gates off again, in place: the module and state_dict that came in, bit by bit.
+
+    The parameters stay as they are now: what the gates learned goes with them. To keep it, use
+    ``l0prune.export``, or ``l0prune.save`` before.
+
+    Returns:
+        The same object.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    detach(model)
+    return model
+
+
+def gates(model: nn.Module) -> Gates:
+    """The one bank of gates of a gated model.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    return gates_of(model)
+
+
+def _globs(globs: Iterable[str]) -> Iterable[str]:
+    return (globs,) if isinstance(globs, str) else globs
+
+
+def _selected(plan: Plan, include: tuple[str, ...], exclude: tuple[str, ...]) -> Plan:
+    """The part of the plan that the user wants gated."""
+    if not plan.axes:
+        reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
+        raise NothingToPrune(
+            "nothing in this model can be cut out" + (f":\n{reasons}" if reasons else "")
+        )
+    selected = plan.select(include, exclude)
+    if not selected.axes:
+        raise NothingToPrune(
+            f"no axis is left to gate with include={list(include)}, exclude={list(exclude)}; "
+            f"the model's axes are {_listed(plan)}"
+        )
+    return selected
+
+
+def _initial(
+    plan: Plan, kind: Gate, open_probability: float | Mapping[str, float], jitter: float, seed: int
+) -> Tensor:
+    """The initial log α of every gate: float32, on the CPU, shape ``(plan.size,)``."""
+    if not 0 <= jitter < float("inf"):
+        raise UsageError(f"jitter is a standard deviation, so it must be 0 or more, not {jitter}")
+    by_glob = open_probability if isinstance(open_probability, Mapping) else {"*": open_probability}
+    for glob in by_glob:
+        if not any(fnmatchcase(name, glob) for name in plan.names):
+            raise UsageError(
+                f"open_probability is given for {glob!r}, which matches no gated axis; "
+                f"the gated axes are {_listed(plan)}"
+            )
+    generator = torch.Generator().manual_seed(seed)
+    log_alpha = torch.randn(plan.size, generator=generator) * jitter
+    for axis in plan.axes:
+        matching = (p for glob, p in by_glob.items() if fnmatchcase(axis.name, glob))
+        log_alpha[axis.slice] += kind.initial(next(matching, NEARLY_OPEN))
+    return log_alpha
+
+
+def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
+    """On the device of the first gated parameter; in float64 if all of them are."""
+    parameters = [model.get_parameter(site.tensor) for site in plan.sites]
+    double = all(p.dtype == torch.float64 for p in parameters)
+    return log_alpha.to(parameters[0].device, torch.float64 if double else torch.float32)
+
+
+def _kept_example(survey: Survey) -> Example:
+    """The example inputs as the model carries them: on the CPU, no more than two of a batch."""
+    batch = batch_of(*survey.example)
+
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        cut = survey.dynamic and leaf.ndim > 0 and leaf.shape[0] == batch
+        return (leaf[:2] if cut else leaf).detach().cpu().clone()
+
+    args, kwargs = pytree.tree_map(keep, survey.example)
+    return args, kwargs
+
+
+def _listed(plan: Plan, most: int = 20) -> str:
+    names = ", ".join(plan.names[:most])
+    return f"{names}, … ({len(plan.axes)} in all)" if len(plan.axes) > most else names

@@ -1,0 +1,160 @@
+"""Putting a bank of gates onto a model in place, and taking it off again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from l0prune.errors import AlreadyGated, NotGated, UsageError
+from l0prune.gates.bank import Gates, Multiplier
+from l0prune.layout import size_of
+from l0prune.plan import Site
+from l0prune.subclass import CHILD, LINK, Link, gated_class, is_gated, original_class
+
+
+def attach(model: nn.Module, gates: Gates) -> None:
+    """Make ``model`` read every parameter of the plan's sites multiplied by its gates, in place.
+
+    A tied parameter is gated under each of its names. The bank becomes the model's submodule
+    ``l0prune_gates``. All or nothing: whatever fails leaves the model as it was.
+
+    Raises:
+        AlreadyGated: the model or one of its submodules carries gates.
+        UsageError: the plan speaks of parameters that the model does not have.
+    """
+    check_ungated(model)
+    links = _links(model, gates)
+    hooks = (
+        model.register_forward_pre_hook(gates.begin_forward),
+        model.register_forward_hook(gates.end_forward, always_call=True),
+    )
+    try:
+        for module, link in links:
+            module.__dict__[LINK] = link
+            module.__class__ = gated_class(type(module), tuple(link.sites))
+        if _is_container(model) and not is_gated(model):
+            model.__class__ = gated_class(type(model), ())
+        model.add_module(CHILD, gates.train(model.training))
+    except BaseException:
+        for hook in hooks:
+            hook.remove()
+        _undo(model)
+        raise
+
+
+def detach(model: nn.Module) -> Gates:
+    """Take the gates off, in place: the model computes with its plain parameters again.
+
+    Nothing is folded: the parameters stay as they are, whatever the gates have learned.
+
+    Returns:
+        The bank that the model carried.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    root, gates = _holder(model)
+    for hooks in (root._forward_pre_hooks, root._forward_hooks):
+        for number, hook in list(hooks.items()):
+            if getattr(hook, "__self__", None) is gates:
+                del hooks[number]
+                root._forward_hooks_always_called.pop(number, None)
+    _undo(root)
+    return gates
+
+
+def gates_of(model: nn.Module) -> Gates:
+    """The bank of gates that ``model`` carries, also inside a wrapper such as DDP.
+
+    Raises:
+        NotGated: it carries none.
+    """
+    return _holder(model)[1]
+
+
+@contextmanager
+def bypass(model: nn.Module) -> Iterator[None]:
+    """Within the context, ``model`` reads its plain parameters, as if it had no gates.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gates = gates_of(model)
+    before, gates.bypassed = gates.bypassed, True
+    try:
+        yield
+    finally:
+        gates.bypassed = before
+
+
+def check_ungated(model: nn.Module) -> None:
+    """Raise AlreadyGated if ``model`` or any part of it carries gates."""
+    for name, module in model.named_modules():
+        if is_gated(module):
+            where = f"its submodule {name!r}" if name else "it"
+            raise AlreadyGated(
+                f"this model cannot be gated, because {where} carries gates already; "
+                "take them off first with l0prune.ungate"
+            )
+
+
+def _holder(model: nn.Module) -> tuple[nn.Module, Gates]:
+    """The module that was gated, ``model`` or one inside it, and its bank."""
+    for module in model.modules():
+        bank = module._modules.get(CHILD)
+        if isinstance(bank, Gates):
+            return module, bank
+    raise NotGated(
+        "this model carries no gates; put them on with l0prune.gate(model, example_inputs), "
+        "or l0prune.load a file that was saved with them"
+    )
+
+
+def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
+    """Every module that owns a gated parameter, with its link to the bank."""
+    sites: dict[int, list[tuple[Multiplier, int]]] = defaultdict(list)
+    for site in gates.plan.sites:
+        parameter = _parameter(model, site)
+        sites[id(parameter)].append((gates.multiplier(site.layout), site.dim))
+    links = []
+    for module in model.modules():
+        own = {
+            name: tuple(sites[id(parameter)])
+            for name, parameter in module._parameters.items()
+            if id(parameter) in sites
+        }
+        if own:
+            links.append((module, Link(gates, own)))
+    return links
+
+
+def _parameter(model: nn.Module, site: Site) -> nn.Parameter:
+    try:
+        parameter = model.get_parameter(site.tensor)
+    except AttributeError as error:
+        raise UsageError(
+            f"the plan gates {site.tensor!r}, but the model has no such parameter: the plan was "
+            f"made for another model, or this one has changed since ({error})"
+        ) from error
+    size = size_of(site.layout)
+    if parameter.dim() <= site.dim or parameter.shape[site.dim] != size:
+        raise UsageError(
+            f"the plan gates {size} slots along dim {site.dim} of {site.tensor!r}, whose shape is "
+            f"{tuple(parameter.shape)}: the plan was made for another model"
+        )
+    return parameter
+
+
+def _is_container(model: nn.Module) -> bool:
+    return hasattr(model, "__iter__") or hasattr(model, "__len__")
+
+
+def _undo(model: nn.Module) -> None:
+    """Give every module its own class back and drop the bank."""
+    model._modules.pop(CHILD, None)
+    for module in model.modules():
+        module.__dict__.pop(LINK, None)
+        module.__class__ = original_class(module)
