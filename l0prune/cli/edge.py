@@ -1,0 +1,79 @@
+"""The edge: where errors become messages and results become text or JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import click
+from rich.console import Console
+
+from l0prune.errors import L0pruneError, UsageError
+
+# stdout carries results only; whatever else there is to say goes to stderr.
+out = Console()
+err = Console(stderr=True)
+
+DONE, FAILED, WRONG_USE = 0, 1, 2
+
+
+def run_command(command: Callable[[], Any]) -> int:
+    """Run a command; the exit code, with a message for whatever goes wrong."""
+    try:
+        command()
+    except click.exceptions.Exit as stop:
+        return int(stop.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return WRONG_USE
+    except UsageError as error:
+        complain(str(error))
+        return WRONG_USE
+    except L0pruneError as error:
+        complain(str(error))
+        return FAILED
+    except (KeyboardInterrupt, click.Abort):
+        complain("stopped. The same command goes on from the last checkpoint, if it wrote one.")
+        return FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except MemoryError:
+        complain("out of memory. A smaller --batch-size or a smaller --input may fit.")
+        return FAILED
+    except Exception as error:
+        unexpected(error)
+        return FAILED
+    return DONE
+
+
+def complain(text: str) -> None:
+    """A message for the user on stderr; no markup, paths may hold brackets."""
+    err.print("[bold red]error:[/] ", end="")
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def unexpected(error: Exception) -> None:
+    """An error that no message was written for: one line, the trace only where asked for."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    complain(f"{type(error).__name__}: {error} ({place}). L0PRUNE_DEBUG=1 shows the whole trace.")
+    if os.environ.get("L0PRUNE_DEBUG"):
+        err.print_exception()
+
+
+def say(text: str) -> None:
+    """A remark for a person, on stderr."""
+    err.print(text, highlight=False, soft_wrap=True)
+
+
+def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:
+    """The result on stdout: as JSON, or as ``show`` for people."""
+    if as_json:
+        print(json.dumps(result, indent=2))
+    else:
+        out.print(show)

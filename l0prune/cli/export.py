@@ -1,0 +1,53 @@
+"""``l0prune export``: cut the closed slots out, prove it, write the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import l0prune
+from l0prune.cli.edge import emit, say
+from l0prune.cli.options import Json, TrustPickle
+from l0prune.cli.project import newest, output_path
+
+
+def export(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A gated model; default: the newest *.tuned.pt or *.gated.pt here."),
+    ] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")] = False,
+    pt2: Annotated[bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")] = False,
+    state: Annotated[
+        bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Path without ending; default: MODEL here.")] = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Slice the closed gates away and write a smaller model with its certificate.
+
+    The certificate compares the gated model, the sliced one and the ONNX file on fresh inputs; if
+    they differ beyond rounding, nothing is written. Example:
+
+        l0prune export --onnx
+    """
+    path = file or newest("*.tuned.pt", "*.gated.pt", command="l0prune gate MODEL --input …")
+    model = l0prune.load(path, trust_pickle=trust_pickle)
+    say(f"exporting {path}")
+    dense = l0prune.export(model)
+    stem = out or output_path(None, str(path), "")
+    files = []
+    if onnx or not (pt2 or state):
+        files.append(Path(f"{stem}.onnx"))
+        dense.save_onnx(files[-1])
+    for wanted, ending in ((pt2, ".pt2"), (state, ".state.pt")):
+        if wanted:
+            files.append(Path(f"{stem}{ending}"))
+            dense.save(files[-1])
+    result = {"files": [str(f) for f in files], **dense.to_dict()}
+    emit(result, json, dense)
+    if not json:
+        say("written: " + ", ".join(map(str, files)))

@@ -1,0 +1,99 @@
+"""``l0prune finetune``: learn weights and gates together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import l0prune
+from l0prune import artifact
+from l0prune.cli.edge import emit, say
+from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle
+from l0prune.cli.project import chosen, defaults, newest, output_path
+from l0prune.data import load_data
+from l0prune.errors import UsageError
+
+_SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
+
+
+def finetune(
+    file: Annotated[
+        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
+    ] = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    lam: Annotated[
+        str | None,
+        typer.Option("--lambda", help="λ in N examples: 0.1/N, aic, bic, 'conv*=10/N,*=0.1/N'."),
+    ] = None,
+    counting: Annotated[
+        str | None, typer.Option(help="joint: exact E‖θ‖₀; groups: the paper's eq. 16.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the data [10].")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples a step [100].")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the weights [1e-3].")] = None,
+    gate_lr: Annotated[float | None, typer.Option(help="Learning rate of the gates.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
+    settle: Annotated[
+        float | None, typer.Option(help="Epochs at the end with fixed gates [20 %].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of data order and noise [0].")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 … [auto].")] = None,
+    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
+    run: Annotated[
+        Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the run folder's checkpoint.")] = True,
+    out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.tuned.pt.")] = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Fine-tune a gated model under the L0 penalty: weights and gates learn together.
+
+    A run that was stopped goes on when the same command is given again. Example:
+
+        l0prune finetune --data mnist --lambda 0.1/N
+    """
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    info = artifact.read_info(path)
+    source = load_data(_data_spec(data, info), chosen(data_root, "data_root", info))
+    model = l0prune.load(path, trust_pickle=trust_pickle)
+    given = dict(
+        lam=lam, counting=counting, epochs=epochs, batch_size=batch_size, lr=lr, gate_lr=gate_lr,
+        optimizer=optimizer, settle=settle, seed=seed, device=device, autocast=autocast,
+    )  # fmt: skip
+    settings = dict(defaults().get("finetune", {}))
+    settings |= {name: value for name, value in given.items() if value is not None}
+    settings |= dict(_parsed(text) for text in setting or ())
+    folder = run or output_path(None, str(path), ".run")
+    history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
+    target = output_path(out, str(path), ".tuned.pt")
+    l0prune.save(model, target, {**info, "data": source.name, "history": history.last})
+    say(f"checkpoints and metrics are in {folder}")
+    emit({"file": str(target), "run": str(folder), **history.last}, json, f"{target} written")
+
+
+def _data_spec(data: str | None, info: dict[str, Any]) -> str:
+    spec = chosen(data, "data", info)
+    if spec is None:
+        raise UsageError(
+            "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
+            "`l0prune gate`, or as data = \"…\" in l0prune.toml."
+        )
+    return str(spec)
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    """``name=value`` with the value as TOML reads it, or as text."""
+    import tomllib
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text}: write name=value.")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value

@@ -1,0 +1,84 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from l0prune.cli.project import chosen
+from l0prune.errors import UsageError
+from l0prune.models import load_model, parse_input
+
+MODEL_HELP = (
+    "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
+    "transformers:NAME."
+)
+
+Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="The same as MODEL, for use with --weights.")
+]
+Weights = Annotated[
+    Path | None, typer.Option(help="A state_dict file to load into the model that MODEL builds.")
+]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Unpickle any class: this runs code in the file.")
+]
+Input = Annotated[
+    str | None,
+    typer.Option(help="Example input, batch first: 1x3x224x224; several by comma; 2x16:int64."),
+]
+DataSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR, file.py:function.",
+    ),
+]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(help="Where the data lies; else $L0PRUNE_DATA, else a cache folder."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def open_model(
+    model: str | None, option: str | None, weights: Path | None, trust_pickle: bool
+) -> tuple[str, Any]:
+    """The model's spec and the module itself.
+
+    Raises:
+        UsageError: no model, or two, are named.
+    """
+    if model and option and model != option:
+        raise UsageError(f"two models are named: {model} and {option}.")
+    spec = chosen(model or option, "model")
+    if spec is None:
+        raise UsageError(f"no model is named. MODEL is one of: {MODEL_HELP}")
+    text = str(weights) if weights else None
+    return spec, load_model(spec, text, trust_pickle=trust_pickle)
+
+
+def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
+    """Example inputs from ``--input``, else from the first two examples of the data.
+
+    A batch of one is doubled: torch.export takes a size of one for a constant.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    text = chosen(text, "input")
+    if text is not None:
+        inputs = parse_input(text)
+        if all(tensor.ndim and tensor.shape[0] == 1 for tensor in inputs):
+            return tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
+        return inputs
+    if data is None:
+        raise UsageError(
+            "an example input is needed to look at the model: --input 1x3x224x224 (batch first), "
+            "or --data NAME."
+        )
+    example = data.train.example(2)
+    return example if isinstance(example, tuple) else (example,)

@@ -1,0 +1,62 @@
+"""What a folder knows: defaults in ``l0prune.toml``, and which file is the newest."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from l0prune.errors import UsageError
+
+DEFAULTS_FILE = "l0prune.toml"
+
+
+def defaults() -> dict[str, Any]:
+    """Options given once for all commands in this folder.
+
+    Raises:
+        UsageError: ``l0prune.toml`` is no TOML.
+    """
+    path = Path(DEFAULTS_FILE)
+    if not path.exists():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{DEFAULTS_FILE} cannot be read: {error}") from error
+
+
+def chosen(given: Any, name: str, info: dict[str, Any] | None = None) -> Any:
+    """An option: as given, else as the model file remembers it, else from ``l0prune.toml``."""
+    if given is not None:
+        return given
+    if info and info.get(name) is not None:
+        return info[name]
+    return defaults().get(name)
+
+
+def newest(*patterns: str, command: str) -> Path:
+    """The file in this folder that was written last and matches any of the patterns.
+
+    Raises:
+        UsageError: there is none; ``command`` is what makes one.
+    """
+    found = [path for pattern in patterns for path in Path().glob(pattern)]
+    if not found:
+        raise UsageError(
+            f"no file is named and there is no {' or '.join(patterns)} here; `{command}` makes one."
+        )
+    return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def output_path(out: Path | None, source: str, suffix: str) -> Path:
+    """Where to write: as asked, else here, after the model's name: ``model.gated.pt``."""
+    if out is not None:
+        return out
+    kind, _, name = source.rpartition(":")
+    stem = name if kind and not Path(source).exists() else Path(source).name
+    for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth"):
+        if stem.endswith(ending):
+            stem = stem.removesuffix(ending)
+            break
+    return Path(f"{stem.replace('/', '_')}{suffix}")

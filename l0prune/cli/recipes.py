@@ -1,0 +1,64 @@
+"""``l0prune run`` and ``l0prune recipes``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from l0prune import recipes
+from l0prune.cli.edge import emit, out
+from l0prune.cli.options import DataRoot, Json
+
+app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="section.key=value, e.g. finetune.epochs=20 'finetune.lam=\"0.2/N\"'."),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the run; default runs/NAME.")
+    ] = None,
+    data_root: DataRoot = None,
+    json: Json = False,
+) -> None:
+    """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
+
+    A stage whose file stands in the run folder is not done again. Example:
+
+        l0prune run digits-lenet
+    """
+    loaded = recipes.load(recipe, overrides or [])
+    target = folder or Path("runs") / loaded.name
+    root = str(data_root) if data_root else None
+    result = recipes.run(loaded, target, root)
+    emit(result, json, _table(result))
+
+
+def _table(result: dict) -> Table:
+    table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
+    for name, value in result.items():
+        if not isinstance(value, dict | list):
+            table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    return table
+
+
+@app.command("ls")
+def ls(json: Json = False) -> None:
+    """List the recipes."""
+    found = recipes.builtin()
+    table = Table("recipe", "what it does")
+    for name, recipe in found.items():
+        table.add_row(name, recipe.description)
+    emit({name: recipe.description for name, recipe in found.items()}, json, table)
+
+
+@app.command("show")
+def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
+    """Print a recipe, to read or to start one of your own from."""
+    out.print(recipes.find(name).read_text(), markup=False, highlight=False, end="")

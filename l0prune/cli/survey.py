@@ -1,0 +1,43 @@
+"""``l0prune survey``: what could be cut, without changing anything."""
+
+from __future__ import annotations
+
+import l0prune
+from l0prune.cli.edge import emit
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Input,
+    Json,
+    Model,
+    ModelOption,
+    TrustPickle,
+    Weights,
+    example_inputs,
+    open_model,
+)
+from l0prune.cli.project import chosen
+from l0prune.data import load_data
+
+
+def survey(
+    model: Model = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    input: Input = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Show what can be cut out of a model, and why the rest cannot.
+
+    Nothing is changed or written. Example:
+
+        l0prune survey torchvision:resnet18 --input 1x3x224x224
+    """
+    _, module = open_model(model, model_option, weights, trust_pickle)
+    spec = chosen(data, "data") if input is None else None
+    source = load_data(spec, chosen(data_root, "data_root")) if spec else None
+    found = l0prune.survey(module, example_inputs(input, source))
+    emit(found.to_dict(), json, found)
