@@ -1,0 +1,243 @@
+"""Recipes: one TOML file that says how to get from data to a small ONNX file, and its run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import l0prune
+from l0prune.data import Data, load_data
+from l0prune.errors import FileError, UsageError
+from l0prune.files import atomic_write
+from l0prune.models import load_model
+
+# In a source checkout the recipes lie beside the package, in an installed one inside it.
+_HOMES = (Path(__file__).parent / "recipes_builtin", Path(__file__).parent.parent / "recipes")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelPart(_Part):
+    """Where the network comes from; paths are relative to the recipe."""
+
+    source: str
+    weights: str | None = None
+
+
+class DataPart(_Part):
+    """What it learns from."""
+
+    source: str
+
+
+class GatePart(_Part):
+    """How the gates are put on and set at first."""
+
+    include: list[str] = Field(default_factory=lambda: ["*"])
+    exclude: list[str] = Field(default_factory=list)
+    open_probability: float | dict[str, float] = 0.99
+    jitter: float = 0.01
+    seed: int = 0
+    estimator: Literal["paper", "median"] = "paper"
+
+
+class ExportPart(_Part):
+    """Which files to write besides ONNX."""
+
+    pt2: bool = False
+    state: bool = False
+
+
+class Recipe(_Part):
+    """All of a run. ``dense`` and ``finetune`` hold settings of ``l0prune.finetune``."""
+
+    name: str
+    description: str
+    seed: int = 0
+    model: ModelPart
+    data: DataPart
+    dense: dict[str, Any] | None = None
+    gate: GatePart = Field(default_factory=GatePart)
+    finetune: dict[str, Any] = Field(default_factory=dict)
+    export: ExportPart = Field(default_factory=ExportPart)
+
+
+def builtin() -> dict[str, Recipe]:
+    """The recipes that come with l0prune, by name."""
+    home = next((home for home in _HOMES if home.is_dir()), None)
+    paths = sorted(home.glob("*.toml")) if home else []
+    return {path.stem: load(str(path), []) for path in paths}
+
+
+def find(name: str) -> Path:
+    """The file of a recipe, given by path or by the name of a built-in one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    candidates = [Path(name), *(home / f"{name}.toml" for home in _HOMES)]
+    for path in candidates:
+        if path.is_file():
+            return path
+    known = sorted({path.stem for home in _HOMES for path in home.glob("*.toml")})
+    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
+
+
+def load(name: str, overrides: Sequence[str]) -> Recipe:
+    """Read a recipe and apply ``section.key=value`` overrides to it.
+
+    Raises:
+        UsageError: the file or an override is wrong; says where.
+    """
+    path = find(name)
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("name", path.stem)
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
+    return recipe.model_copy(update={"model": _located(recipe.model, path.parent)})
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last:
+        raise UsageError(f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5.")
+    target = content
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{text!r}: {section} is a value, not a section.")
+    try:
+        target[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        target[last] = value
+
+
+def _located(model: ModelPart, folder: Path) -> ModelPart:
+    """Relative paths in a recipe start at the recipe."""
+    path, _, factory = model.source.rpartition(":")
+    if path.endswith(".py") and not Path(path).is_absolute():
+        return model.model_copy(update={"source": f"{(folder / path).resolve()}:{factory}"})
+    return model
+
+
+def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str, Any]:
+    """Do what the recipe says, in ``folder``; stages that are done there are not done again.
+
+    Returns:
+        What came of it, as plain data: sizes, errors, the certificate, the files.
+
+    Raises:
+        UsageError: the folder holds a run of a different recipe.
+        L0pruneError: a stage failed; what earlier stages made stays.
+    """
+    _claim(folder, recipe)
+    data = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
+    gated = folder / "gated.pt"
+    if not gated.exists():
+        model = _dense(recipe, data, folder)
+        _gate(recipe, model, data, gated)
+    tuned = folder / "tuned.pt"
+    if not tuned.exists():
+        _finetune(recipe, data, gated, tuned, folder)
+    return _export(recipe, data, tuned, folder)
+
+
+def _claim(folder: Path, recipe: Recipe) -> None:
+    """Make the folder this recipe's, or refuse one that is another's."""
+    path = folder / "recipe.json"
+    text = recipe.model_dump_json(indent=2)
+    if path.exists():
+        if json.loads(path.read_text()) != json.loads(text):
+            raise UsageError(
+                f"{folder} holds a run with other settings ({path}). Give another --out, or remove "
+                "that folder."
+            )
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{folder} cannot be made: {error}") from error
+    atomic_write(path, lambda file: _write(file, text))
+
+
+def _write(file: Any, text: str) -> None:
+    file.write(text.encode())
+
+
+def _dense(recipe: Recipe, data: Data, folder: Path) -> Any:
+    """The network to prune: as it comes, or trained first where the recipe says so."""
+    path = folder / "dense.pt"
+    if path.exists():
+        return l0prune.load(path)
+    import torch
+
+    torch.manual_seed(recipe.seed)
+    model = load_model(recipe.model.source, _weights(recipe))
+    if recipe.dense is None:
+        return model
+    history = l0prune.train_dense(model, data, out=folder / "dense", resume=True, **recipe.dense)
+    l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
+    return model
+
+
+def _weights(recipe: Recipe) -> str | None:
+    """The weights' file; ``$L0PRUNE_DATA`` and other variables in it are filled in."""
+    return os.path.expandvars(recipe.model.weights) if recipe.model.weights else None
+
+
+def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
+    settings = recipe.gate.model_dump()
+    kind = l0prune.HardConcrete(estimator=settings.pop("estimator"))
+    example = data.train.example(2)
+    args = example if isinstance(example, tuple) else (example,)
+    l0prune.gate(model, args, gate=kind, **settings)
+    l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
+
+
+def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
+    model = l0prune.load(gated)
+    settings = {"out": folder / "finetune", "resume": True, "seed": recipe.seed, **recipe.finetune}
+    history = l0prune.finetune(model, data, **settings)
+    info = {**l0prune.read_info(gated), "history": history.last}
+    l0prune.save(model, tuned, info)
+
+
+def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
+    model = l0prune.load(tuned)
+    dense = l0prune.export(model)
+    onnx = folder / f"{recipe.name}.onnx"
+    dense.save_onnx(onnx)
+    if recipe.export.pt2:
+        dense.save(folder / f"{recipe.name}.pt2")
+    if recipe.export.state:
+        dense.save(folder / f"{recipe.name}.state.pt")
+    axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
+    result = {
+        "recipe": recipe.name,
+        "architecture": "-".join(map(str, axes.values())),
+        "test_error": l0prune.evaluate(dense.module, data)["error"],
+        "onnx_test_error": dense.onnx_error(onnx, data),
+        **dense.to_dict(),
+        "axes": axes,
+        "onnx": str(onnx),
+        "training": l0prune.read_info(tuned).get("history"),
+    }
+    atomic_write(folder / "result.json", lambda file: _write(file, json.dumps(result, indent=2)))
+    return result
