@@ -19,11 +19,15 @@ def export(
         typer.Argument(help="A gated model; default: the newest *.tuned.pt or *.gated.pt here."),
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")] = False,
-    pt2: Annotated[bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")] = False,
+    pt2: Annotated[
+        bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")
+    ] = False,
     state: Annotated[
         bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Path without ending; default: MODEL here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Path without ending; default: MODEL here.")
+    ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:

@@ -81,7 +81,7 @@ def _data_spec(data: str | None, info: dict[str, Any]) -> str:
     if spec is None:
         raise UsageError(
             "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
-            "`l0prune gate`, or as data = \"…\" in l0prune.toml."
+            '`l0prune gate`, or as data = "…" in l0prune.toml.'
         )
     return str(spec)
 
