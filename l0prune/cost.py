@@ -1,0 +1,172 @@
+"""What a network costs, in parameters and MACs: expected under its gates, actual, and dense.
+
+A weight is there if the gates on all its sides are open, so a layer's expected count is the
+expectation of a product of counts: with gates that are independent, Π over its dims of
+E[open size], and exact moments where one axis meets two dims. That is E‖θ‖₀ of the paper for
+coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_count``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from l0prune.errors import UsageError
+from l0prune.expectation import ExpectedCost, SumTable
+from l0prune.layout import size_of
+from l0prune.moments import Monomial, Sums, multiply
+from l0prune.plan import Plan
+
+Unit = Literal["params", "macs"]
+UNITS: tuple[Unit, ...] = ("params", "macs")
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """A monomial of the expected cost, with the module and the axes that it belongs to."""
+
+    owner: str
+    axes: frozenset[int]
+    monomial: Monomial
+    coefficient: float
+
+
+class CostModel:
+    """The parameters and MACs of a plan as functions of its gates.
+
+    Building it is cheap: the polynomials are worked out when first asked for.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._evaluators: dict[tuple[Unit, torch.device], ExpectedCost] = {}
+        self._weighted: dict[tuple[Unit, torch.device, tuple[float, ...]], Tensor] = {}
+
+    def dense(self, unit: Unit) -> int:
+        """The count with all gates open."""
+        return round(
+            sum(c.scale * prod(map(size_of, c.dims)) for c in self.plan.costs if c.unit == unit)
+        )
+
+    def actual(self, open_: Tensor, unit: Unit) -> int:
+        """The count of the model that an export with these open gates makes.
+
+        Args:
+            open_: bool per gate, shape ``(plan.size,)``.
+            unit: ``"params"`` or ``"macs"`` (of one example).
+        """
+        kept = self.plan.kept(open_).to(torch.float64)
+        return round(float(self._evaluator(unit, kept.device).terms(kept).sum()))
+
+    def expected(
+        self, p: Tensor, unit: Unit, axis_weights: Sequence[float] | None = None
+    ) -> Tensor:
+        """The expected count at open probabilities ``p``, exact for independent gates.
+
+        Args:
+            p: P(z ≠ 0) of each gate, shape ``(plan.size,)``.
+            unit: ``"params"`` or ``"macs"`` (of one example).
+            axis_weights: a price per axis. A weight that several axes share is charged at the
+                mean of their prices, one that no gate can remove at the mean of all.
+
+        Returns a float64 scalar that is differentiable in ``p``.
+        """
+        if p.shape != (self.plan.size,):
+            raise UsageError(
+                f"open probabilities have shape {tuple(p.shape)}, but the plan has "
+                f"{self.plan.size} gates in one flat vector"
+            )
+        evaluator = self._evaluator(unit, p.device)
+        coefficients = evaluator.coefficients
+        if axis_weights is not None:
+            coefficients = self._priced(unit, p.device, tuple(axis_weights))
+        return evaluator.differentiable(p, coefficients)
+
+    def by_owner(self, p: Tensor, unit: Unit) -> dict[str, float]:
+        """The expected count of each module; with 0/1 probabilities, its real count."""
+        result: dict[str, float] = defaultdict(float)
+        for term, value in zip(self._terms[unit], self._values(p, unit), strict=True):
+            result[term.owner] += value
+        return dict(result)
+
+    def by_axis(self, p: Tensor, unit: Unit) -> dict[str, float]:
+        """For each axis, the expected count that would go if all of it went."""
+        result = dict.fromkeys(self.plan.names, 0.0)
+        for term, value in zip(self._terms[unit], self._values(p, unit), strict=True):
+            for axis in term.axes:
+                result[self.plan.axes[axis].name] += value
+        return result
+
+    def _values(self, p: Tensor, unit: Unit) -> list[float]:
+        evaluator = self._evaluator(unit, p.device)
+        values: list[float] = evaluator.terms(p.detach().to(evaluator.coefficients.dtype)).tolist()
+        return values
+
+    def _priced(self, unit: Unit, device: torch.device, weights: tuple[float, ...]) -> Tensor:
+        """Coefficients of the terms, each times the mean price of the axes that share it."""
+        key = (unit, device, weights)
+        if key not in self._weighted:
+            everyone = range(len(weights))
+            prices = [
+                sum(weights[axis] for axis in term.axes or everyone)
+                / max(len(term.axes or everyone), 1)
+                for term in self._terms[unit]
+            ]
+            plain = self._evaluator(unit, device).coefficients
+            self._weighted[key] = plain * plain.new_tensor(prices)
+        return self._weighted[key]
+
+    def _evaluator(self, unit: Unit, device: torch.device) -> ExpectedCost:
+        if (unit, device) not in self._evaluators:
+            all_terms = self._terms  # first: the sums are complete only once these are known
+            table = SumTable(self._sums, device)
+            for each, terms in all_terms.items():
+                self._evaluators[each, device] = ExpectedCost(
+                    table, [t.monomial for t in terms], [t.coefficient for t in terms], device
+                )
+        return self._evaluators[unit, device]
+
+    @cached_property
+    def _sums(self) -> Sums:
+        return Sums(self.plan, (dim for cost in self.plan.costs for dim in cost.dims))
+
+    @cached_property
+    def _terms(self) -> dict[Unit, list[_Term]]:
+        """The expected counts as polynomials, with equal terms of one module put together."""
+        merged: dict[Unit, dict[tuple[str, frozenset[int], Monomial], float]] = {
+            unit: defaultdict(float) for unit in UNITS
+        }
+        for cost in self.plan.costs:
+            counts = multiply([self._sums.size(dim) for dim in cost.dims])
+            for counted, times in counts.items():
+                axes = self._sums.axes(counted)
+                for monomial, coefficient in self._sums.expectation(counted).items():
+                    key = (cost.owner, axes, monomial)
+                    merged[cost.unit][key] += cost.scale * times * coefficient
+        return {unit: [_Term(*k, value) for k, value in of.items()] for unit, of in merged.items()}
+
+
+def group_count(plan: Plan, p: Tensor) -> Tensor:
+    """E‖θ‖₀ as the paper counts it (eq. 16): each group's own |g| times P(z ≠ 0), summed.
+
+    ``p`` has shape ``(plan.size,)``; the scalar result has its dtype and is differentiable.
+    """
+    return torch.dot(p, group_weights(plan).to(p))
+
+
+def group_weights(plan: Plan, axis_weights: Sequence[float] | None = None) -> Tensor:
+    """|g| of each gate, times its axis' weight; float64, shape ``(plan.size,)``, on the CPU."""
+    weights = axis_weights or [1.0] * len(plan.axes)
+    return torch.cat(
+        [
+            torch.full((axis.size,), axis.group_size * weight, dtype=torch.float64)
+            for axis, weight in zip(plan.axes, weights, strict=True)
+        ]
+    )

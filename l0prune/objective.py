@@ -1,0 +1,190 @@
+"""The penalty that makes gates close, and what the optimizer must know about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.cost import CostModel, group_weights
+from l0prune.errors import UsageError
+from l0prune.gates import Gates
+from l0prune.gates.spreader import gate_table
+from l0prune.lambdas import Lambda, LambdaLike
+from l0prune.layout import Layout, axes_of
+from l0prune.moments import distinct
+from l0prune.plan import Plan
+from l0prune.rewrite import gates_of
+
+Counting = Literal["joint", "groups"]
+
+
+def penalty(
+    model: nn.Module,
+    lam: LambdaLike,
+    *,
+    n: int | None = None,
+    counting: Counting = "joint",
+    l2: float = 0.0,
+) -> Tensor:
+    """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
+
+    With ``counting="joint"`` a weight is there if the gates on all its sides are open, and the
+    expectation is exact. With ``"groups"`` each gate is charged for its own |g| weights whatever
+    the others do, as in the paper (eq. 16). Where λ differs between axes, a weight that several
+    axes share is charged, in joint counting, at the mean of their λs; in groups, each axis is
+    charged at its own.
+
+    With ``l2`` the expected L2 penalty of eq. 15 and 17 is added: ½·l2·Σ P(weight is there)·W²
+    over the model's trainable parameters, for the same meaning of "there". W is the plain
+    parameter, before the gates multiply it.
+
+    Args:
+        model: a gated model.
+        lam: λ as a number, as text (``"0.1/N"``, which needs ``n``; ``"convs.*=10/N, 0.1/N"``),
+            or as a mapping from globs over axis names to numbers or texts.
+        n: N, the number of training examples.
+        counting: ``"joint"`` or ``"groups"``.
+        l2: strength of the L2 term.
+
+    Returns a scalar of the dtype and on the device of the gates' ``log_alpha``.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: λ, ``counting`` or ``l2`` makes no sense.
+    """
+    if counting not in ("joint", "groups"):
+        raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
+    if not l2 >= 0:
+        raise UsageError(f"l2 must be 0 or more, not {l2}")
+    gates = gates_of(model)
+    with torch.autocast(gates.log_alpha.device.type, enabled=False):
+        p = gates.open_probability()
+        total = _prices(gates).penalty(p, Lambda.of(lam, n), counting)
+        if l2:
+            total = total + 0.5 * l2 * _expected_squares(model, gates, p, counting)
+    return total
+
+
+def param_groups(
+    model: nn.Module, lr: float = 1e-3, gate_lr: float = 0.1, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Parameter groups for any optimizer: weights with decay, gates at their own rate without.
+
+    The groups carry a ``"name"``: ``"weights"`` and ``"gates"``. Frozen parameters are left out.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gates = gates_of(model).log_alpha
+    weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+    groups: list[dict[str, Any]] = [
+        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "gates", "params": [gates], "lr": gate_lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if any(p.requires_grad for p in group["params"])]
+
+
+class _Prices:
+    """The penalty of one plan, with all that does not change from step to step worked out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._cost = CostModel(plan)
+        self._per_axis: dict[Lambda, tuple[float, ...]] = {}
+        self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}
+
+    def penalty(self, p: Tensor, lam: Lambda, counting: Counting) -> Tensor:
+        """λ·E‖θ‖₀ at open probabilities ``p``; a scalar of p's dtype."""
+        if counting == "groups":
+            return torch.dot(p, self._groups(lam, p))
+        if lam.uniform:
+            return (self._cost.expected(p, "params") * lam.default).to(p.dtype)
+        return self._cost.expected(p, "params", self._axes(lam)).to(p.dtype)
+
+    def _axes(self, lam: Lambda) -> tuple[float, ...]:
+        if lam not in self._per_axis:
+            self._per_axis[lam] = lam.for_axes(self.plan.names)
+        return self._per_axis[lam]
+
+    def _groups(self, lam: Lambda, p: Tensor) -> Tensor:
+        """λ·|g| of each gate."""
+        key = (lam, p.device)
+        if key not in self._per_gate:
+            self._per_gate[key] = group_weights(self.plan, self._axes(lam)).to(p)
+        return self._per_gate[key]
+
+
+# The compiled prices of each bank; they go with it, and are no part of what it saves.
+_of_bank: WeakKeyDictionary[Gates, _Prices] = WeakKeyDictionary()
+
+
+def _prices(gates: Gates) -> _Prices:
+    prices = _of_bank.get(gates)
+    if prices is None or prices.plan is not gates.plan:
+        prices = _of_bank[gates] = _Prices(gates.plan)
+    return prices
+
+
+def _expected_squares(model: nn.Module, gates: Gates, p: Tensor, counting: Counting) -> Tensor:
+    """Σ P(weight is there)·W² over the trainable parameters."""
+    plan = gates.plan
+    root = next(m for m in model.modules() if any(child is gates for child in m.children()))
+    padded = torch.cat([p, p.new_ones(1)])
+    total = p.new_zeros(())
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad and parameter is not gates.log_alpha:
+            sides = _sides(plan, plan.aliases.get(name, name), counting)
+            tables = [(dim, gate_table(plan, layout).to(p.device)) for dim, layout in sides]
+            square = parameter.to(p.device, p.dtype).square()
+            total = total + _expected_square(square, tables, padded)
+    return total
+
+
+def _sides(plan: Plan, name: str, counting: Counting) -> list[tuple[int, Layout]]:
+    """The dims of a parameter whose gates decide whether its elements are there."""
+    if counting == "groups":
+        return [(site.dim, site.layout) for site in plan.sites if site.tensor == name]
+    dims = enumerate(plan.tensors.get(name, ()))
+    return [(dim, layout) for dim, layout in dims if axes_of(layout)]
+
+
+def _expected_square(square: Tensor, sides: Sequence[tuple[int, Tensor]], padded: Tensor) -> Tensor:
+    """Σ P(all gates of the element are open)·square.
+
+    Args:
+        square: W².
+        sides: dims with the gates of each position, shape ``(gates, positions)``.
+        padded: open probabilities with a 1 at the end, the gate of what has none.
+    """
+    others = [dim for dim in range(square.dim()) if all(dim != d for d, _ in sides)]
+    compact = square.sum(others) if others else square
+    if not sides:
+        return compact
+    kept = sorted({dim for dim, _ in sides})
+    tables = []
+    for dim, table in sides:
+        shape = [table.shape[0], *[1] * len(kept)]
+        shape[1 + kept.index(dim)] = table.shape[1]
+        tables.append(table.reshape(shape))
+    chance = padded.new_ones(())
+    for group in _sharing(tables, len(padded) - 1):
+        shape = torch.broadcast_shapes(*(table.shape[1:] for table in group))
+        rows = torch.cat([table.expand(table.shape[0], *shape) for table in group])
+        chance = chance * padded[distinct(rows.flatten(1).T, len(padded) - 1)].prod(1).view(shape)
+    return (compact * chance).sum()
+
+
+def _sharing(tables: Sequence[Tensor], one: int) -> list[list[Tensor]]:
+    """The tables in groups that have no gate in common, so that chances multiply."""
+    groups: list[tuple[set[int], list[Tensor]]] = []
+    for table in tables:
+        gates = set(table.unique().tolist()) - {one}
+        touching = [group for group in groups if group[0] & gates]
+        groups = [group for group in groups if not group[0] & gates]
+        merged = gates.union(*(g for g, _ in touching))
+        groups.append((merged, [t for _, ts in touching for t in ts] + [table]))
+    return [members for _, members in groups]

@@ -1,0 +1,187 @@
+import pytest
+import torch
+from plans import enumerate_expected, plan_of, whole
+from torch import nn
+
+import l0prune
+from l0prune.cost import CostModel
+from l0prune.errors import NotGated, UsageError
+from l0prune.gates import Gates, HardConcrete
+from l0prune.lambdas import Lambda
+from l0prune.objective import param_groups, penalty
+from l0prune.plan import Cost, Plan, Site
+from l0prune.rewrite import attach
+
+
+class Stream(nn.Module):
+    """A residual stream: ``mix`` reads and writes the same axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = nn.Linear(3, 4)
+        self.mix = nn.Linear(4, 4, bias=False)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.read(x))
+        return self.out(x + self.mix(x))
+
+
+def gated_stream():
+    torch.manual_seed(0)
+    return l0prune.gate(
+        Stream().double(), torch.randn(2, 3).double(), open_probability=0.7, jitter=1.0
+    )
+
+
+def states(plan):
+    """Every gate state as float64, with nothing assumed about it."""
+    for number in range(2**plan.size):
+        yield torch.tensor([float(number >> k & 1) for k in range(plan.size)], dtype=torch.float64)
+
+
+def expected_squares(model, plan, p, tensors):
+    """Σ over states of P(state)·Σ W²·(element there), from the definition."""
+    total = 0.0
+    for state in states(plan):
+        chance = float(torch.where(state > 0, p, 1 - p).prod())
+        for name, parameter in model.named_parameters():
+            if name == "l0prune_gates.log_alpha":
+                continue
+            alive = parameter.detach().square()
+            for dim, layout in tensors(name):
+                shape = [1] * parameter.dim()
+                shape[dim] = -1
+                alive = alive * plan.spread(layout, state).to(torch.float64).reshape(shape)
+            total += chance * float(alive.sum())
+    return total
+
+
+def test_joint_is_the_exact_expectation_of_the_number_of_weights():
+    model = gated_stream()
+    gates = l0prune.gates(model)
+    p = gates.open_probability().detach()
+    exact = enumerate_expected(gates.plan, p, "params")
+    assert penalty(model, 0.5).item() == pytest.approx(0.5 * exact, rel=1e-12)
+    assert penalty(model, "3/N", n=6).item() == pytest.approx(0.5 * exact, rel=1e-12)
+
+
+def test_groups_is_eq_16():
+    model = gated_stream()
+    gates = l0prune.gates(model)
+    p = gates.open_probability().detach()
+    by_hand = sum(float(p[a.slice].sum()) * a.group_size for a in gates.plan.axes)
+    assert penalty(model, 0.5, counting="groups").item() == pytest.approx(0.5 * by_hand)
+
+
+def test_gradient_reaches_log_alpha_and_is_right():
+    model = gated_stream()
+    log_alpha = l0prune.gates(model).log_alpha
+    for counting in ("joint", "groups"):
+        log_alpha.grad = None
+        penalty(model, 2.0, counting=counting, l2=0.3).backward()
+        for gate in range(len(log_alpha)):
+            ends = []
+            for step in (-1e-5, 1e-5):
+                with torch.no_grad():
+                    log_alpha[gate] += step
+                    ends.append(penalty(model, 2.0, counting=counting, l2=0.3).item())
+                    log_alpha[gate] -= step
+            slope = (ends[1] - ends[0]) / 2e-5
+            assert log_alpha.grad[gate].item() == pytest.approx(slope, rel=1e-6)
+
+
+def test_expected_squares_of_eq_15():
+    model = gated_stream()
+    plan = l0prune.gates(model).plan
+    p = l0prune.gates(model).open_probability().detach()
+    sides = {
+        "joint": lambda name: list(enumerate(plan.tensors[name])),
+        "groups": lambda name: [(s.dim, s.layout) for s in plan.sites if s.tensor == name],
+    }
+    for counting, tensors in sides.items():
+        exact = 0.5 * 0.3 * expected_squares(model, plan, p, tensors)
+        assert penalty(model, 0.0, counting=counting, l2=0.3).item() == pytest.approx(
+            exact, rel=1e-12
+        )
+
+
+def test_squares_of_frozen_parameters_are_left_out():
+    model = gated_stream()
+    before = penalty(model, 0.0, l2=2.0)
+    model.out.bias.requires_grad_(False)
+    gone = before - penalty(model, 0.0, l2=2.0)
+    assert gone.item() == pytest.approx(float(model.out.bias.square().sum()), rel=1e-12)
+    model.out.bias.requires_grad_(True)
+    before.backward()
+    # ½·l2·2·W·P: the output bias is always there.
+    assert torch.allclose(model.out.bias.grad, 2.0 * model.out.bias)
+
+
+def chain():
+    """Two axes of one Linear each: fc1 → a0 (3) → fc2 → a1 (2) → fc3."""
+    sizes = [3, 2]
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 1))
+    a, b = whole(sizes, 0), whole(sizes, 1)
+    costs = [
+        Cost("0", "params", 2, (a,)),
+        Cost("1", "params", 1, (b, a)),
+        Cost("2", "params", 1, (b,)),
+    ]
+    sites = (Site("1.weight", 1, a, "read"), Site("2.weight", 1, b, "read"))
+    plan = plan_of(sizes, costs, groups=[2, 1])
+    plan = Plan(plan.axes, (), plan.tensors, sites, plan.costs)
+    attach(model, Gates(plan, HardConcrete(), torch.randn(5)))
+    return model, plan
+
+
+def test_lambda_per_axis():
+    model, plan = chain()
+    p = l0prune.gates(model).open_probability().detach().double()
+    pa, pb = float(p[:3].sum()), float(p[3:].sum())
+    for lam in ("a0=1, a1=3", {"a0": 1.0, "*": "3"}, Lambda(3.0, (("a0", 1.0),))):
+        groups = penalty(model, lam, counting="groups")
+        assert groups.item() == pytest.approx(1 * 2 * pa + 3 * 1 * pb, rel=1e-6)
+        joint = penalty(model, lam)
+        assert joint.item() == pytest.approx(1 * 2 * pa + 2 * pa * pb + 3 * pb, rel=1e-6)
+    even = penalty(model, {"*": 0.25}).item()
+    assert even == pytest.approx(0.25 * float(CostModel(plan).expected(p, "params")), rel=1e-6)
+
+
+def test_stays_float32_under_autocast():
+    model, _ = chain()
+    plain = penalty(model, 1.0, counting="groups", l2=1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = penalty(model, 1.0, counting="groups", l2=1.0)
+    assert cast.dtype == torch.float32
+    assert torch.equal(plain, cast)
+
+
+def test_param_groups():
+    model, _ = chain()
+    model[0].bias.requires_grad_(False)
+    weights, gates = param_groups(model, lr=0.1, gate_lr=2.0, weight_decay=0.01)
+    assert (weights["lr"], weights["weight_decay"]) == (0.1, 0.01)
+    assert (gates["lr"], gates["weight_decay"]) == (2.0, 0.0)
+    assert [id(p) for p in gates["params"]] == [id(l0prune.gates(model).log_alpha)]
+    trained = [
+        p for n, p in model.named_parameters() if n not in ("0.bias", "l0prune_gates.log_alpha")
+    ]
+    assert [id(p) for p in weights["params"]] == [id(p) for p in trained]
+    torch.optim.SGD([weights, gates]).step()
+
+
+def test_wrong_use():
+    model, _ = chain()
+    with pytest.raises(UsageError, match="counting must be"):
+        penalty(model, 1.0, counting="all")
+    with pytest.raises(UsageError, match="l2 must be"):
+        penalty(model, 1.0, l2=-1.0)
+    with pytest.raises(UsageError, match="negative"):
+        penalty(model, -1.0)
+    with pytest.raises(UsageError, match="needs N"):
+        penalty(model, "0.1/N")
+    with pytest.raises(NotGated):
+        penalty(nn.Linear(2, 2), 1.0)
+    with pytest.raises(NotGated):
+        param_groups(nn.Linear(2, 2))
