@@ -1,0 +1,119 @@
+"""Rewriting the numbers that a captured graph has for shapes, operator by operator.
+
+Most operators take their sizes from their operands and need nothing. A rewrite is a function of
+the sizes and a node; it changes the node's arguments in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import GraphModule, Node
+
+from l0prune.axes.nodes import argument, operator_name
+from l0prune.export.sizes import Sizes
+from l0prune.layout import size_of
+
+Rewrite: TypeAlias = Callable[[Sizes, Node], None]
+REWRITES: dict[str, Rewrite] = {}
+
+
+def rewrites(*operators: str) -> Callable[[Rewrite], Rewrite]:
+    """Register a rewrite for operators, by qualified name without overload."""
+
+    def register(function: Rewrite) -> Rewrite:
+        REWRITES.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def rewrite_literals(module: GraphModule, sizes: Sizes) -> None:
+    """Make every shape literal of the graph right for the cut network."""
+    for node in list(module.graph.nodes):
+        rewrite = REWRITES.get(operator_name(node.target)) if node.op == "call_function" else None
+        if rewrite is not None and node.name in sizes.layouts:
+            rewrite(sizes, node)
+
+
+def _source(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+@rewrites("aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.broadcast_to")
+def sizes_of_output(sizes: Sizes, node: Node) -> None:
+    """The second argument lists the output's sizes."""
+    pairs = zip(node.args[1], sizes.dims(node), strict=True)  # type: ignore[arg-type]
+    node.update_arg(1, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
+
+
+@rewrites("aten.unflatten")
+def unflatten(sizes: Sizes, node: Node) -> None:
+    """The third argument lists the sizes that one dim is split into."""
+    parts: Any = node.args[2]
+    dim = int(node.args[1]) % len(sizes.dims(_source(node)))  # type: ignore[arg-type]
+    pairs = zip(parts, sizes.dims(node)[dim : dim + len(parts)], strict=True)
+    node.update_arg(2, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
+
+
+@rewrites("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split")
+def split(sizes: Sizes, node: Node) -> None:
+    """Pieces may now differ in size, so all of them are given."""
+    pieces = sizes.layouts[node.name]
+    dim = int(argument(node, 2, "dim", 0)) % len(pieces[0])
+    if not any(sizes.changes(piece[dim]) for piece in pieces):
+        return
+    node.target = torch.ops.aten.split_with_sizes.default
+    node.args = (_source(node), [sizes.of(piece[dim]) for piece in pieces], dim)
+    node.kwargs = {}
+
+
+@rewrites("aten.slice", "aten.narrow")
+def slice_(sizes: Sizes, node: Node) -> None:
+    """A range of positions becomes the range of those that stay."""
+    dims = sizes.dims(_source(node))
+    dim = int(argument(node, 1, "dim", 0)) % len(dims)
+    layout, size = dims[dim], size_of(sizes.dims(node)[dim])
+    if not sizes.changes(layout) or size == size_of(layout):
+        return
+    start = argument(node, 2, "start", 0) or 0
+    start += size_of(layout) if start < 0 else 0
+    step = int(argument(node, 4, "step", 1))
+    is_narrow = operator_name(node.target) == "aten.narrow"
+    step = 1 if is_narrow else step
+    # With a step, each group of ``step`` neighbours stays or goes as one.
+    first = int(sizes.mask(layout)[: start - start % step].sum()) + start % step
+    length = sizes.of(sizes.dims(node)[dim])
+    end = length if is_narrow else first + (length - 1) * step + 1
+    node.args = (_source(node), dim, first, end, *node.args[4:])
+    node.kwargs = {}
+
+
+@rewrites(*(f"aten.conv{n}d" for n in (1, 2, 3)), *(f"aten.conv_transpose{n}d" for n in (1, 2, 3)))
+def convolution(sizes: Sizes, node: Node) -> None:
+    """Groups that went are no longer counted."""
+    weight = node.args[1]
+    assert isinstance(weight, Node)
+    spatial = len(sizes.dims(weight)) - 2
+    transposed = "transpose" in operator_name(node.target)
+    whole = sizes.dims(node if transposed else _source(node))[-spatial - 1]
+    groups = sizes.of(whole) // sizes.of(sizes.dims(weight)[1])
+    if argument(node, 6, "groups", 1) == groups:
+        return
+    if len(node.args) > 6:
+        node.update_arg(6, groups)
+    else:
+        node.update_kwarg("groups", groups)
+
+
+@rewrites("aten.scaled_dot_product_attention")
+def attention(sizes: Sizes, node: Node) -> None:
+    """The scale that torch derives from the head's size must stay that of the whole head."""
+    head = sizes.dims(_source(node))[-1]
+    if sizes.changes(head) and argument(node, 6, "scale") is None:
+        node.update_kwarg("scale", 1 / math.sqrt(size_of(head)))

@@ -1,0 +1,118 @@
+"""From an analysed capture and folded, sliced tensors to a dense module and its program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from l0prune.axes import Analysis
+from l0prune.axes.nodes import operator_name
+from l0prune.capture import batch_shapes
+from l0prune.export.literals import rewrite_literals
+from l0prune.export.sizes import Sizes
+from l0prune.layout import Both
+
+
+def dense_module(
+    analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
+) -> GraphModule:
+    """The captured graph with cut tensors and rewritten shapes.
+
+    Args:
+        analysis: the capture of the ungated model.
+        tensors: cut tensors by name.
+        kept: the slots that stayed, bool, flat.
+    """
+    module = analysis.captured.program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    layouts = dict(analysis.layouts)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":  # the program calls them placeholders, by other names
+            name = analysis.plan.aliases.get(str(node.target), str(node.target))
+            if name in analysis.plan.tensors:
+                layouts[node.name] = analysis.plan.tensors[name]
+    sizes = Sizes(analysis.plan, kept, layouts)
+    rewrite_literals(module, sizes)
+    _set_tensors(module, analysis, tensors)
+    _insert_gathers(module, sizes)
+    _drop_stale(module)
+    return module
+
+
+def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:
+    """Put the cut tensors where the graph reads them; tied ones stay one object."""
+    made: dict[str, Tensor] = {}
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        target = str(node.target)
+        name = analysis.plan.aliases.get(target, target)
+        if name not in tensors:
+            continue
+        is_parameter = name in analysis.captured.parameters
+        if name not in made:
+            made[name] = nn.Parameter(tensors[name]) if is_parameter else tensors[name]
+        path, _, leaf = target.rpartition(".")
+        owner = module.get_submodule(path)
+        if is_parameter or leaf not in owner._buffers:
+            setattr(owner, leaf, made[name])
+        else:
+            owner._buffers[leaf] = made[name]
+
+
+def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
+    """Before a Linear with gates on single columns: pick the columns that stayed."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or operator_name(node.target) != "aten.linear":
+            continue
+        source, weight = node.args[:2]
+        columns = sizes.dims(weight)[1] if weight.name in sizes.layouts else None
+        if not isinstance(columns, Both):
+            continue
+        fine = sizes.mask(columns)[sizes.mask(columns.base)]
+        if bool(fine.all()):
+            continue
+        name = f"kept_inputs_of_{weight.name}"
+        module.register_buffer(name, fine.nonzero().flatten())
+        with module.graph.inserting_before(node):
+            index = module.graph.get_attr(name)
+            gather = module.graph.call_function(
+                torch.ops.aten.index_select.default, (source, -1, index)
+            )
+        node.replace_input_with(source, gather)
+
+
+def _drop_stale(module: GraphModule) -> None:
+    """Remove what nobody reads, and the old shapes that export would believe."""
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+        if name not in read:
+            path, _, leaf = name.rpartition(".")
+            delattr(module.get_submodule(path), leaf)
+    for node in module.graph.nodes:
+        if isinstance(node, Node) and node.op == "call_function":
+            node.meta.pop("val", None)
+
+
+def reexport(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+) -> tuple[ExportedProgram, bool]:
+    """The dense module as a program of its own, and whether its batch is dynamic."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dynamic:
+            try:
+                shapes = batch_shapes(module, args, kwargs)
+                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes), True
+            except Exception:  # static shapes are the fallback, and the result says so
+                return torch.export.export(module, args, kwargs), False
+        return torch.export.export(module, args, kwargs), False
