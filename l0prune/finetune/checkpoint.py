@@ -1,0 +1,162 @@
+"""The whole state of a run in one file, from which it goes on bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import FileError, UsageError
+from l0prune.files import atomic_write, load_pickle
+from l0prune.finetune.settings import CHANGEABLE
+
+NAME = "checkpoint.pt"
+_FORMAT = 1
+
+
+@dataclass
+class Checkpoint:
+    """A run between two steps.
+
+    Attributes:
+        settings: what decides the run's numbers (``Settings.fingerprint``).
+        models: digests of the weights that the run started from, and of those it left the model
+            with when it stopped: only with a model of such weights can it go on.
+        model: every parameter and buffer, by name.
+        optimizer: its state_dict.
+        average: the moving average by name, empty without one.
+        updates: the average's updates so far.
+        scaler: state of the loss scaler of fp16, else empty.
+        epoch: the epoch that comes next or is under way, from 0.
+        step: steps of it that are done.
+        losses: (sum of task losses, sum of penalties, steps counted, seconds) of it so far.
+        rng_epoch: random generators when it began; None if it has not.
+        rng: random generators now.
+        records: the epochs that are done.
+    """
+
+    settings: dict[str, str]
+    models: list[str]
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    average: dict[str, Tensor]
+    updates: int
+    scaler: dict[str, Any]
+    epoch: int
+    step: int
+    losses: tuple[float, float, int, float]
+    rng_epoch: dict[str, Any] | None
+    rng: dict[str, Any]
+    records: list[dict[str, Any]]
+
+    def write(self, folder: Path) -> Path:
+        """Write it into ``folder``, whole or not at all.
+
+        Raises:
+            FileError: the folder cannot be written, or the disk is full.
+        """
+        path = folder / NAME
+        atomic_write(path, lambda file: torch.save({"format": _FORMAT, **vars(self)}, file))
+        return path
+
+    def check(self, settings: Mapping[str, str], model: str, finished: bool) -> list[str]:
+        """Refuse to go on with another run than this one.
+
+        Args:
+            settings: the fingerprint of the run that is to go on.
+            model: the digest of the model that it was given.
+            finished: the run has no epoch left to do.
+
+        Returns:
+            What has changed and may, as text.
+
+        Raises:
+            UsageError: this run had other settings, other data, or another model.
+        """
+        pairs = {name: (self.settings.get(name, "?"), now) for name, now in settings.items()}
+        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        texts = [f"{name} {was} → {now}" for name, (was, now) in changed.items()]
+        may_change = set() if finished else CHANGEABLE
+        way_on = "give another out, or start it anew with resume=False"
+        if set(changed) - may_change:
+            raise UsageError(
+                f"the run in this folder had other settings: {', '.join(texts)}. Give those it "
+                f"had, {way_on}"
+                + (f". Only {', '.join(sorted(may_change))} may change" if may_change else "")
+            )
+        if model not in self.models:
+            raise UsageError(
+                "the run in this folder began with other weights than the model has now; load the "
+                f"model that it began with, {way_on}"
+            )
+        return texts
+
+
+def read(folder: Path) -> Checkpoint | None:
+    """The checkpoint in ``folder``, or None if there is none.
+
+    Raises:
+        FileError: it is damaged, or from a newer version.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    content = load_pickle(path)
+    version = content.pop("format", None) if isinstance(content, dict) else None
+    if version != _FORMAT:
+        raise FileError(
+            f"{path} is no checkpoint that this version can read; move it away, or start the run "
+            "anew with resume=False"
+        )
+    try:
+        return Checkpoint(**content)
+    except TypeError as error:
+        raise FileError(f"{path} is no whole checkpoint: {error}") from error
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a model by name, each once, whether saved or not."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of ``tensors_of(model)`` on the CPU."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in tensors_of(model)}
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """A fingerprint of these tensors and their names."""
+    result = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(tensors.items()):
+        result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        result.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return result.hexdigest()
+
+
+@torch.no_grad()
+def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Set a model's tensors in place to what ``snapshot`` took.
+
+    Raises:
+        FileError: they are those of another model.
+    """
+    own = dict(tensors_of(model))
+    shapes = {name: tuple(value.shape) for name, value in own.items()}
+    if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:
+        differing = sorted(
+            name
+            for name in own.keys() | tensors.keys()
+            if shapes.get(name) != (tuple(tensors[name].shape) if name in tensors else None)
+        )
+        raise FileError(
+            f"the checkpoint is one of another model: {', '.join(differing[:5])} differ"
+            f"{'s' if len(differing) == 1 else ''}. Give another out, or resume=False"
+        )
+    for name, value in own.items():
+        value.copy_(tensors[name])

@@ -1,0 +1,122 @@
+"""Temporal averaging of everything that a model has learned: weights, buffers and gates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+# (module, name of the tensor in it): looked up anew each time, since a module may put another
+# tensor in the place of a buffer.
+Slot = tuple[dict[str, Tensor | None], str]
+
+
+class Average:
+    """An exponential moving average of a model's floating-point parameters and buffers.
+
+    ``average ← β_t·average + (1 − β_t)·value`` with ``β_t = min(β, (1+t)/(10+t))`` after t
+    updates: the window grows with the run, a tenth of the steps so far, until it is as long as
+    β asks for. So a run of any length forgets the weights that it started from. Integer buffers
+    are as the model has them. Half-precision tensors are averaged in float32, where a
+    thousandth of a step is not lost.
+
+    Attributes:
+        beta: β in the end.
+        updates: t, the updates so far.
+    """
+
+    def __init__(self, model: nn.Module, beta: float) -> None:
+        self.beta = beta
+        self.updates = 0
+        self._slots = dict(_learned(model))
+        self._values = {name: _wide(value) for name, value in self._now()}
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+
+    def _now(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's tensors as they stand, by name."""
+        for name, (tensors, key) in self._slots.items():
+            value = tensors[key]
+            assert value is not None
+            yield name, value.detach()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the model as it is after one more step."""
+        beta = min(self.beta, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        for averages, values in self._grouped():
+            if averages[0].dtype != values[0].dtype:
+                values = [value.to(averages[0].dtype) for value in values]
+            torch._foreach_lerp_(averages, values, 1 - beta)
+
+    def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """(averages, values), a pair of lists for each device and dtype of the model's tensors."""
+        groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        for name, value in self._now():
+            averages, values = groups[value.device, value.dtype]
+            averages.append(self._values[name])
+            values.append(value)
+        return list(groups.values())
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Give the model the average for its values, until ``hide``."""
+        self._hidden = [(value, value.clone()) for _, value in self._now()]
+        for averages, values in self._grouped():
+            torch._foreach_copy_(values, averages)
+
+    @torch.no_grad()
+    def hide(self) -> None:
+        """Give the model back the values that it had before ``show``."""
+        for value, held in self._hidden:
+            value.copy_(held)
+        self._hidden = []
+
+    @torch.no_grad()
+    def adopt(self, buffers: Iterable[Tensor]) -> None:
+        """While shown: take these buffers of the model into the average as they are now."""
+        wanted = {buffer.data_ptr() for buffer in buffers}
+        for name, value in self._now():
+            if value.data_ptr() in wanted:
+                self._values[name].copy_(value)
+
+    def install(self) -> None:
+        """Give the model the average for good, and begin anew from there."""
+        self.show()
+        self._hidden = []
+        self.updates = 0
+        self._values = {name: _wide(value) for name, value in self._now()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The averages, by the names that the model has for them."""
+        return dict(self._values)
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Set the averages to what ``tensors()`` gave, and ``updates`` to what it was."""
+        self.updates = updates
+        for name, value in self._values.items():
+            value.copy_(tensors[name])
+
+
+def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:
+    """What is averaged: parameters that learn, and floating-point buffers, each tensor once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, value in tensors.items():
+                if value is None or id(value) in seen or not value.is_floating_point():
+                    continue
+                if isinstance(value, nn.Parameter) and not value.requires_grad:
+                    continue
+                seen.add(id(value))
+                yield (f"{prefix}.{key}" if prefix else key), (tensors, key)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """A copy of at least float32."""
+    wide = value.dtype in (torch.float32, torch.float64)
+    return value.detach().to(value.dtype if wide else torch.float32, copy=True)

@@ -1,0 +1,128 @@
+"""What a run measured, epoch by epoch: in memory, as JSON lines, and for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from l0prune.errors import FileError, UsageError
+from l0prune.files import atomic_write
+
+NAME = "metrics.jsonl"
+
+Record = dict[str, Any]
+
+
+@dataclass
+class History:
+    """The records of a run, one for each epoch, the oldest first.
+
+    Each has ``epoch`` (from 1), ``step`` (steps done), ``phase`` (at its end), ``seconds``,
+    ``train_loss`` and ``penalty`` (means over its steps), ``lr``, and with test data ``test_loss``
+    and the metric, by default ``error``. A gated model's also have ``expected_params`` and
+    ``expected_macs`` (of one example), ``params`` and ``macs`` (what an export now would have),
+    ``dense_params`` and ``dense_macs``, ``open`` (slots an export would keep, by axis) and ``dead``
+    (axes that have no open gate left). The model measured is the averaged one with its gates as in
+    eval mode: the one that ``finetune`` leaves behind.
+
+    Attributes:
+        records: the records.
+        metric: name of the metric by which records compare; less is better.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    metric: str = "error"
+
+    @property
+    def last(self) -> Record:
+        """The record of the last epoch: what the model is now."""
+        if not self.records:
+            raise UsageError("this run has no whole epoch yet")
+        return self.records[-1]
+
+    @property
+    def best(self) -> Record:
+        """The record with the least metric in the phase that the run has reached.
+
+        Earlier phases have larger models, whose errors do not compare. Without test data it is
+        the training loss that counts.
+        """
+        phase = self.last["phase"]
+        key = self.metric if self.metric in self.last else "train_loss"
+        return min((r for r in self.records if r["phase"] == phase), key=lambda r: float(r[key]))
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+class Log:
+    """Writes records into a folder as they come."""
+
+    def __init__(self, folder: Path, records: list[Record], tensorboard: bool | None) -> None:
+        self._path = folder / NAME
+        text = "".join(map(_line, records))
+        # A run that was killed between two epochs may have written one record too many.
+        atomic_write(self._path, lambda file: _write(file, text))
+        self._curves = _curves(folder, len(records), tensorboard)
+
+    def write(self, record: Record) -> None:
+        """Append one record.
+
+        Raises:
+            FileError: the disk is full, or the folder has gone.
+        """
+        try:
+            with self._path.open("a") as file:
+                file.write(_line(record))
+        except OSError as error:
+            raise FileError(f"{self._path} cannot be written: {error}") from error
+        if self._curves is not None:
+            for name, value in _scalars(record):
+                self._curves.add_scalar(name, value, record["epoch"])
+
+    def close(self) -> None:
+        """Finish the curves."""
+        if self._curves is not None:
+            self._curves.close()
+
+
+def _line(record: Record) -> str:
+    # JSON has no word for nan and inf, which a metric of the user's may well be.
+    plain = {k: None if _is_no_number(v) else v for k, v in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _is_no_number(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _write(file: Any, text: str) -> None:
+    file.write(text.encode())
+
+
+def _scalars(record: Record) -> list[tuple[str, float]]:
+    """The numbers of a record, those of the axes as ``open/NAME``."""
+    flat = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "epoch"}
+    flat |= {f"open/{axis}": count for axis, count in record.get("open", {}).items()}
+    return list(flat.items())
+
+
+def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
+    """A writer of TensorBoard's files, or None."""
+    if wanted is False:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own imports are deprecated here and there
+            from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        if wanted:
+            raise UsageError(
+                "tensorboard is not installed: pip install 'l0prune[tensorboard]'"
+            ) from error
+        return None
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)

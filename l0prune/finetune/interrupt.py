@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM, taken between two steps rather than in the middle of one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by Ctrl-C or SIGTERM; the text says how to go on.
+
+    Attributes:
+        signal: the number of the signal.
+    """
+
+    def __init__(self, number: int, text: str = "") -> None:
+        super().__init__(text)
+        self.signal = number
+
+
+class Interrupt:
+    """Remembers a signal until somebody asks."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` if a signal has come."""
+        if self._number is not None:
+            raise Interrupted(self._number)
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within the context a first signal is remembered and a second one acts as ever.
+
+        Only the main thread can do this; in another one signals act as ever.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._remember)
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self._number = number
+        self._release()
+
+    def _release(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            # A handler that was not installed from Python is None, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}

@@ -1,0 +1,69 @@
+"""The phases of a run: λ warms up, the network is pruned, the weights settle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from l0prune.errors import UsageError
+
+Phase = Literal["warm-up", "prune", "settle"]
+
+# Defaults, as parts of all steps.
+WARMUP = 0.05
+SETTLE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Where each phase ends, in steps.
+
+    Attributes:
+        total: all steps of the run.
+        warmup: steps of warm-up, in which λ rises from 0 in a straight line.
+        settle: steps at the end in which the gates stand at their eval values and λ is off.
+    """
+
+    total: int
+    warmup: int
+    settle: int
+
+    @staticmethod
+    def plan(
+        epochs: int, steps_per_epoch: int, warmup: float | None, settle: float | None
+    ) -> Phases:
+        """Phases of a run; ``warmup`` and ``settle`` are in epochs, None for the default part.
+
+        Raises:
+            UsageError: the phases leave no step to prune in.
+        """
+        total = epochs * steps_per_epoch
+        rise = round(total * WARMUP if warmup is None else warmup * steps_per_epoch)
+        rest = round(total * SETTLE if settle is None else settle * steps_per_epoch)
+        if rise + rest >= total:
+            raise UsageError(
+                f"warm-up ({rise} steps) and settling ({rest}) leave nothing of a run of {total} "
+                f"steps to prune in; give more than {epochs} epochs, or shorten these phases"
+            )
+        return Phases(total, rise, rest)
+
+    @staticmethod
+    def dense(epochs: int, steps_per_epoch: int) -> Phases:
+        """Phases of a run without gates: all of it is one."""
+        return Phases(epochs * steps_per_epoch, 0, 0)
+
+    def at(self, step: int) -> Phase:
+        """The phase of step number ``step``, counted from 0."""
+        if step < self.warmup:
+            return "warm-up"
+        return "settle" if step >= self.total - self.settle else "prune"
+
+    def factor(self, step: int) -> float:
+        """What λ is multiplied by at this step."""
+        if self.at(step) == "settle":
+            return 0.0
+        return min(1.0, step / self.warmup) if self.warmup else 1.0
+
+    def begins_to_settle(self, step: int) -> bool:
+        """Is this the first step of settling?"""
+        return self.settle > 0 and step == self.total - self.settle

@@ -1,0 +1,72 @@
+"""What gates add to training: the penalty, a rate of their own, their rest, and their counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from l0prune.cost import CostModel
+from l0prune.finetune.settings import Settings
+from l0prune.gates import Gates
+from l0prune.lambdas import Lambda
+from l0prune.objective import param_groups, penalty
+
+
+class Pruning:
+    """The gates of one model in training.
+
+    Attributes:
+        gates: the bank.
+        lam: λ with N filled in.
+
+    Raises:
+        UsageError: λ makes no sense, or names an axis that is not there.
+    """
+
+    def __init__(self, model: nn.Module, gates: Gates, settings: Settings, n: int) -> None:
+        self._model = model
+        self.gates = gates
+        self.lam = Lambda.of(settings.lam, n)
+        self.lam.for_axes(gates.plan.names)
+        self._counting = settings.counting
+        self._l2 = settings.l2
+        self._cost = CostModel(gates.plan)
+
+    def param_groups(self, settings: Settings) -> list[dict[str, Any]]:
+        """Weights and gates, each at their own rate."""
+        return param_groups(self._model, settings.lr, settings.gate_lr, settings.weight_decay)
+
+    def penalty(self, factor: float) -> Tensor | None:
+        """``factor`` times λ·E‖θ‖₀, and the L2 term in full; None where there is nothing to add."""
+        if factor == 1:
+            return penalty(self._model, self.lam, counting=self._counting, l2=self._l2)
+        total = None
+        if factor:
+            total = factor * penalty(self._model, self.lam, counting=self._counting)
+        if self._l2:
+            decay = penalty(self._model, 0.0, counting=self._counting, l2=self._l2)
+            total = decay if total is None else total + decay
+        return total
+
+    def fix(self, fixed: bool) -> None:
+        """Make gates stand at their eval values, or let them be sampled."""
+        self.gates.fixed = fixed
+
+    def hold(self) -> None:
+        """Drop the gates' gradient, so that no optimizer moves them."""
+        self.gates.log_alpha.grad = None
+
+    def record(self) -> dict[str, Any]:
+        """Expected and actual counts, open slots by axis, and axes without an open gate."""
+        p = self.gates.open_probability().detach()
+        opened = self.gates.open().cpu()
+        counts: dict[str, Any] = {}
+        for unit in ("params", "macs"):
+            counts[f"expected_{unit}"] = float(self._cost.expected(p, unit))
+            counts[unit] = self._cost.actual(opened, unit)
+            counts[f"dense_{unit}"] = self._cost.dense(unit)
+        axes = self.gates.axes
+        counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
+        counts["dead"] = [axis.name for axis in axes if not opened[axis.slice].any()]
+        return counts

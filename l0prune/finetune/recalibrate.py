@@ -1,0 +1,55 @@
+"""Statistics of BatchNorm computed anew, for the weights and gates as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from l0prune.finetune.device import evaluating, precision
+from l0prune.finetune.feed import call
+
+
+def learning_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Every BatchNorm that gathers statistics in the mode that the model is in."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    ]
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[tuple[Any, Any]],
+    device: torch.device,
+    autocast: str | None = None,
+) -> list[Tensor]:
+    """Set running statistics to the plain average over ``batches``; everything else in eval mode.
+
+    So they belong to the deterministic gates and the averaged weights, not to the samples and
+    the steps on the way there. A model without a BatchNorm in train mode is left alone.
+
+    Returns:
+        The buffers that were computed anew.
+    """
+    norms = learning_norms(model)
+    if not norms:
+        return []
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    try:
+        with evaluating(model), precision(device, autocast):
+            for norm in norms:
+                norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
+                norm.reset_running_stats()
+                norm.momentum = None  # a cumulative average
+                norm.training = True
+            for inputs, _ in batches:
+                call(model, inputs)
+    finally:
+        for norm, (momentum, tracked) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked
+    return [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]

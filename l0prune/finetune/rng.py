@@ -1,0 +1,61 @@
+"""The state of every random generator that training draws from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+State = dict[str, Any]
+
+
+def capture(device: torch.device, own: Iterable[torch.Generator] = ()) -> State:
+    """The generators of Python, NumPy, torch and the device, and ``own`` ones, as plain data."""
+    numpy = np.random.get_state(legacy=False)
+    assert isinstance(numpy, dict)
+    inner = numpy["state"]
+    state: State = {
+        "python": random.getstate(),
+        "numpy": {**numpy, "state": {**inner, "key": torch.from_numpy(inner["key"].astype("i8"))}},
+        "torch": torch.get_rng_state(),
+        "own": [generator.get_state() for generator in own],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: State, device: torch.device, own: Iterable[torch.Generator] = ()) -> None:
+    """Inverse of ``capture``; a state taken on another kind of device leaves this one's alone."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    inner = state["numpy"]["state"]
+    key = inner["key"].numpy().astype("u4")
+    np.random.set_state({**state["numpy"], "state": {**inner, "key": key}})
+    torch.set_rng_state(state["torch"])
+    for generator, own_state in zip(own, state["own"], strict=True):
+        generator.set_state(own_state)
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def seed_all(seed: int) -> None:
+    """Seed all of them but ``own`` ones."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def undisturbed(device: torch.device, own: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Whatever is drawn within the context, the generators are afterwards as they were."""
+    own = list(own)
+    before = capture(device, own)
+    try:
+        yield
+    finally:
+        restore(before, device, own)

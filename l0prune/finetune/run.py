@@ -1,0 +1,171 @@
+"""The public way in: train a gated model, or one without gates, by the same loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.errors import DataError, FileError, L0pruneError, UsageError
+from l0prune.finetune import checkpoint, rng
+from l0prune.finetune.device import at_home_again, choose, evaluating, precision, training
+from l0prune.finetune.feed import Feed, call
+from l0prune.finetune.history import History
+from l0prune.finetune.interrupt import Interrupt, Interrupted
+from l0prune.finetune.loop import Loop
+from l0prune.finetune.pruning import Pruning
+from l0prune.finetune.settings import Settings
+from l0prune.finetune.task import Task
+from l0prune.gates import Gates
+from l0prune.rewrite import check_ungated, gates_of
+
+_OF_GATES = ("lam", "counting", "l2", "gate_lr", "warmup", "settle")
+
+
+def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
+    """Learn the weights and gates of a gated model together, in place, under λ·E‖θ‖₀.
+
+    Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
+    the weights settle. After each epoch the moving average of weights, buffers and gates is
+    tested in eval mode; in the end the model has these averages, so that what was reported last
+    is what an export computes. Device, modes and random generators are then as they were.
+
+    With ``out`` a checkpoint is kept there, from which ``resume=True`` goes on after Ctrl-C,
+    SIGTERM or a crash; on the CPU the outcome is the same to the bit as without the stop.
+
+    Args:
+        model: a model with gates (``l0prune.gate``).
+        data: what ``l0prune.load_data`` returned; a DataLoader or other list of (inputs, targets)
+            batches; (training, test) of those; or a ``Task`` with a loss of its own.
+        **settings: see ``Settings``.
+
+    Returns:
+        What was measured in each epoch.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: a setting makes no sense, or ``resume`` is asked of another run.
+        DataError: the data is empty, or does not fit the model.
+        TrainingError: a loss or weight became nan or inf.
+        FileError: ``out`` cannot be written, or what is in it cannot be read.
+        Interrupted: Ctrl-C or SIGTERM (a KeyboardInterrupt). The model then has the averages
+            that it had come to; after any other error it is as it was found.
+    """
+    return _train(model, Task.of(data), Settings.of(settings), gates_of(model))
+
+
+def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
+    """Train a model without gates, in place, by the loop and the settings of ``finetune``.
+
+    Raises:
+        AlreadyGated: the model carries gates.
+        UsageError: a setting is one of gates; and see ``finetune``.
+    """
+    for name in _OF_GATES:
+        if name in settings:
+            raise UsageError(f"{name} is a setting of gates, and this model is trained without")
+    check_ungated(model)
+    return _train(model, Task.of(data), Settings.of(settings), None)
+
+
+def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None) -> History:
+    device = choose(settings.device, model)
+    feed = Feed(task, settings.batch_size, settings.seed, settings.augment)
+    pruning = None if gates is None else Pruning(model, gates, settings, feed.size)
+    folder = None if settings.out is None else _made(Path(settings.out))
+    interrupt = Interrupt()
+    found = checkpoint.snapshot(model)
+    fixed = gates is not None and gates.fixed
+    own = feed.generators()
+    try:
+        with (
+            interrupt.caught(),
+            at_home_again(model, device),
+            training(model),
+            rng.undisturbed(device, own),
+        ):
+            with rng.undisturbed(device, own):
+                _try_out(model, feed, device, settings)
+            rng.seed_all(settings.seed)
+            started_from = checkpoint.digest(found)
+            fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
+            loop = Loop(
+                model, feed, settings, device, pruning, interrupt, started_from, fingerprint
+            )
+            if folder is not None:
+                _prepare(folder, loop, settings, started_from, fingerprint)
+            loop.run()
+    except Interrupted:
+        raise
+    except BaseException:
+        checkpoint.put_back(model, found)
+        raise
+    finally:
+        if gates is not None:
+            gates.fixed = fixed
+    return loop.history
+
+
+def _prepare(
+    folder: Path, loop: Loop, settings: Settings, model: str, fingerprint: dict[str, str]
+) -> None:
+    """Go on from the folder's checkpoint, or make room for a new run."""
+    if not settings.resume:
+        (folder / checkpoint.NAME).unlink(missing_ok=True)
+        return
+    state = checkpoint.read(folder)
+    if state is None:
+        return
+    finished = state.epoch >= settings.epochs
+    changed = state.check(fingerprint, model, finished)
+    loop.go_on_from(state)
+    if not finished:
+        changes = f", with changes: {', '.join(changed)}" if changed else ""
+        loop.note(f"going on in epoch {state.epoch + 1}, step {state.step} of {folder}{changes}")
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"the folder {folder} cannot be made: {error}") from error
+    return folder
+
+
+def _try_out(model: nn.Module, feed: Feed, device: torch.device, settings: Settings) -> None:
+    """One batch through model and loss, so that what does not fit is known before training.
+
+    Raises:
+        DataError: model, data and loss do not fit together.
+    """
+    inputs, targets = next(feed.train(0, device), (None, None))
+    if inputs is None:
+        raise DataError("the training data is empty")
+    try:
+        with evaluating(model), precision(device, settings.autocast):
+            loss = feed.task.loss(call(model, inputs), targets)
+    except L0pruneError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise DataError(
+            f"model, data and loss do not fit together. Inputs are {_shapes(inputs)}, targets "
+            f"{_shapes(targets)}; what went wrong: {error}"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        raise UsageError(
+            f"the loss must be one number, a scalar tensor; it is {_shapes(loss)}. "
+            "Take its mean over the batch"
+        )
+
+
+def _shapes(part: Any) -> str:
+    """A batch's part for people: shapes and types."""
+    if isinstance(part, torch.Tensor):
+        return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
+    if isinstance(part, (tuple, list)):
+        return f"({', '.join(map(_shapes, part))})"
+    if isinstance(part, dict):
+        return ", ".join(f"{key}: {_shapes(value)}" for key, value in part.items())
+    return type(part).__name__

@@ -1,0 +1,147 @@
+"""Every setting of a training run, checked before anything is touched."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from l0prune.errors import UsageError
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+# What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
+CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
+# What has no bearing on the numbers.
+_IRRELEVANT = frozenset({"device", "out", "resume", "progress", "tensorboard"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How to train.
+
+    Attributes:
+        lam: λ of the penalty: a number, an expression in N such as ``"0.1/N"``, or one for each
+            axis by glob.
+        counting: how the penalty counts: ``"joint"`` or ``"groups"`` (see ``penalty``).
+        l2: weight decay weighted by the gates' probabilities (eq. 15 and 17 of the paper).
+        epochs: passes over the training data.
+        batch_size: examples a step; data that comes in batches of its own keeps those.
+        lr: learning rate of the weights.
+        gate_lr: learning rate of the gates.
+        optimizer: ``"adam"``, ``"adamw"``, ``"sgd"`` (momentum 0.9), or a function that takes
+            the parameter groups and returns an optimizer.
+        weight_decay: of the weights; gates are never decayed.
+        schedule: ``"constant"``, ``"cosine"`` (to zero at the end), or a function from the
+            fraction of the steps done to a factor. It applies to every learning rate.
+        clip: largest norm of the weights' gradient, or None. The gates' gradient is left alone.
+        ema: β of the moving average of weights, buffers and gates that is evaluated and kept
+            (the paper's is 0.999); 0 for none.
+        warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
+        settle: epochs, or a part of one, at the end in which gates stand still and weights
+            recover; None for 20 % of the steps.
+        recalibrate: batches from which BatchNorm statistics are computed anew while settling and
+            at the end; 0 leaves them alone.
+        augment: let the data source augment its training batches.
+        seed: of the order of the data, the gates' noise and dropout.
+        device: ``"auto"`` is the GPU if there is one, else the CPU; or any name torch knows.
+        autocast: ``"bf16"``, ``"fp16"`` or None for full precision. Gates stay in float32.
+        out: folder of the checkpoint and the metrics; None writes nothing.
+        resume: go on from the checkpoint in ``out``, if there is one.
+        progress: show progress on stderr.
+        tensorboard: write curves for TensorBoard into ``out``; None if it is installed.
+    """
+
+    lam: Any = "0.1/N"
+    counting: Literal["joint", "groups"] = "joint"
+    l2: float = 0.0
+    epochs: int = 10
+    batch_size: int = 100
+    lr: float = 1e-3
+    gate_lr: float = 0.1
+    optimizer: str | OptimizerFactory = "adam"
+    weight_decay: float = 0.0
+    schedule: str | Callable[[float], float] = "constant"
+    clip: float | None = None
+    ema: float = 0.999
+    warmup: float | None = None
+    settle: float | None = None
+    recalibrate: int = 100
+    augment: bool = False
+    seed: int = 0
+    device: str | torch.device = "auto"
+    autocast: Literal["bf16", "fp16"] | None = None
+    out: str | Path | None = None
+    resume: bool = False
+    progress: bool = True
+    tensorboard: bool | None = None
+
+    def __post_init__(self) -> None:
+        _whole("epochs", self.epochs, least=1)
+        _whole("batch_size", self.batch_size, least=1)
+        _whole("recalibrate", self.recalibrate, least=0)
+        for name in ("lr", "gate_lr", "weight_decay", "l2"):
+            _number(name, getattr(self, name))
+        for name in ("clip", "warmup", "settle"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name))
+        if self.clip == 0:
+            raise UsageError("clip=0 would stop all learning; clip=None turns clipping off")
+        if not 0 <= self.ema < 1:
+            raise UsageError(f"ema must lie in [0, 1), like the paper's 0.999; not {self.ema}")
+        _choice("counting", self.counting, ("joint", "groups"))
+        _choice("autocast", self.autocast, (None, "bf16", "fp16"))
+        if not callable(self.optimizer):
+            _choice("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
+        if not callable(self.schedule):
+            _choice("schedule", self.schedule, ("constant", "cosine"))
+        if self.resume and self.out is None:
+            raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Settings:
+        """Settings from keywords.
+
+        Raises:
+            UsageError: a name is unknown, or a value makes no sense.
+        """
+        known = [field.name for field in fields(Settings)]
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
+                raise UsageError(f"there is no setting {name!r}; {hint}")
+        return Settings(**given)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What decides the run's numbers, as text; a run goes on only with the same."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _text(value) for name, value in values.items() if name not in _IRRELEVANT}
+
+
+def _text(value: Any) -> str:
+    """A function by its name, since its address is another one in every process."""
+    return (
+        getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
+    )
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
+
+
+def _number(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf):
+        raise UsageError(f"{name} must be a number of at least 0, not {value!r}")
+
+
+def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
