@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from statistics import fmean
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from l0prune.errors import UsageError
-from l0prune.expectation import ExpectedCost, SumTable
+from l0prune.expectation import Polynomial, SumTable, Terms, precision
 from l0prune.layout import size_of
 from l0prune.moments import Monomial, Sums, multiply
 from l0prune.plan import Plan
@@ -46,8 +47,10 @@ class CostModel:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._evaluators: dict[tuple[Unit, torch.device], ExpectedCost] = {}
-        self._weighted: dict[tuple[Unit, torch.device, tuple[float, ...]], Tensor] = {}
+        self._on_device: dict[tuple[Unit, torch.device], Terms] = {}
+        self._polynomials: dict[
+            tuple[Unit, torch.device, tuple[float, ...] | None], Polynomial
+        ] = {}
 
     def dense(self, unit: Unit) -> int:
         """The count with all gates open."""
@@ -63,10 +66,14 @@ class CostModel:
             unit: ``"params"`` or ``"macs"`` (of one example).
         """
         kept = self.plan.kept(open_).to(torch.float64)
-        return round(float(self._evaluator(unit, kept.device).terms(kept).sum()))
+        return round(float(self._compiled(unit, kept.device).values(kept).sum()))
 
     def expected(
-        self, p: Tensor, unit: Unit, axis_weights: Sequence[float] | None = None
+        self,
+        p: Tensor,
+        unit: Unit,
+        axis_weights: Sequence[float] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The expected count at open probabilities ``p``, exact for independent gates.
 
@@ -75,19 +82,18 @@ class CostModel:
             unit: ``"params"`` or ``"macs"`` (of one example).
             axis_weights: a price per axis. A weight that several axes share is charged at the
                 mean of their prices, one that no gate can remove at the mean of all.
+            dtype: of the result, by default float64, in which it is computed anyway.
 
-        Returns a float64 scalar that is differentiable in ``p``.
+        Returns a scalar that is differentiable in ``p``.
         """
         if p.shape != (self.plan.size,):
             raise UsageError(
                 f"open probabilities have shape {tuple(p.shape)}, but the plan has "
                 f"{self.plan.size} gates in one flat vector"
             )
-        evaluator = self._evaluator(unit, p.device)
-        coefficients = evaluator.coefficients
-        if axis_weights is not None:
-            coefficients = self._priced(unit, p.device, tuple(axis_weights))
-        return evaluator.differentiable(p, coefficients)
+        weights = None if axis_weights is None else tuple(axis_weights)
+        polynomial = self._polynomial(unit, p.device, weights)
+        return polynomial(p, dtype or precision(p.device))
 
     def by_owner(self, p: Tensor, unit: Unit) -> dict[str, float]:
         """The expected count of each module; with 0/1 probabilities, its real count."""
@@ -105,33 +111,33 @@ class CostModel:
         return result
 
     def _values(self, p: Tensor, unit: Unit) -> list[float]:
-        evaluator = self._evaluator(unit, p.device)
-        values: list[float] = evaluator.terms(p.detach().to(evaluator.coefficients.dtype)).tolist()
+        values: list[float] = self._compiled(unit, p.device).values(p).tolist()
         return values
 
-    def _priced(self, unit: Unit, device: torch.device, weights: tuple[float, ...]) -> Tensor:
-        """Coefficients of the terms, each times the mean price of the axes that share it."""
+    def _polynomial(
+        self, unit: Unit, device: torch.device, weights: tuple[float, ...] | None
+    ) -> Polynomial:
+        """The sum of all terms, each times the mean price of the axes that share it."""
         key = (unit, device, weights)
-        if key not in self._weighted:
-            everyone = range(len(weights))
-            prices = [
-                sum(weights[axis] for axis in term.axes or everyone)
-                / max(len(term.axes or everyone), 1)
-                for term in self._terms[unit]
-            ]
-            plain = self._evaluator(unit, device).coefficients
-            self._weighted[key] = plain * plain.new_tensor(prices)
-        return self._weighted[key]
+        if key not in self._polynomials:
+            prices = None
+            if weights is not None:
+                everyone = range(len(weights))
+                sharers = [term.axes or everyone for term in self._terms[unit]]
+                prices = [fmean(weights[axis] for axis in axes) for axes in sharers]
+            self._polynomials[key] = self._compiled(unit, device).total(prices)
+        return self._polynomials[key]
 
-    def _evaluator(self, unit: Unit, device: torch.device) -> ExpectedCost:
-        if (unit, device) not in self._evaluators:
+    def _compiled(self, unit: Unit, device: torch.device) -> Terms:
+        """The terms as tensors on a device."""
+        if (unit, device) not in self._on_device:
             all_terms = self._terms  # first: the sums are complete only once these are known
             table = SumTable(self._sums, device)
             for each, terms in all_terms.items():
-                self._evaluators[each, device] = ExpectedCost(
+                self._on_device[each, device] = Terms(
                     table, [t.monomial for t in terms], [t.coefficient for t in terms], device
                 )
-        return self._evaluators[unit, device]
+        return self._on_device[unit, device]
 
     @cached_property
     def _sums(self) -> Sums:

@@ -7,7 +7,7 @@ order, so that a run repeats to the bit, on a GPU as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from l0prune.moments import Monomial, Sums
+
+_SMALL = 128  # sums, up to which a product with a dense matrix costs no more than one operation
 
 
 class SumTable:
@@ -85,8 +87,8 @@ class _Products:
         return self._collect(torch.cat(products_of_others(weights, gathered)))[:-1]
 
 
-class ExpectedCost:
-    """A polynomial in the sums of a ``SumTable``: terms of a coefficient and a few factors.
+class Terms:
+    """A polynomial in the sums of a ``SumTable``: a coefficient and a few factors a term.
 
     Attributes:
         coefficients: one per term, shape ``(terms,)``.
@@ -107,41 +109,82 @@ class ExpectedCost:
         self._collect = Collector(columns.flatten(), table.size, device)
         self.coefficients = torch.tensor(coefficients, dtype=precision(device), device=device)
 
-    def terms(self, p: Tensor) -> Tensor:
-        """The value of each term; shape ``(terms,)``."""
+    def values(self, p: Tensor) -> Tensor:
+        """The value of each term at ``p``, without gradient; shape ``(terms,)``."""
         result = self.coefficients
-        sums = self._table.values(p)
+        sums = self._table.values(p.detach().to(result.dtype))
         for column in self._columns:
             result = result * sums.index_select(0, column)
         return result
 
-    def value_and_gradient(self, p: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
-        """The polynomial with these coefficients at ``p``, and its derivative by each gate."""
-        sums = self._table.values(p)
-        gathered = [sums.index_select(0, column) for column in self._columns]
-        partial = products_of_others(coefficients, gathered)
-        value = torch.dot(partial[0], gathered[0])
-        return value, self._table.gradient(p, self._collect(torch.cat(partial)))
+    def total(self, prices: Sequence[float] | None = None) -> Polynomial:
+        """The sum of all terms, each times its price, ready to evaluate and differentiate."""
+        coefficients = self.coefficients
+        if prices is not None:
+            coefficients = coefficients * coefficients.new_tensor(prices)
+        if len(self._columns) <= 2 and self._table.size <= _SMALL:
+            return Polynomial(
+                self._table, _quadratic(self._columns, coefficients, self._table.size)
+            )
 
-    def differentiable(self, p: Tensor, coefficients: Tensor) -> Tensor:
-        """The polynomial as a scalar that autograd knows how to differentiate."""
-        value: Tensor = _Evaluate.apply(p, self, coefficients)
+        def evaluate(sums: Tensor) -> tuple[Tensor, Tensor]:
+            gathered = [sums.index_select(0, column) for column in self._columns]
+            partial = products_of_others(coefficients, gathered)
+            value = torch.dot(partial[0], gathered[0])
+            return value, self._collect(torch.cat(partial))
+
+        return Polynomial(self._table, evaluate)
+
+
+Form = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From the sums to the value of a polynomial in them and its gradient, shape ``(sums,)``."""
+
+
+def _quadratic(columns: Sequence[Tensor], coefficients: Tensor, size: int) -> Form:
+    """A polynomial of degree 2 as ½·xᵀMx: one product with a small matrix."""
+    first, last = columns[0], columns[-1] if len(columns) == 2 else torch.zeros_like(columns[0])
+    matrix = coefficients.new_zeros(size, size)
+    matrix.index_put_((first, last), coefficients, accumulate=True)
+    matrix = matrix + matrix.T
+
+    def evaluate(sums: Tensor) -> tuple[Tensor, Tensor]:
+        gradient = torch.mv(matrix, sums)
+        return torch.dot(gradient, sums) / 2, gradient
+
+    return evaluate
+
+
+class Polynomial:
+    """A form over a table of sums: the expected cost as a function of open probabilities."""
+
+    def __init__(self, table: SumTable, form: Form) -> None:
+        self._table, self._form = table, form
+
+    def __call__(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value as a scalar of ``dtype`` that autograd can differentiate by ``p``."""
+        value: Tensor = _Evaluate.apply(p, self, dtype)
         return value
+
+    def value_and_gradient(self, p: Tensor) -> tuple[Tensor, Tensor]:
+        """The value at ``p`` and its derivative by each gate, shape ``(gates,)``."""
+        sums = self._table.values(p)
+        value, of_sums = self._form(sums)
+        return value, self._table.gradient(p, of_sums)
 
 
 class _Evaluate(Function):
     """One node of the graph; the gradient is known before anybody asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, cost: ExpectedCost, coefficients: Tensor) -> Tensor:
-        value, ctx.gradient = cost.value_and_gradient(p.to(coefficients.dtype), coefficients)
-        ctx.dtype = p.dtype
-        return value
+    def forward(ctx: Any, p: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> Tensor:
+        value, gradient = polynomial.value_and_gradient(p.to(precision(p.device)))
+        ctx.gradient = gradient.to(p.dtype)
+        return value.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (grad * ctx.gradient).to(ctx.dtype), None, None
+        return grad * ctx.gradient, None, None
 
 
 class Collector:

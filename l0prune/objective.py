@@ -101,9 +101,7 @@ class _Prices:
         """λ·E‖θ‖₀ at open probabilities ``p``; a scalar of p's dtype."""
         if counting == "groups":
             return torch.dot(p, self._groups(lam, p))
-        if lam.uniform:
-            return (self._cost.expected(p, "params") * lam.default).to(p.dtype)
-        return self._cost.expected(p, "params", self._axes(lam)).to(p.dtype)
+        return self._cost.expected(p, "params", self._axes(lam), p.dtype)
 
     def _axes(self, lam: Lambda) -> tuple[float, ...]:
         if lam not in self._per_axis:

@@ -176,3 +176,17 @@ def test_time_does_not_grow_with_depth():
         return min(times)
 
     assert best(mlp_plan([4] * 1000)) < 5 * best(mlp_plan([4] * 10))
+
+
+def test_small_and_large_models_are_counted_alike():
+    # Few sums are one product with a matrix, many are gathered term by term.
+    small, large = mlp_plan([4] * 10), mlp_plan([4] * 300)
+    for plan in (small, large):
+        p = torch.rand(plan.size, dtype=torch.float64, requires_grad=True)
+        value = CostModel(plan).expected(p, "params")
+        layers = p.reshape(-1, 4).sum(1)
+        by_hand = (layers[1:] * layers[:-1]).sum()
+        assert value.item() == pytest.approx(by_hand.item(), rel=1e-13)
+        (got,) = torch.autograd.grad(value, p)
+        (wanted,) = torch.autograd.grad(by_hand, p)
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=0)
