@@ -38,4 +38,4 @@ class Namer:
     def _unique(self, name: str) -> str:
         count = self.taken.get(name, 0)
         self.taken[name] = count + 1
-        return f"{name}[{count + 1}]" if count else name
+        return f"{name}#{count + 1}" if count else name

@@ -10,6 +10,13 @@ from torch import Tensor
 from l0prune.layout import axes_of
 from l0prune.plan import Plan
 
+_TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
+
+
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with floating-point ones in float64."""
+    return {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+
 
 @torch.no_grad()
 def fold(plan: Plan, tensors: Mapping[str, Tensor], z: Tensor) -> dict[str, Tensor]:
@@ -24,8 +31,7 @@ def fold(plan: Plan, tensors: Mapping[str, Tensor], z: Tensor) -> dict[str, Tens
         shape[site.dim] = -1
         scale = plan.spread(site.layout, z).to(tensor.dtype).view(shape)
         product = tensor * scale
-        tiny = torch.finfo(tensor.dtype).tiny
-        folded[site.tensor] = torch.where(product.abs() < tiny, 0, product)
+        folded[site.tensor] = torch.where(product.abs() < _TINY, 0, product)
     return folded
 
 

@@ -20,6 +20,8 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+            if tensor.ndim > 1 and not tensor.any():  # heads that start from zero
+                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 10)
             if tensor.ndim < 2:
                 tensor.copy_(noise + 0.5 if "var" in name else noise - 0.3)
     return model

@@ -161,7 +161,7 @@ CASES = {
             c=nn.Linear(12, 3),
         ),
         FLAT,
-        {"a": 4, "a[2]": 12, "a.in": 10},
+        {"a": 4, "a#2": 12, "a.in": 10},
     ),
     "maxout": (
         Fn(
@@ -173,7 +173,7 @@ CASES = {
     "channel_shuffle": (
         Fn(channel_shuffle, a=conv(3, 8), b=conv(8, 2)),
         IMAGE,
-        {"a": 2, "a[2]": 4},
+        {"a": 2, "a#2": 4},
     ),
     "pixel_shuffle": (
         nn.Sequential(conv(3, 16), nn.PixelShuffle(2), nn.ReLU(), conv(4, 2)),

@@ -1,0 +1,180 @@
+"""The certificate: measured proof that two models compute the same function."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.errors import CertificateError
+
+# Relative to the largest output: rounding in float64, and in float32.
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+Compared = Literal["dense", "onnx"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison with the gated model.
+
+    Attributes:
+        what: ``dense`` (the sliced module) or ``onnx`` (the file, run by ONNX Runtime).
+        dtype: ``float64`` or ``float32``.
+        batch: examples in the batch.
+        error: largest absolute difference over the largest absolute output.
+        tolerance: what it must not exceed.
+    """
+
+    what: Compared
+    dtype: str
+    batch: int
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; a NaN is not."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """All comparisons of an export. It exists only if every one of them passed."""
+
+    checks: tuple[Check, ...]
+
+    def __post_init__(self) -> None:
+        failed = [check for check in self.checks if not check.passed]
+        if failed:
+            lines = [
+                f"  {c.what} in {c.dtype}, batch of {c.batch}: {c.error:.2e} of the output's scale, "
+                f"allowed {c.tolerance:.0e}"
+                for c in failed
+            ]
+            raise CertificateError(
+                "The exported model does not compute what the gated one does, so nothing was "
+                "written:\n" + "\n".join(lines) + "\nThe usual cause is a model whose forward is "
+                "random in eval mode or depends on global state; otherwise it is a fault in "
+                "l0prune: please report it with the model's code."
+            )
+
+    def with_checks(self, checks: Sequence[Check]) -> Certificate:
+        """This certificate and further checks.
+
+        Raises:
+            CertificateError: one of them failed.
+        """
+        return Certificate((*self.checks, *checks))
+
+    def worst(self, what: Compared, dtype: str) -> float | None:
+        """The largest error of a kind of comparison, None if there was none."""
+        errors = [c.error for c in self.checks if c.what == what and c.dtype == dtype]
+        return max(errors, default=None)
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The checks as plain data."""
+        return [asdict(check) for check in self.checks]
+
+
+def fresh_inputs(example: Inputs, batch: int, seed: int) -> Inputs:
+    """Random inputs like the example's, with another batch size.
+
+    Floats are normal with the example's mean and deviation; other numbers are drawn from those
+    that occur in the example, since only they are sure to be valid (token ids, masks).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    first = next(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
+    size = first.shape[0]
+
+    def draw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shape = list(leaf.shape)
+        if shape and shape[0] == size:
+            shape[0] = batch
+        if not leaf.is_floating_point():
+            chosen = torch.randint(leaf.numel(), shape, generator=generator)
+            return leaf.cpu().flatten()[chosen]
+        noise = torch.randn(shape, generator=generator)
+        deviation = leaf.float().std() if leaf.numel() > 1 else torch.tensor(1.0)
+        return (noise * deviation.cpu() + leaf.float().mean().cpu()).to(leaf.dtype)
+
+    args, kwargs = pytree.tree_map(draw, example)
+    return args, kwargs
+
+
+def compare(gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs]) -> Certificate:
+    """Compare two models on the CPU in float64 and float32.
+
+    Raises:
+        CertificateError: they differ beyond rounding.
+    """
+    checks = []
+    for dtype in (torch.float64, torch.float32):
+        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        for given in inputs:
+            args, kwargs = cast(given, dtype)
+            with torch.no_grad():
+                error = difference(first(*args, **kwargs), second(*args, **kwargs))
+            name = str(dtype).removeprefix("torch.")
+            checks.append(Check("dense", name, _batch(given), error, TOLERANCE[name]))
+    return Certificate(tuple(checks))
+
+
+def compare_onnx(
+    gated: nn.Module, run: Callable[[list[Tensor]], list[Tensor]], inputs: Sequence[Inputs]
+) -> list[Check]:
+    """Compare an ONNX session with the gated model in float32."""
+    model = copy.deepcopy(gated).to("cpu", torch.float32)
+    checks = []
+    for given in inputs:
+        args, kwargs = cast(given, torch.float32)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with torch.no_grad():
+            expected = model(*args, **kwargs)
+        error = difference(expected, run(leaves))
+        checks.append(Check("onnx", "float32", _batch(given), error, TOLERANCE["float32"]))
+    return checks
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Inputs with their floating-point tensors in ``dtype``, on the CPU."""
+
+    def to(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("cpu", dtype if leaf.is_floating_point() else None)
+
+    args, kwargs = pytree.tree_map(to, inputs)
+    return args, kwargs
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Largest difference over all output tensors, each relative to its own largest value."""
+    firsts, seconds = _tensors(expected), _tensors(found)
+    if len(firsts) != len(seconds) or any(
+        a.shape != b.shape for a, b in zip(firsts, seconds, strict=True)
+    ):
+        return float("inf")
+    errors = []
+    for a, b in zip(firsts, seconds, strict=True):
+        if a.numel():
+            scale = a.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+            errors.append(float((a.double() - b.double()).abs().max() / scale))
+    return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _batch(inputs: Inputs) -> int:
+    first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+    return int(first.shape[0])

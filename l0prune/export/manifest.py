@@ -1,0 +1,58 @@
+"""A state_dict with a manifest of shapes, from which torch alone rebuilds the user's own class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
+_FROM_TENSORS: dict[str, tuple[str, int]] = {
+    "num_features": ("running_mean", 0),
+    "embedding_dim": ("weight", 1),
+}
+
+
+def manifest(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Old and new shape of each tensor, and the module attributes that must follow.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        tensors: the cut tensors by name.
+    """
+    shapes, attributes = {}, {}
+    for name, old in model.state_dict().items():
+        if name in tensors:
+            shapes[name] = {"old": list(old.shape), "new": list(tensors[name].shape)}
+    for path, module in model.named_modules():
+        changed = _attributes(module, path, tensors)
+        if changed:
+            attributes[path] = changed
+    return {"shapes": shapes, "attributes": attributes}
+
+
+def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    prefix = f"{path}." if path else ""
+    sizes: dict[str, int] = {}
+    weight = tensors.get(f"{prefix}weight")
+    if isinstance(module, nn.Linear) and weight is not None:
+        sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1]}
+    elif isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
+        sizes = _convolution(module, weight)
+    for attribute, (tensor, dim) in _FROM_TENSORS.items():
+        found = tensors.get(f"{prefix}{tensor}")
+        if hasattr(module, attribute) and found is not None and found.ndim > dim:
+            sizes[attribute] = found.shape[dim]
+    return {name: size for name, size in sizes.items() if getattr(module, name) != size}
+
+
+def _convolution(module: nn.modules.conv._ConvNd, weight: Tensor) -> dict[str, int]:
+    """Sizes and groups; a depthwise layer has as many groups as channels are left."""
+    own, other = int(weight.shape[0]), int(weight.shape[1])
+    per_group = module.weight.shape[0] // module.groups
+    groups = own // per_group if module.weight.shape[1] == other and module.groups > 1 else None
+    groups = groups or module.groups
+    first, second = own, other * groups
+    names = ("in_channels", "out_channels") if module.transposed else ("out_channels", "in_channels")
+    return {names[0]: first, names[1]: second, "groups": groups}

@@ -1,0 +1,92 @@
+"""The ONNX file: made from the dense program, run by ONNX Runtime, written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from l0prune.errors import FileError, L0pruneError
+from l0prune.files import atomic_write
+
+LARGEST = 2**31 - 1  # a protobuf file cannot be larger
+
+
+def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
+    """The program in ONNX, quietly.
+
+    Raises:
+        L0pruneError: torch's exporter has no translation for an operator.
+    """
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    quiet = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(quiet):
+            warnings.simplefilter("ignore")
+            made = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        raise L0pruneError(
+            f"torch's ONNX exporter failed on the sliced model: {error}. The model itself is fine: "
+            "`--pt2` or `--state` write it in torch's own formats."
+        ) from error
+    finally:
+        logger.setLevel(level)
+    assert made is not None
+    return made.model_proto
+
+
+class Session:
+    """An ONNX model, loaded into ONNX Runtime on the CPU."""
+
+    def __init__(self, content: bytes) -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(
+            content, options, providers=["CPUExecutionProvider"]
+        )
+        self._names = [given.name for given in self._session.get_inputs()]
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Outputs for positional inputs."""
+        values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
+        feed = dict(zip(self._names, values, strict=True))
+        return [torch.from_numpy(np.asarray(out)) for out in self._session.run(None, feed)]
+
+
+def describe(model: onnx.ModelProto, facts: Mapping[str, Any]) -> None:
+    """Put facts into the file's metadata."""
+    for key, value in facts.items():
+        entry = model.metadata_props.add()
+        entry.key, entry.value = f"l0prune.{key}", str(value)
+
+
+def write(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
+    """Write the file whole or not at all.
+
+    Raises:
+        FileError: the file cannot be written, or is too large for one file.
+    """
+    if model.ByteSize() > LARGEST:
+        raise FileError(
+            f"{path} was not written: the model is larger than the 2 GB of one ONNX file. "
+            "Save it as .pt2 instead."
+        )
+    content = model.SerializeToString()
+    atomic_write(path, lambda file: _write(file, content))
+
+
+def _write(file: Any, content: bytes) -> None:
+    file.write(content)
