@@ -1,0 +1,72 @@
+import math
+
+import pytest
+import torch
+from small_task import gated
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.finetune.optimize import Schedule, make_optimizer
+from l0prune.finetune.settings import Settings
+from l0prune.objective import param_groups
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)],
+)
+def test_gates_have_a_rate_of_their_own_and_no_decay(name, kind):
+    model = gated()
+    settings = Settings(optimizer=name, lr=0.25, gate_lr=0.5, weight_decay=0.125)
+    groups = param_groups(model, settings.lr, settings.gate_lr, settings.weight_decay)
+    optimizer = make_optimizer(settings, groups)
+    assert type(optimizer) is kind
+    weights, gates = optimizer.param_groups
+    assert (weights["lr"], weights["weight_decay"]) == (0.25, 0.125)
+    assert (gates["lr"], gates["weight_decay"]) == (0.5, 0.0)
+    assert gates["params"] == [l0prune.gates(model).log_alpha]
+    assert optimizer.param_groups[0].get("momentum", 0.9) == 0.9
+
+
+def test_sgd_steps_as_its_formula_says():
+    weight = nn.Parameter(torch.tensor([2.0]))
+    groups = [{"params": [weight], "lr": 0.1, "weight_decay": 0.5}]
+    optimizer = make_optimizer(Settings(optimizer="sgd"), groups)
+    for _ in range(2):
+        (3 * weight).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    one = 2 - 0.1 * (3 + 0.5 * 2)
+    two = one - 0.1 * (0.9 * 4 + 3 + 0.5 * one)
+    assert weight.item() == pytest.approx(two, rel=1e-6)
+
+
+def test_a_function_makes_any_other_optimizer():
+    def make(groups):
+        return torch.optim.RMSprop(groups)
+
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.1}]
+    assert type(make_optimizer(Settings(optimizer=make), groups)) is torch.optim.RMSprop
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(UsageError, match="frozen"):
+        make_optimizer(Settings(), [])
+
+
+def test_schedules_scale_every_rate():
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    groups = [{"params": [first], "lr": 1.0}, {"params": [second], "lr": 4.0}]
+
+    def rates(schedule, step):
+        settings = Settings(schedule=schedule)
+        optimizer = make_optimizer(settings, [dict(group) for group in groups])
+        Schedule(settings, optimizer, total=8).set(step)
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert rates("constant", 7) == [1, 4]
+    assert rates("cosine", 0) == [1, 4]
+    assert rates("cosine", 4) == pytest.approx([0.5, 2])
+    assert rates("cosine", 2) == pytest.approx([f * (2 + math.sqrt(2)) / 4 for f in (1, 4)])
+    assert rates(lambda done: 1 - done, 2) == [0.75, 3]

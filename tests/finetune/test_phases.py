@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l0prune.errors import UsageError
+from l0prune.finetune.phases import Phases
+
+
+def test_defaults_come_from_the_number_of_steps():
+    phases = Phases.plan(epochs=10, steps_per_epoch=100, warmup=None, settle=None)
+    assert phases == Phases(total=1000, warmup=50, settle=200)
+
+
+def test_lengths_are_in_epochs_or_parts_of_one():
+    assert Phases.plan(10, 100, warmup=0.5, settle=2) == Phases(1000, 50, 200)
+
+
+def test_lambda_rises_in_a_straight_line_and_is_off_while_settling():
+    phases = Phases(total=100, warmup=10, settle=20)
+    assert [phases.factor(step) for step in (0, 5, 10, 79)] == [0, 0.5, 1, 1]
+    assert [phases.at(step) for step in (0, 9, 10, 79, 80, 99)] == [
+        "warm-up", "warm-up", "prune", "prune", "settle", "settle",
+    ]  # fmt: skip
+    assert phases.factor(80) == 0
+    assert [step for step in range(100) if phases.begins_to_settle(step)] == [80]
+
+
+def test_without_warm_up_and_settling_it_is_all_pruning():
+    phases = Phases.plan(3, 7, warmup=0, settle=0)
+    assert {phases.at(step) for step in range(21)} == {"prune"}
+    assert {phases.factor(step) for step in range(21)} == {1.0}
+    assert not any(phases.begins_to_settle(step) for step in range(22))
+
+
+def test_phases_that_leave_nothing_are_refused():
+    with pytest.raises(UsageError, match="leave nothing of a run of 20 steps"):
+        Phases.plan(2, 10, warmup=1, settle=1)
+
+
+@given(st.integers(1, 300), st.integers(1, 2000))
+def test_the_defaults_fit_any_run(epochs, steps):
+    phases = Phases.plan(epochs, steps, None, None)
+    assert phases.warmup + phases.settle < phases.total
+    assert phases.at(phases.warmup) == "prune"
