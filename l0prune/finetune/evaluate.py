@@ -59,23 +59,25 @@ def measure(
     """Loss and metric over ``batches``; ``between`` is called after each and may raise."""
     losses: list[Tensor] = []
     metrics: list[Tensor] = []
-    lengths: list[int] = []
+    count = 0
     with evaluating(model), precision(device, autocast):
         for inputs, targets in batches:
             outputs = call(model, inputs)
-            losses.append(task.loss(outputs, targets).float().mean())
-            metrics.append(task.metric(outputs, targets).float().mean())
-            lengths.append(batch_length(inputs, targets))
+            length = batch_length(inputs, targets)
+            losses.append(_total(task.loss(outputs, targets), length))
+            metrics.append(_total(task.metric(outputs, targets), length))
+            count += length
             between()
-    if not lengths:
+    if not count:
         raise DataError("the test data is empty")
-    return {
-        "test_loss": _weighted_mean(losses, lengths),
-        task.metric_name: _weighted_mean(metrics, lengths),
-    }
+    return {"test_loss": _sum(losses) / count, task.metric_name: _sum(metrics) / count}
 
 
-def _weighted_mean(values: list[Tensor], weights: list[int]) -> float:
+def _total(value: Tensor, examples: int) -> Tensor:
+    """The sum over a batch, of one number per example or from their mean."""
+    return value.float().sum() * (examples / value.numel())
+
+
+def _sum(values: list[Tensor]) -> float:
     """In float64 on the CPU, after one transfer."""
-    each = torch.tensor(weights, dtype=torch.float64)
-    return ((torch.stack(values).cpu().double() * each).sum() / each.sum()).item()
+    return float(torch.stack(values).cpu().double().sum())

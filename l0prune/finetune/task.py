@@ -36,7 +36,8 @@ def error_rate(outputs: Any, targets: Tensor) -> Tensor:
     scores = _scores(outputs)
     if targets.is_floating_point() and targets.shape == scores.shape:
         targets = targets.argmax(1)
-    return (scores.argmax(1) != targets).float().flatten(1 - (targets.dim() == 1)).mean(-1)
+    wrong = (scores.argmax(1) != targets).float()
+    return wrong.flatten(1).mean(1) if wrong.dim() > 1 else wrong
 
 
 @dataclass(frozen=True)

@@ -64,9 +64,11 @@ def test_training_leaves_frozen_parts_of_a_model_in_train_mode():
 def test_evaluating_restores_each_mode_even_after_an_error():
     network = model()
     network[1].eval()
-    with pytest.raises(ZeroDivisionError), device.evaluating(network):
+    with device.evaluating(network):
         assert not any(modes(network))
         assert not torch.is_grad_enabled()
+    assert modes(network) == [True, True, False, True]
+    with pytest.raises(ZeroDivisionError), device.evaluating(network):
         raise ZeroDivisionError
     assert modes(network) == [True, True, False, True]
 

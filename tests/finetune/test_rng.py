@@ -19,6 +19,11 @@ def draw(own=()):
     )
 
 
+def draw_and_fail():
+    draw()
+    raise ZeroDivisionError
+
+
 def test_what_is_restored_draws_the_same_again():
     own = [torch.Generator().manual_seed(3)]
     draw(own)  # the normal draws of Python and NumPy keep a second value: it counts too
@@ -49,8 +54,7 @@ def test_nothing_is_disturbed_even_by_an_error():
     first = draw()
     rng.restore(state, CPU)
     with pytest.raises(ZeroDivisionError), rng.undisturbed(CPU):
-        draw()
-        raise ZeroDivisionError
+        draw_and_fail()
     assert draw() == first
 
 

@@ -1,0 +1,65 @@
+import pytest
+import torch
+from small_task import data, differing, gated, tensors
+from torch.nn.functional import cross_entropy
+
+import l0prune
+from l0prune.errors import DataError
+from l0prune.finetune import Task, evaluate
+from l0prune.finetune.evaluate import measure
+
+CPU = torch.device("cpu")
+
+
+def random_gates(model):
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        gates.log_alpha.normal_(0, 3, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def test_it_is_the_mean_over_the_test_examples():
+    model, source = random_gates(gated(dropout=0.5)), data()
+    scores = model.eval()(source.test.inputs)
+    wrong = (scores.argmax(1) != source.test.targets).double().mean().item()
+    loss = cross_entropy(scores, source.test.targets).item()
+    for size in (120, 50, 7):  # the last batch is smaller, and counts less
+        found = evaluate(model.train(), source, batch_size=size)
+        assert found["error"] == pytest.approx(wrong, abs=1e-12)
+        assert found["test_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_model_is_left_as_it_was():
+    model = gated(dropout=0.5).train()
+    before, state = tensors(model), torch.get_rng_state()
+    evaluate(model, data())
+    assert differing(before, tensors(model)) == []
+    assert model.training
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_loss_and_metric_may_be_the_users():
+    def first(outputs, targets):
+        return outputs[:, 0].mean()
+
+    source = data()
+    task = Task(source.train, source.test, loss=first, metric=first, metric_name="first")
+    model = gated().eval()
+    found = evaluate(model, task, batch_size=50)
+    mean = model(source.test.inputs)[:, 0].mean().item()
+    assert found == pytest.approx({"test_loss": mean, "first": mean}, rel=1e-5)
+
+
+def test_between_batches_somebody_may_stop_it():
+    calls = []
+    source = data()
+    task = Task.of(source)
+    measure(gated(), source.test.batches(40), task, CPU, between=lambda: calls.append(1))
+    assert len(calls) == 3
+
+
+def test_it_needs_test_data():
+    with pytest.raises(DataError, match="no test part"):
+        evaluate(gated(), data().train)
+    with pytest.raises(DataError, match="test data is empty"):
+        evaluate(gated(), (data().train, []))

@@ -1,0 +1,98 @@
+import json
+import math
+import sys
+
+import pytest
+
+from l0prune.errors import FileError, UsageError
+from l0prune.finetune.history import History, Log
+
+
+def record(epoch, phase="prune", **values):
+    return {"epoch": epoch, "phase": phase, "train_loss": 1 / epoch, **values}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_best_is_found_in_the_phase_reached():
+    records = [
+        record(1, error=0.1),  # a larger network
+        record(2, "settle", error=0.3),
+        record(3, "settle", error=0.2),
+        record(4, "settle", error=0.25),
+    ]
+    history = History(records)
+    assert history.best is records[2]
+    assert history.last is records[3]
+    assert len(history) == 4
+
+
+def test_without_test_data_the_training_loss_decides():
+    records = [record(1), record(2)]
+    assert History(records).best is records[1]
+
+
+def test_a_metric_has_its_own_name():
+    records = [record(1, mae=1.0), record(2, mae=2.0)]
+    assert History(records, metric="mae").best is records[0]
+
+
+def test_an_empty_history_says_so():
+    with pytest.raises(UsageError, match="no whole epoch"):
+        _ = History().last
+
+
+def test_each_record_is_a_line_as_soon_as_it_is_there(tmp_path):
+    log = Log(tmp_path, [], tensorboard=False)
+    assert lines(tmp_path) == []
+    for epoch in (1, 2):
+        log.write(record(epoch, open={"fc": 3}))
+        assert lines(tmp_path) == [record(e, open={"fc": 3}) for e in range(1, epoch + 1)]
+    log.close()
+
+
+def test_a_run_that_goes_on_drops_lines_after_its_checkpoint(tmp_path):
+    log = Log(tmp_path, [], tensorboard=False)
+    log.write(record(1))
+    log.write(record(2))
+    Log(tmp_path, [record(1)], tensorboard=False).write(record(2, again=True))
+    assert lines(tmp_path) == [record(1), record(2, again=True)]
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    Log(tmp_path, [], tensorboard=False).write(record(1, error=math.nan, worse=math.inf))
+    assert lines(tmp_path) == [record(1, error=None, worse=None)]
+
+
+def test_a_folder_that_has_gone_is_said(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = Log(folder, [], tensorboard=False)
+    (folder / "metrics.jsonl").unlink()
+    folder.rmdir()
+    with pytest.raises(FileError, match="cannot be written"):
+        log.write(record(1))
+
+
+def test_tensorboard_is_used_where_installed_and_missed_where_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    log = Log(tmp_path, [], tensorboard=None)
+    log.write(record(1))
+    log.close()
+    with pytest.raises(UsageError, match=r"pip install 'l0prune\[tensorboard\]'"):
+        Log(tmp_path, [], tensorboard=True)
+
+
+def test_curves_hold_every_number(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = Log(tmp_path, [], tensorboard=True)
+    log.write(record(1, open={"fc": 3}))
+    log.write(record(2, open={"fc": 2}))
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("open/fc")] == [(1, 3), (2, 2)]
+    assert [e.value for e in events.Scalars("train_loss")] == [1, 0.5]

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from small_task import gated
+
+import l0prune
+from l0prune.cost import CostModel
+from l0prune.errors import UsageError
+from l0prune.finetune.pruning import Pruning
+from l0prune.finetune.settings import Settings
+from l0prune.objective import penalty
+
+
+def pruning(n=240, **settings):
+    model = gated()
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        gates.log_alpha.normal_(0, 2, generator=torch.Generator().manual_seed(1))
+    return model, Pruning(model, gates, Settings(**settings), n)
+
+
+def test_lambda_is_in_examples():
+    model, one = pruning(n=1000, lam="0.5/N")
+    assert one.lam.default == 0.0005
+    torch.testing.assert_close(one.penalty(1.0), penalty(model, 0.0005))
+
+
+def test_lambda_of_an_axis_that_is_not_there_is_refused_before_training():
+    with pytest.raises(UsageError, match="nowhere"):
+        pruning(lam="nowhere=1/N")
+
+
+def test_the_factor_scales_lambda_and_not_the_l2_term():
+    model, one = pruning(lam=0.01, l2=0.5)
+    whole, count = penalty(model, 0.01, l2=0.5), penalty(model, 0.01)
+    decay = whole - count
+    torch.testing.assert_close(one.penalty(1.0), whole)
+    torch.testing.assert_close(one.penalty(0.25), 0.25 * count + decay)
+    torch.testing.assert_close(one.penalty(0.0), decay)
+
+
+def test_without_lambda_and_l2_there_is_nothing_to_add():
+    assert pruning(lam=0.01)[1].penalty(0.0) is None
+
+
+def test_counting_is_as_asked():
+    model, one = pruning(lam=0.01, counting="groups")
+    torch.testing.assert_close(one.penalty(1.0), penalty(model, 0.01, counting="groups"))
+
+
+def test_the_record_counts_what_an_export_would_keep():
+    model, one = pruning()
+    gates, cost = l0prune.gates(model), CostModel(l0prune.gates(model).plan)
+    record = one.record()
+    p = gates.open_probability().detach()
+    for unit in ("params", "macs"):
+        assert record[f"expected_{unit}"] == pytest.approx(cost.expected(p, unit).item())
+        assert record[unit] == cost.actual(gates.open(), unit)
+        assert record[f"dense_{unit}"] == cost.dense(unit)
+    assert record["open"] == {axis.name: int(axis.open.sum()) for axis in gates.axes}
+    assert record["dead"] == []
+
+
+def test_an_axis_without_an_open_gate_is_dead():
+    model, one = pruning()
+    axis = l0prune.gates(model).axes[0]
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[axis.slice] = -9.0
+    record = one.record()
+    assert record["dead"] == [axis.name]
+    assert record["open"][axis.name] == 1  # an export keeps one slot, whose weights are zero
