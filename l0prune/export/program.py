@@ -31,7 +31,13 @@ def dense_module(
     """
     module = analysis.captured.program.module(check_guards=False)
     assert isinstance(module, GraphModule)
+    for name in ("train", "eval"):  # torch puts methods there that raise; the plain ones will do
+        module.__dict__.pop(name, None)
     layouts = dict(analysis.layouts)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(inputs, analysis.captured.inputs, strict=True):
+        if name in analysis.layouts:  # the module's graph may call it otherwise: input_1 for input
+            layouts[node.name] = analysis.layouts[name]
     for node in module.graph.nodes:
         if node.op == "get_attr":  # the program calls them placeholders, by other names
             name = analysis.plan.aliases.get(str(node.target), str(node.target))
