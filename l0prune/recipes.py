@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import onnxruntime
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
 
 import l0prune
 from l0prune.data import Data, load_data
@@ -117,7 +120,9 @@ def _override(content: dict[str, Any], text: str) -> None:
     key, equals, value = text.partition("=")
     *sections, last = key.strip().split(".")
     if not equals or not last:
-        raise UsageError(f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5.")
+        raise UsageError(
+            f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5."
+        )
     target = content
     for section in sections:
         target = target.setdefault(section, {})
@@ -186,8 +191,6 @@ def _dense(recipe: Recipe, data: Data, folder: Path) -> Any:
     path = folder / "dense.pt"
     if path.exists():
         return l0prune.load(path)
-    import torch
-
     torch.manual_seed(recipe.seed)
     model = load_model(recipe.model.source, _weights(recipe))
     if recipe.dense is None:
@@ -219,6 +222,20 @@ def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path
     l0prune.save(model, tuned, info)
 
 
+class _OnnxFile(nn.Module):
+    """An ONNX file as a module, so that it is tested like any other model."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The file's first output."""
+        names = [given.name for given in self._session.get_inputs()]
+        feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+        return torch.from_numpy(self._session.run(None, feed)[0])
+
+
 def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
     model = l0prune.load(tuned)
     dense = l0prune.export(model)
@@ -233,7 +250,7 @@ def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, 
         "recipe": recipe.name,
         "architecture": "-".join(map(str, axes.values())),
         "test_error": l0prune.evaluate(dense.module, data)["error"],
-        "onnx_test_error": dense.onnx_error(onnx, data),
+        "onnx_test_error": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")["error"],
         **dense.to_dict(),
         "axes": axes,
         "onnx": str(onnx),
