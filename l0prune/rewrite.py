@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
-from l0prune.gates.bank import Gates, Multiplier
+from l0prune.gates.bank import Gates
+from l0prune.gates.current import Multiplier
 from l0prune.layout import size_of
 from l0prune.plan import Site
 from l0prune.subclass import CHILD, LINK, Link, gated_class, is_gated, original_class

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from l0prune.gates.bank import Gates, Multiplier
+from l0prune.gates.bank import Gates
+from l0prune.gates.current import Multiplier
 from l0prune.gates.scale import scale
 
 _classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}

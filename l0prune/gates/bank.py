@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from l0prune.gates.current import Current, Multiplier, Origin
 from l0prune.gates.gate import Gate
 from l0prune.gates.spreader import Spreader
 from l0prune.layout import Layout
@@ -34,20 +35,6 @@ class GateAxis:
     size: int
     slice: slice
     open: Tensor
-
-
-class Multiplier:
-    """The current multipliers along one layout, for the modules that use them.
-
-    It has an attribute rather than a place in a list, so that torch.compile sees equal blocks
-    of a model as equal.
-    """
-
-    def __init__(self) -> None:
-        self.values: Tensor | None = None
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        return {"values": None}
 
 
 class Gates(nn.Module):
@@ -82,11 +69,7 @@ class Gates(nn.Module):
         layouts = tuple(dict.fromkeys(site.layout for site in plan.sites))
         self._multipliers = {layout: Multiplier() for layout in layouts}
         self._spreader = Spreader(plan, layouts)
-        self._in_forward = False
-        self._mode: tuple[bool, ...] = ()
-        self._origin: tuple[Tensor, int | None] | None = None
-        self._noise: Tensor | None = None
-        self._z: Tensor | None = None
+        self._now = Current()
 
     @property
     def axes(self) -> tuple[GateAxis, ...]:
@@ -116,8 +99,8 @@ class Gates(nn.Module):
     def current(self) -> Tensor:
         """The multipliers that the model uses now, shape ``(plan.size,)``."""
         self.refresh()
-        assert self._z is not None
-        return self._z
+        assert self._now.z is not None
+        return self._now.z
 
     def multiplier(self, layout: Layout) -> Multiplier:
         """Where the multipliers along the layout of a site stand after each ``refresh``."""
@@ -130,64 +113,58 @@ class Gates(nn.Module):
     def begin_forward(self, *_: Any) -> None:
         """Forward pre-hook of the model: from here on, new multipliers."""
         if not self.bypassed:
-            self._noise = None
+            self._now.noise = None
             self._compute()
-            self._in_forward = True
+            self._now.in_forward = True
 
     def end_forward(self, *_: Any) -> None:
         """Forward hook of the model: from here on, look whether the multipliers still hold.
 
         A backward pass that computes parts of the forward again finds them as they were.
         """
-        self._in_forward = False
+        self._now.in_forward = False
         if torch.compiler.is_compiling():
             self._forget()  # a tracer's tensors mean nothing outside its graph
 
     def refresh(self) -> None:
         """Compute the multipliers unless what there is still holds."""
-        if self._in_forward and self._mode == self._mode_now():
-            return
-        self._refresh_outside()
+        now = self._now
+        if not (now.in_forward and now.grad == torch.is_grad_enabled()):
+            self._refresh_outside()
 
     @torch.compiler.disable
     def _refresh_outside(self) -> None:
         """``refresh`` for a part of the model that runs on its own, or once more for backward."""
-        before, now = self._origin, self._origin_now()
-        if before is None or before[0] is not now[0] or before[1] != now[1]:
-            self._noise = None
-        elif self._mode == self._mode_now():
+        now = self._now
+        if now.origin is None or not now.origin.same_value(self._origin()):
+            now.noise = None
+        elif now.origin.mode == self._origin().mode:
             return
         self._compute()
 
-    def _origin_now(self) -> tuple[Tensor, int | None]:
+    def _origin(self) -> Origin:
         value = self.log_alpha
-        return value, None if value.is_inference() else value._version
-
-    def _mode_now(self) -> tuple[bool, ...]:
-        return (
-            self.training,
-            self.fixed,
-            torch.is_grad_enabled(),
-            not torch.compiler.is_compiling() and torch.is_inference_mode_enabled(),
-        )
+        version = None if value.is_inference() else value._version
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return Origin(value, version, (self.training, self.fixed, grad, inference))
 
     def _compute(self) -> None:
-        value = self.log_alpha
+        now, value = self._now, self.log_alpha
         if self.training and not self.fixed:
-            if self._noise is None:
-                self._noise = _uniform(value)
-            z = self.gate.sample(value, self._noise)
+            if now.noise is None:
+                now.noise = _uniform(value)
+            now.z = self.gate.sample(value, now.noise)
         else:
-            z = self.gate.estimate(value.detach() if self.fixed else value)
-        self._z = z
-        for multiplier, values in zip(self._multipliers.values(), self._spreader(z), strict=True):
+            now.z = self.gate.estimate(value.detach() if self.fixed else value)
+        now.grad = torch.is_grad_enabled()
+        now.origin = None if torch.compiler.is_compiling() else self._origin()
+        spread = self._spreader(now.z)
+        for multiplier, values in zip(self._multipliers.values(), spread, strict=True):
             multiplier.values = values
-        self._mode = self._mode_now()
-        self._origin = None if torch.compiler.is_compiling() else self._origin_now()
 
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
-        self._noise = self._z = self._origin = None
+        self._now = Current()
         for multiplier in self._multipliers.values():
             multiplier.values = None
 
@@ -202,9 +179,6 @@ class Gates(nn.Module):
         super()._apply(move, recurse)
         self._forget()
         return self
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        return {**self.__dict__, "_noise": None, "_z": None, "_origin": None, "_in_forward": False}
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows of the bank."""

@@ -87,12 +87,12 @@ class HardConcrete:
         return self.beta * math.log(-self.gamma / self.zeta)
 
     def _stretched(self, log_alpha: Tensor, logistic: Tensor | None, rate: float) -> Tensor:
-        z, _ = _HardSigmoid.apply(log_alpha, logistic, rate, self.gamma, self.zeta)
-        return z  # type: ignore[no-any-return]
+        z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, self.gamma, self.zeta)
+        return z
 
 
 class _HardSigmoid(Function):
-    """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``; also returns s.
+    """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``.
 
     One node of the graph instead of seven. It keeps s as an attribute, not as a saved tensor:
     autograd frees those after the first backward pass, while every segment of a checkpointed
@@ -101,21 +101,16 @@ class _HardSigmoid(Function):
 
     @staticmethod
     def forward(
-        log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
+    ) -> Tensor:
         logits = log_alpha if logistic is None else log_alpha + logistic
-        s = (logits * rate).sigmoid_()
-        return (s * (zeta - gamma)).add_(gamma).clamp_(0, 1), s
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        _, _, ctx.rate, ctx.gamma, ctx.zeta = inputs
-        ctx.s = output[1]
-        ctx.mark_non_differentiable(output[1])
+        ctx.s = s = (logits * rate).sigmoid_()
+        ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
+        return (s * (zeta - gamma)).add_(gamma).clamp_(0, 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         stretch = ctx.zeta - ctx.gamma
         # s inside these bounds is z strictly inside (0, 1); outside, the clamp has no slope.
         lower, upper = -ctx.gamma / stretch, (1 - ctx.gamma) / stretch

@@ -53,7 +53,7 @@ class Spreader:
         padded = torch.cat([z, z.new_ones(1)])
         parts: list[Tensor] = [padded] * len(self._sizes)
         for numbers, table in self._groups:
-            values, _ = _ProductGather.apply(padded, table)
+            values = _ProductGather.apply(padded, table)
             for number, part in zip(
                 numbers, values.split([self._sizes[n] for n in numbers]), strict=True
             ):
@@ -65,33 +65,21 @@ class _ProductGather(Function):
     """``values[table].prod(0)``, whose backward pass may run more than once (see HardConcrete)."""
 
     @staticmethod
-    def forward(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        if table.shape[0] == 1:
-            gathered = values[table[0]]
-            return gathered, gathered.new_empty(0)
-        gathered = values[table]
-        return gathered.prod(0), gathered
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
-    ) -> None:
-        values, ctx.table = inputs
-        ctx.size = values.shape[0]
-        ctx.gathered = output[1]
-        ctx.mark_non_differentiable(output[1])
+    def forward(ctx: Any, values: Tensor, table: Tensor) -> Tensor:
+        ctx.size, ctx.table = values.shape[0], table
+        ctx.gathered = values[table]
+        return ctx.gathered[0] if table.shape[0] == 1 else ctx.gathered.prod(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         result = grad.new_zeros(ctx.size)
-        depth = ctx.table.shape[0]
-        for row in range(depth):
-            others = [ctx.gathered[k] for k in range(depth) if k != row]
+        for row, indices in enumerate(ctx.table):
             share = grad
-            for other in others:
-                share = share * other
-            result.index_add_(0, ctx.table[row], share)
+            for other in range(len(ctx.table)):
+                if other != row:
+                    share = share * ctx.gathered[other]
+            result.index_add_(0, indices, share)
         return result, None
 
 

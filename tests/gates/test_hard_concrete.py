@@ -1,0 +1,164 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l0prune.errors import UsageError
+from l0prune.gates import HardConcrete, gate_from_dict, gate_to_dict, register
+
+GATES = [HardConcrete(), HardConcrete(estimator="median"), HardConcrete(0.5, -0.3, 1.2, "median")]
+log_alphas = st.floats(-30, 30)
+uniforms = st.floats(1e-7, 1 - 1e-7)
+
+
+def stretched(logit: float, gate: HardConcrete) -> float:
+    """Eq. 11 and 12 by plain floats."""
+    s = 1 / (1 + math.exp(-logit)) if logit > -700 else 0.0
+    return min(1.0, max(0.0, s * (gate.zeta - gate.gamma) + gate.gamma))
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@given(log_alphas, uniforms)
+def test_sample_is_equation_10_to_12(gate, log_alpha, u):
+    z = gate.sample(numbers(log_alpha), numbers(u)).item()
+    logit = (math.log(u) - math.log1p(-u) + log_alpha) / gate.beta
+    assert z == pytest.approx(stretched(logit, gate), rel=1e-9, abs=1e-12)
+
+
+@given(log_alphas)
+def test_estimates_are_equation_13_and_the_median(log_alpha):
+    paper, median = HardConcrete(), HardConcrete(estimator="median")
+    estimate = paper.estimate(numbers(log_alpha)).item()
+    assert estimate == pytest.approx(stretched(log_alpha, paper), rel=1e-12, abs=1e-14)
+    middle = median.sample(numbers(log_alpha), numbers(0.5)).item()
+    assert median.estimate(numbers(log_alpha)).item() == pytest.approx(middle, abs=1e-15)
+
+
+def test_the_estimators_close_a_gate_where_the_paper_and_the_median_do():
+    gate, median = HardConcrete(), HardConcrete(estimator="median")
+    for which, threshold, probability in [
+        (gate, -math.log(11), 1 / (1 + 11 ** (1 / 3))),  # P = σ(−log 11·(1 − 2/3))
+        (median, -math.log(11) * 2 / 3, 0.5),
+    ]:
+        below, above = numbers(threshold - 1e-9), numbers(threshold + 1e-9)
+        assert which.estimate(below).item() == 0
+        assert which.estimate(above).item() > 0
+        assert which.open_probability(above).item() == pytest.approx(probability, abs=1e-8)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gradients_are_those_of_the_formula(gate):
+    generator = torch.Generator().manual_seed(0)
+    log_alpha = torch.randn(500, dtype=torch.float64, generator=generator).mul(3).requires_grad_()
+    u = torch.rand(500, dtype=torch.float64, generator=generator).clamp(1e-9, 1 - 1e-9)
+    weights = torch.randn(500, dtype=torch.float64, generator=generator)
+
+    def naive(logits: torch.Tensor) -> torch.Tensor:
+        return (torch.sigmoid(logits) * (gate.zeta - gate.gamma) + gate.gamma).clamp(0, 1)
+
+    rate = 1.0 if gate.estimator == "paper" else 1 / gate.beta
+    for ours, theirs in [
+        (gate.sample(log_alpha, u), naive((u.log() - (1 - u).log() + log_alpha) / gate.beta)),
+        (gate.estimate(log_alpha), naive(log_alpha * rate)),
+    ]:
+        assert 0 < (ours == 0).sum() < 500
+        assert 0 < (ours == 1).sum() < 500
+        (got,) = torch.autograd.grad(ours @ weights, log_alpha)
+        (wanted,) = torch.autograd.grad(theirs @ weights, log_alpha)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_one_sample_takes_several_backward_passes():
+    log_alpha = torch.zeros(5, dtype=torch.float64, requires_grad=True)
+    z = HardConcrete().sample(log_alpha, numbers(0.2, 0.4, 0.5, 0.6, 0.7))
+    z[:2].sum().backward()
+    z[2:].sum().backward()
+    separate = log_alpha.grad.clone()
+    log_alpha.grad = None
+    HardConcrete().sample(log_alpha, numbers(0.2, 0.4, 0.5, 0.6, 0.7)).sum().backward()
+    torch.testing.assert_close(separate, log_alpha.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_open_probability_is_how_often_a_sample_is_not_zero(gate):
+    count = 200_000
+    u = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for log_alpha in (-3.0, -1.0, 0.0, 2.0):
+        often = (gate.sample(numbers(log_alpha).expand(count), u.clamp(1e-12)) > 0).double().mean()
+        p = gate.open_probability(numbers(log_alpha)).item()
+        assert abs(often.item() - p) < 5 * math.sqrt(p * (1 - p) / count)
+
+
+@given(st.floats(1e-6, 1 - 1e-6))
+def test_initial_gives_the_open_probability_asked_for(p):
+    for gate in GATES:
+        assert gate.open_probability(numbers(gate.initial(p))).item() == pytest.approx(p, rel=1e-9)
+
+
+def test_nearly_open_means_exactly_one_in_eval_mode():
+    for gate in (HardConcrete(), HardConcrete(estimator="median")):
+        assert gate.estimate(torch.tensor([gate.initial(0.99)])).item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extremes_stay_finite(dtype):
+    eps = torch.finfo(dtype).eps
+    log_alpha = torch.tensor([-1e4, -100, 0, 100, 1e4], dtype=dtype, requires_grad=True)
+    for u in (eps, 0.5, 1 - eps):
+        z = HardConcrete().sample(log_alpha, torch.full((5,), u, dtype=dtype))
+        (slope,) = torch.autograd.grad(z.sum(), log_alpha)
+        assert ((z >= 0) & (z <= 1)).all()
+        assert slope.isfinite().all()
+    assert HardConcrete().open_probability(log_alpha).isfinite().all()
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_a_gate_cannot_start_certain(p):
+    with pytest.raises(UsageError, match="strictly between 0 and 1"):
+        HardConcrete().initial(p)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0},
+        {"beta": math.nan},
+        {"gamma": 0.1},
+        {"zeta": 1.0},
+        {"zeta": math.inf},
+        {"estimator": "mean"},
+    ],
+)
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(UsageError):
+        HardConcrete(**settings)
+
+
+def test_a_gate_survives_being_plain_data():
+    for gate in GATES:
+        assert gate_from_dict(gate_to_dict(gate)) == gate
+
+
+def test_unknown_gates_and_settings_are_refused():
+    with pytest.raises(UsageError, match="'sorcery'.*hard_concrete"):
+        gate_from_dict({"name": "sorcery"})
+    with pytest.raises(UsageError, match="softness"):
+        gate_from_dict({"name": "hard_concrete", "softness": 3})
+
+
+def test_another_gate_is_one_registered_class():
+    from dataclasses import dataclass
+
+    @register
+    @dataclass(frozen=True)
+    class Step:
+        name = "test_step"
+        threshold: float = 0.0
+
+    assert gate_from_dict({"name": "test_step", "threshold": 2.0}) == Step(2.0)
