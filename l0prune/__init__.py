@@ -1,8 +1,36 @@
 """Learned L0 gates for any PyTorch network, cut into a smaller model that gives the same answers."""
 
 from l0prune.artifact import load, read_info, save
+from l0prune.data import Data, load_data
+from l0prune.export import Certificate, Export, export
+from l0prune.finetune import History, Task, evaluate, finetune, train_dense
 from l0prune.gates import HardConcrete
 from l0prune.gating import gate, gates, ungate
+from l0prune.models import load_model
+from l0prune.objective import param_groups, penalty
 from l0prune.survey import Survey, survey
 
-__all__ = ["HardConcrete", "Survey", "gate", "gates", "load", "read_info", "save", "survey", "ungate"]
+__all__ = [
+    "Certificate",
+    "Data",
+    "Export",
+    "HardConcrete",
+    "History",
+    "Survey",
+    "Task",
+    "evaluate",
+    "export",
+    "finetune",
+    "gate",
+    "gates",
+    "load",
+    "load_data",
+    "load_model",
+    "param_groups",
+    "penalty",
+    "read_info",
+    "save",
+    "survey",
+    "train_dense",
+    "ungate",
+]

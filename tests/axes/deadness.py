@@ -21,13 +21,17 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
         if tensor.is_floating_point():
             noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
             if tensor.ndim > 1 and not tensor.any():  # heads that start from zero
-                tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 10)
+                tensor.copy_(
+                    torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) / 10
+                )
             if tensor.ndim < 2:
                 tensor.copy_(noise + 0.5 if "var" in name else noise - 0.3)
     return model
 
 
-def relative_effect_of_dead_slots(model: nn.Module, args: tuple, seed: int = 0) -> tuple[Plan, float]:
+def relative_effect_of_dead_slots(
+    model: nn.Module, args: tuple, seed: int = 0
+) -> tuple[Plan, float]:
     """Close half of the gates, then change every stored value at a dead slot: by how much does
     the output change, relative to its scale? Zero but for rounding if the plan is right."""
     model = copy.deepcopy(model).double().eval()

@@ -144,7 +144,11 @@ CASES = {
         {"a": 8, "b.in": 288},
     ),
     "nhwc_flatten": (
-        Fn(lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1)), a=conv(3, 8), b=nn.Linear(288, 3)),
+        Fn(
+            lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1)),
+            a=conv(3, 8),
+            b=nn.Linear(288, 3),
+        ),
         IMAGE,
         {"a": 8, "b.in": 288},
     ),
@@ -164,9 +168,7 @@ CASES = {
         {"a": 4, "a#2": 12, "a.in": 10},
     ),
     "maxout": (
-        Fn(
-            lambda m, x: m.b(m.a(x).view(2, 8, 2).amax(2)), a=nn.Linear(10, 16), b=nn.Linear(8, 3)
-        ),
+        Fn(lambda m, x: m.b(m.a(x).view(2, 8, 2).amax(2)), a=nn.Linear(10, 16), b=nn.Linear(8, 3)),
         FLAT,
         {"a": 8, "a.in": 10},
     ),
@@ -220,7 +222,9 @@ CASES = {
         {"0.in": 10},
     ),
     "layer_norm_stream": (
-        nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)),
+        nn.Sequential(
+            nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)
+        ),
         FLAT,
         {"2": 6, "0.in": 10},
     ),
