@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,14 +11,10 @@ from torch import Tensor, nn
 from l0prune.cost import CostModel, group_weights
 from l0prune.errors import UsageError
 from l0prune.gates import Gates
-from l0prune.gates.spreader import gate_table
 from l0prune.lambdas import Lambda, LambdaLike
-from l0prune.layout import Layout, axes_of
-from l0prune.moments import distinct
 from l0prune.plan import Plan
 from l0prune.rewrite import gates_of
-
-Counting = Literal["joint", "groups"]
+from l0prune.squares import Counting, ExpectedSquares
 
 
 def penalty(
@@ -63,9 +58,12 @@ def penalty(
     gates = gates_of(model)
     with torch.autocast(gates.log_alpha.device.type, enabled=False):
         p = gates.open_probability()
-        total = _prices(gates).penalty(p, Lambda.of(lam, n), counting)
+        prices = _prices(gates)
+        total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
-            total = total + 0.5 * l2 * _expected_squares(model, gates, p, counting)
+            root = next(m for m in model.modules() if any(c is gates for c in m.children()))
+            squares = prices.squares.total(root, gates.log_alpha, p, counting)
+            total = total + 0.5 * l2 * squares
     return total
 
 
@@ -93,6 +91,7 @@ class _Prices:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.squares = ExpectedSquares(plan)
         self._cost = CostModel(plan)
         self._per_axis: dict[Lambda, tuple[float, ...]] = {}
         self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}
@@ -125,64 +124,3 @@ def _prices(gates: Gates) -> _Prices:
     if prices is None or prices.plan is not gates.plan:
         prices = _of_bank[gates] = _Prices(gates.plan)
     return prices
-
-
-def _expected_squares(model: nn.Module, gates: Gates, p: Tensor, counting: Counting) -> Tensor:
-    """Σ P(weight is there)·W² over the trainable parameters."""
-    plan = gates.plan
-    root = next(m for m in model.modules() if any(child is gates for child in m.children()))
-    padded = torch.cat([p, p.new_ones(1)])
-    total = p.new_zeros(())
-    for name, parameter in root.named_parameters():
-        if parameter.requires_grad and parameter is not gates.log_alpha:
-            sides = _sides(plan, plan.aliases.get(name, name), counting)
-            tables = [(dim, gate_table(plan, layout).to(p.device)) for dim, layout in sides]
-            square = parameter.to(p.device, p.dtype).square()
-            total = total + _expected_square(square, tables, padded)
-    return total
-
-
-def _sides(plan: Plan, name: str, counting: Counting) -> list[tuple[int, Layout]]:
-    """The dims of a parameter whose gates decide whether its elements are there."""
-    if counting == "groups":
-        return [(site.dim, site.layout) for site in plan.sites if site.tensor == name]
-    dims = enumerate(plan.tensors.get(name, ()))
-    return [(dim, layout) for dim, layout in dims if axes_of(layout)]
-
-
-def _expected_square(square: Tensor, sides: Sequence[tuple[int, Tensor]], padded: Tensor) -> Tensor:
-    """Σ P(all gates of the element are open)·square.
-
-    Args:
-        square: W².
-        sides: dims with the gates of each position, shape ``(gates, positions)``.
-        padded: open probabilities with a 1 at the end, the gate of what has none.
-    """
-    others = [dim for dim in range(square.dim()) if all(dim != d for d, _ in sides)]
-    compact = square.sum(others) if others else square
-    if not sides:
-        return compact
-    kept = sorted({dim for dim, _ in sides})
-    tables = []
-    for dim, table in sides:
-        shape = [table.shape[0], *[1] * len(kept)]
-        shape[1 + kept.index(dim)] = table.shape[1]
-        tables.append(table.reshape(shape))
-    chance = padded.new_ones(())
-    for group in _sharing(tables, len(padded) - 1):
-        shape = torch.broadcast_shapes(*(table.shape[1:] for table in group))
-        rows = torch.cat([table.expand(table.shape[0], *shape) for table in group])
-        chance = chance * padded[distinct(rows.flatten(1).T, len(padded) - 1)].prod(1).view(shape)
-    return (compact * chance).sum()
-
-
-def _sharing(tables: Sequence[Tensor], one: int) -> list[list[Tensor]]:
-    """The tables in groups that have no gate in common, so that chances multiply."""
-    groups: list[tuple[set[int], list[Tensor]]] = []
-    for table in tables:
-        gates = set(table.unique().tolist()) - {one}
-        touching = [group for group in groups if group[0] & gates]
-        groups = [group for group in groups if not group[0] & gates]
-        merged = gates.union(*(g for g, _ in touching))
-        groups.append((merged, [t for _, ts in touching for t in ts] + [table]))
-    return [members for _, members in groups]
