@@ -12,8 +12,8 @@ from l0prune.rewrite import attach
 
 
 def mlp() -> nn.Sequential:
-    """12-8-6-3; the input features are gated, too."""
-    return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    """12-8-6-3; the input features are gated, too. Tanh, so that gradients reach every gate."""
+    return nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
 
 
 def mlp_plan() -> Plan:

@@ -67,8 +67,8 @@ class _ProductGather(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: Tensor) -> Tensor:
         ctx.size, ctx.table = values.shape[0], table
-        ctx.gathered = values[table]
-        return ctx.gathered[0] if table.shape[0] == 1 else ctx.gathered.prod(0)
+        ctx.gathered = gathered = values[table]
+        return gathered[0] if table.shape[0] == 1 else gathered.prod(0)
 
     @staticmethod
     @once_differentiable

@@ -146,7 +146,7 @@ def test_a_gate_survives_being_plain_data():
 
 
 def test_unknown_gates_and_settings_are_refused():
-    with pytest.raises(UsageError, match="'sorcery'.*hard_concrete"):
+    with pytest.raises(UsageError, match=r"'sorcery'.*hard_concrete"):
         gate_from_dict({"name": "sorcery"})
     with pytest.raises(UsageError, match="softness"):
         gate_from_dict({"name": "hard_concrete", "softness": 3})
