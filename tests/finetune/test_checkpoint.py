@@ -82,7 +82,7 @@ def test_how_fast_it_learns_may_change_until_it_is_done():
     slower = {**SETTINGS, "lr": "0.0001"}
     state = made(network())
     assert state.check(slower, "start", finished=False) == ["lr 0.001 → 0.0001"]
-    with pytest.raises(UsageError, match="lr .* → 0"):
+    with pytest.raises(UsageError, match=r"lr .* → 0"):
         state.check(slower, "start", finished=True)
 
 

@@ -1,0 +1,73 @@
+"""A run that can be stopped at a step, in the middle of an epoch: as a module and as a program.
+
+python resumed_run.py FOLDER STOP SIGNAL
+"""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from small_task import CLASSES, clouds, gated
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from l0prune.data import Data
+from l0prune.finetune import Task, error_rate, finetune
+
+EPOCHS, STEPS = 5, 8  # warm-up ends within epoch 1, settling begins within epoch 4
+SETTINGS = {
+    "epochs": EPOCHS, "batch_size": 30, "warmup": 0.5, "settle": 1.5, "lam": "1/N", "l2": 1e-3,
+    "gate_lr": 0.2, "clip": 1.0, "schedule": "cosine", "progress": False,
+}  # fmt: skip
+
+
+class Shaken(Dataset):
+    """Examples with noise from the generators of Python and torch, as augmentation draws it."""
+
+    def __init__(self):
+        self.split = clouds()
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getitem__(self, index):
+        noise = 0.1 * torch.randn(self.split.inputs.shape[1]) + random.gauss(0, 0.1)
+        return self.split.inputs[index] + noise, self.split.targets[index]
+
+
+def source(kind):
+    if kind == "split":
+        return clouds()
+    generator = torch.Generator().manual_seed(11) if kind == "own generator" else None
+    return DataLoader(Shaken(), batch_size=30, shuffle=True, generator=generator)
+
+
+def task(kind, stop=None, number=signal.SIGKILL, *, testing=False):
+    """The task; before step ``stop`` (or the first test batch after it) comes signal ``number``."""
+    done = 0
+
+    def loss(outputs, targets):
+        nonlocal done
+        if torch.is_grad_enabled():
+            done += 1
+        if stop is not None and done == stop + 1 - testing and torch.is_grad_enabled() != testing:
+            os.kill(os.getpid(), number)
+        return cross_entropy(outputs, targets)
+
+    test = Data("clouds", clouds(), clouds(120, seed=1), CLASSES).test
+    return Task(source(kind), test, loss=loss, metric=error_rate)
+
+
+def run(folder, kind="split", *stop, resume=False, testing=False):
+    model = gated(dropout=0.3)
+    history = finetune(
+        model, task(kind, *stop, testing=testing), out=folder, resume=resume, **SETTINGS
+    )
+    return model, history
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]), "loader", int(sys.argv[2]), int(sys.argv[3]))

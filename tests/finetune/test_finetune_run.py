@@ -1,0 +1,268 @@
+import copy
+import math
+
+import pytest
+import torch
+from small_task import CLASSES, FEATURES, clouds, data, differing, gated, network, tensors
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import l0prune
+from l0prune.data import Data
+from l0prune.errors import AlreadyGated, DataError, NotGated, UsageError
+from l0prune.finetune import Task, evaluate, finetune, train_dense
+from l0prune.objective import param_groups, penalty
+
+QUIET = {"progress": False, "batch_size": 30}
+
+
+def order(epoch, seed=0):
+    """The training batches of an epoch."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return clouds().batches(30, generator=generator)
+
+
+def test_dense_training_is_the_textbook_loop_to_the_bit():
+    model, twin = network(norm=False), network(norm=False)
+    history = train_dense(model, data(), epochs=2, ema=0, optimizer="sgd", lr=0.1, **QUIET)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, fused=True)
+    losses = []
+    for epoch in range(2):
+        for inputs, targets in order(epoch):
+            optimizer.zero_grad()
+            loss = cross_entropy(twin(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert differing(tensors(model), tensors(twin)) == []
+    assert history.last["train_loss"] == pytest.approx(sum(losses[8:]) / 8, rel=1e-12)
+    assert history.last["phase"] == "dense"
+
+
+def test_pruning_is_the_users_own_loop_to_the_bit():
+    model, twin = gated(norm=False), gated(norm=False)
+    rest = {"ema": 0, "warmup": 0, "settle": 0, "lam": "2/N", "gate_lr": 0.05, "seed": 4}
+    history = finetune(model, data(), epochs=2, **rest, **QUIET)
+    optimizer = torch.optim.Adam(param_groups(twin, lr=1e-3, gate_lr=0.05), fused=True)
+    torch.manual_seed(4)
+    penalties = []
+    for epoch in range(2):
+        for inputs, targets in order(epoch, seed=4):
+            optimizer.zero_grad()
+            extra = penalty(twin, 2 / 240)
+            (cross_entropy(twin(inputs), targets) + extra).backward()
+            optimizer.step()
+            penalties.append(extra.item())
+    assert differing(tensors(model), tensors(twin)) == []
+    assert history.last["penalty"] == pytest.approx(sum(penalties[8:]) / 8, rel=1e-12)
+
+
+def test_features_that_say_nothing_are_cut_and_the_others_stay():
+    model = network()
+    dense = train_dense(model, data(), epochs=10, **QUIET).last
+    l0prune.gate(model, torch.zeros(2, FEATURES))
+    history = finetune(model, data(), lam="1/N", epochs=40, gate_lr=0.05, **QUIET)
+    assert dense["error"] < 0.1
+    assert history.last["error"] <= dense["error"] + 0.02
+    features = next(axis for axis in l0prune.gates(model).axes if axis.kind == "input")
+    assert features.open.tolist() == [True] * 3 + [False] * 3  # the centres differ in three
+    # 3 of 6 columns of 16 weights have gone with the features, and more with neurons.
+    assert history.last["params"] < history.last["dense_params"] - 3 * 16
+    assert [r["phase"] for r in history.records] == ["warm-up"] * 2 + ["prune"] * 30 + [
+        "settle"
+    ] * 8
+
+
+def test_what_was_reported_last_is_what_the_model_does():
+    model = gated()
+    history = finetune(model, data(), epochs=5, lam="1/N", gate_lr=0.3, **QUIET)
+    found = evaluate(model, data(), batch_size=30)
+    assert {name: history.last[name] for name in found} == found
+    gates = l0prune.gates(model)
+    assert history.last["open"] == {axis.name: int(axis.open.sum()) for axis in gates.axes}
+
+
+def test_the_model_ends_with_its_averages():
+    """With β = 0 the average is the last step; with β near 1 it lies on the way there."""
+    start = tensors(gated(norm=False))
+    rest = {"epochs": 3, "settle": 0, "recalibrate": 0, **QUIET}
+    models = {beta: gated(norm=False) for beta in (0.0, 0.5, 0.999)}
+    for beta, model in models.items():
+        finetune(model, data(), ema=beta, **rest)
+    none, some, much = (models[beta].state_dict() for beta in models)
+    name = "l0prune_gates.log_alpha"
+    moved = [float((state[name] - start[name]).abs().mean()) for state in (none, some, much)]
+    assert moved[0] > moved[1] > moved[2] > 0
+    assert differing(none, some) == list(none)
+
+
+def test_the_gates_stand_still_while_weights_settle():
+    model = gated()
+    seen = []
+
+    def watch(outputs, targets):
+        gates = l0prune.gates(model)
+        if torch.is_grad_enabled():
+            seen.append((gates.fixed, gates.log_alpha.detach().clone(), model[0].weight.clone()))
+        return cross_entropy(outputs, targets)
+
+    task = Task(clouds(), clouds(120, seed=1), loss=watch)
+    finetune(model, task, epochs=4, warmup=1, settle=1.5, l2=0.1, weight_decay=0.1, **QUIET)
+    fixed = [fixed for fixed, _, _ in seen]
+    assert fixed == [False] * 20 + [True] * 12
+    held = seen[20][1]
+    assert not torch.equal(held, seen[19][1])  # settling begins from the average
+    assert all(torch.equal(log_alpha, held) for _, log_alpha, _ in seen[20:])
+    assert torch.equal(l0prune.gates(model).log_alpha, held)
+    assert not torch.equal(seen[20][2], seen[31][2])
+
+
+def test_norms_have_the_statistics_of_the_final_model():
+    model = gated()
+    finetune(model, data(), epochs=3, recalibrate=100, **QUIET)
+    model.eval()
+    with torch.no_grad():
+        inputs = [model[0](part) for part, _ in order(2)]
+    mean = torch.stack([part.mean(0) for part in inputs]).mean(0)
+    torch.testing.assert_close(model[1].running_mean, mean, rtol=1e-4, atol=1e-5)
+
+
+def test_everything_around_the_model_is_as_it_was():
+    model = gated(dropout=0.5).eval()
+    model[0].train()
+    gates = l0prune.gates(model)
+    gates.fixed = True
+    modes = [module.training for module in model.modules()]
+    state, ids = torch.get_rng_state(), [id(p) for p in model.parameters()]
+    finetune(model, data(), epochs=1, **QUIET)
+    assert modes == [module.training for module in model.modules()]
+    assert gates.fixed
+    assert torch.equal(state, torch.get_rng_state())
+    assert ids == [id(p) for p in model.parameters()]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_parameters_stay_and_frozen_gates_too():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    l0prune.gate(model, torch.zeros(2, FEATURES))
+    l0prune.gates(model).log_alpha.requires_grad_(False)
+    before = tensors(model)
+    finetune(model, data(), epochs=2, **QUIET)
+    changed = differing(before, tensors(model))
+    assert "0.weight" not in changed
+    assert "l0prune_gates.log_alpha" not in changed
+    assert "4.weight" in changed
+    assert not model[0].weight.requires_grad
+
+
+def test_the_seed_decides_the_outcome():
+    def outcome(seed):
+        torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before is of no matter
+        model = gated(dropout=0.3)
+        finetune(model, data(), epochs=2, seed=seed, **QUIET)
+        return tensors(model)
+
+    one = outcome(1)
+    assert differing(one, outcome(1)) == []
+    assert "l0prune_gates.log_alpha" in differing(one, outcome(2))
+
+
+def test_clipping_bounds_the_weights_gradient_and_not_the_gates():
+    model = gated(norm=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rest = {"warmup": 0, "settle": 0, "ema": 0, "lam": 1.0, "clip": 0.01}
+    finetune(
+        model, clouds(30), epochs=1, optimizer=torch.optim.SGD, lr=1.0, gate_lr=1.0, **rest, **QUIET
+    )
+    moved = {name: (p - before[name]).norm() for name, p in model.named_parameters()}
+    gates = moved.pop("l0prune_gates.log_alpha")
+    assert torch.stack(list(moved.values())).norm().item() == pytest.approx(0.01, rel=1e-3)
+    assert gates > 0.1
+
+
+@pytest.mark.parametrize("autocast", ["bf16", "fp16"])
+def test_it_learns_in_half_precision(autocast):
+    model = gated()
+    history = finetune(model, data(), epochs=8, autocast=autocast, **QUIET)
+    assert history.last["error"] < 0.15
+    assert model[0].weight.dtype == torch.float32
+    assert math.isfinite(history.last["train_loss"])
+
+
+def test_inputs_loss_and_metric_may_be_anything():
+    class Distance(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        def forward(self, one, other):
+            return {"distance": (self.embed(one) - self.embed(other)).squeeze(1)}
+
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(2, 90, FEATURES, generator=generator)
+    wanted = pairs[0, :, 0] - pairs[1, :, 0]
+    batches = [((*pairs[:, k : k + 30],), wanted[k : k + 30]) for k in range(0, 90, 30)]
+
+    def squares(outputs, targets):
+        return (outputs["distance"] - targets).square().mean()
+
+    torch.manual_seed(0)
+    model = l0prune.gate(Distance(), tuple(pairs[:, :2]))
+    task = Task(batches, batches, loss=squares, metric=squares, metric_name="mse")
+    history = finetune(model, task, epochs=30, lr=1e-2, lam=0, progress=False)
+    assert history.last["mse"] < 0.2 * history.records[0]["mse"]
+    assert history.last["mse"] == pytest.approx(history.last["test_loss"])
+
+
+def test_what_does_not_fit_is_said_before_training():
+    model = gated()
+    before = tensors(model)
+    wide = Data("wide", *2 * [clouds()], CLASSES + 1)
+    with pytest.raises(DataError, match="4 classes, but the model has 3 outputs"):
+        finetune(model, wide, **QUIET)
+    images = DataLoader(TensorDataset(torch.zeros(8, 3, 4, 4), torch.zeros(8).long()))
+    with pytest.raises(DataError, match=r"\(1, 3, 4, 4\) of float32, targets \(1,\) of int64"):
+        finetune(model, images, **QUIET)
+    beyond = [(torch.zeros(2, FEATURES), torch.tensor([0, 7]))]
+    with pytest.raises(DataError, match="out of bounds"):
+        finetune(model, beyond, **QUIET)
+    with pytest.raises(UsageError, match="one number"):
+        finetune(model, Task(clouds(), loss=lambda outputs, targets: outputs), **QUIET)
+    assert differing(before, tensors(model)) == []
+
+
+def test_fewer_batches_than_announced_are_an_error():
+    task = Task(list(clouds().batches(60)), steps=9)
+    model = gated()
+    before = tensors(model)
+    with pytest.raises(DataError, match="4 batches, not 9"):
+        finetune(model, task, **QUIET)
+    assert differing(before, tensors(model)) == []
+
+
+def test_gates_where_they_belong():
+    with pytest.raises(NotGated):
+        finetune(network(), data(), **QUIET)
+    with pytest.raises(AlreadyGated):
+        train_dense(gated(), data(), **QUIET)
+    with pytest.raises(UsageError, match="lam is a setting of gates"):
+        train_dense(network(), data(), lam="1/N")
+    with pytest.raises(UsageError, match="negative"):
+        finetune(gated(), data(), lam="-1/N")
+
+
+def test_a_copy_trained_alike_ends_alike():
+    model = gated()
+    twin = copy.deepcopy(model)
+    finetune(model, data(), epochs=1, **QUIET)
+    finetune(twin, data(), epochs=1, **QUIET)
+    assert differing(tensors(model), tensors(twin)) == []
+
+
+def test_progress_goes_to_stderr_one_line_an_epoch(capsys):
+    finetune(gated(), data(), epochs=2, batch_size=30)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert [line.split()[1] for line in captured.err.splitlines()] == ["1/2", "2/2"]

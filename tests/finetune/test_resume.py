@@ -1,0 +1,285 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from resumed_run import EPOCHS, SETTINGS, STEPS, run
+from small_task import data, differing, gated, tensors
+from torch.nn.functional import cross_entropy
+
+import l0prune
+from l0prune.data import Data, Tensors
+from l0prune.errors import FileError, TrainingError, UsageError
+from l0prune.finetune import Interrupted, Task, checkpoint, evaluate, finetune
+
+HERE = Path(__file__).parent
+
+
+def measured(history):
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in history.records]
+
+
+@pytest.fixture(scope="module", params=["split", "loader", "own generator"])
+def whole(request, tmp_path_factory):
+    """A kind of data, and what a run without a stop came to on it."""
+    folder = tmp_path_factory.mktemp("whole")
+    model, history = run(folder, request.param)
+    return request.param, tensors(model), measured(history)
+
+
+def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
+    script = [sys.executable, str(HERE / "resumed_run.py"), str(tmp_path)]
+    stop = 3 * STEPS + 5  # in the middle of epoch 4
+    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    killed = subprocess.run(
+        [*script, str(stop), str(int(signal.SIGKILL))], env={**os.environ, "PYTHONPATH": paths}
+    )
+    assert killed.returncode == -signal.SIGKILL
+    assert checkpoint.read(tmp_path).epoch == 3
+    model, history = run(tmp_path, "loader", resume=True)
+    expected, records = run(tmp_path / "whole", "loader")
+    assert differing(tensors(expected), tensors(model)) == []
+    assert measured(history) == measured(records)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        (2, signal.SIGINT),  # λ is rising
+        (STEPS, signal.SIGTERM),  # between two epochs
+        (2 * STEPS + 3, signal.SIGINT),
+        (EPOCHS * STEPS - 12, signal.SIGINT),  # the first step of settling
+        (EPOCHS * STEPS - 1, signal.SIGTERM),  # the last of all
+    ],
+)
+def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step, number):
+    kind, expected, records = whole
+    with pytest.raises(Interrupted, match="resume=True goes on from there") as caught:
+        run(tmp_path, kind, step, number)
+    assert caught.value.signal == number
+    state = checkpoint.read(tmp_path)
+    assert state.epoch * STEPS + state.step == step + 1  # the step under way is done
+    model, history = run(tmp_path, kind, resume=True)
+    assert differing(expected, tensors(model)) == []
+    assert measured(history) == records
+
+
+def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
+    kind, expected, records = whole
+    with pytest.raises(Interrupted):
+        run(tmp_path, kind, 4 * STEPS, signal.SIGINT, testing=True)
+    state = checkpoint.read(tmp_path)
+    assert (state.epoch, state.step) == (3, STEPS)
+    model, history = run(tmp_path, kind, resume=True)
+    assert differing(expected, tensors(model)) == []
+    assert measured(history) == records
+
+
+def test_after_two_stops_it_still_goes_on(whole, tmp_path):
+    kind, expected, records = whole
+    with pytest.raises(Interrupted):
+        run(tmp_path, kind, 9, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        run(tmp_path, kind, 10, signal.SIGINT, resume=True)
+    model, history = run(tmp_path, kind, resume=True)
+    assert differing(expected, tensors(model)) == []
+    assert measured(history) == records
+
+
+def stopping(step, model=None):
+    """A task that Ctrl-C stops after so many steps."""
+    done = 0
+
+    def loss(outputs, targets):
+        nonlocal done
+        done += torch.is_grad_enabled()
+        if done == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return cross_entropy(outputs, targets)
+
+    return Task(data().train, data().test, loss=loss)
+
+
+def test_a_stopped_model_has_its_averages_and_can_be_given_again(tmp_path):
+    model = gated()
+    start = tensors(model)
+    with pytest.raises(Interrupted):
+        finetune(model, stopping(12), out=tmp_path, **SETTINGS)
+    assert "0.weight" in differing(start, tensors(model))
+    history = finetune(model, stopping(None), out=tmp_path, resume=True, **SETTINGS)
+    assert history.last["epoch"] == EPOCHS
+    with pytest.raises(Interrupted, match="without out"):
+        finetune(gated(), stopping(12), **SETTINGS)
+
+
+def test_a_finished_run_is_not_run_again(tmp_path):
+    model, history = run(tmp_path)
+    calls = []
+
+    def loss(outputs, targets):
+        calls.append(torch.is_grad_enabled())
+        return cross_entropy(outputs, targets)
+
+    task = Task(data().train, data().test, loss=loss)
+    for fresh in (gated(dropout=0.3), model):  # what it started from, and what it made
+        again = finetune(fresh, task, out=tmp_path, resume=True, **SETTINGS)
+        assert differing(tensors(model), tensors(fresh)) == []
+        assert measured(again) == measured(history)
+    assert not any(calls)
+    assert evaluate(fresh, data(), batch_size=30)["error"] == history.last["error"]
+
+
+def test_another_run_does_not_go_on_with_this_ones_checkpoint(tmp_path):
+    run(tmp_path)
+
+    def refused(says, model=None, source=None, **changes):
+        model = gated(dropout=0.3) if model is None else model
+        before = tensors(model)
+        settings = {**SETTINGS, **changes}
+        with pytest.raises(UsageError, match=says):
+            finetune(model, source or stopping(None), out=tmp_path, resume=True, **settings)
+        assert differing(before, tensors(model)) == []
+
+    refused("lam 1/N → 2/N", lam="2/N")
+    refused("epochs 5 → 6", epochs=6)
+    refused("N 240 → 120", source=Task(data(120).train, data().test))
+    refused("data .*clouds", source=data())
+    model = gated(dropout=0.3)
+    with torch.no_grad():
+        next(model.parameters())[0] += 1
+    refused("other weights", model=model)
+
+
+def test_without_resume_a_run_begins_anew(tmp_path):
+    run(tmp_path)
+    model = gated()
+    with pytest.raises(Interrupted):
+        finetune(model, stopping(2), out=tmp_path, **{**SETTINGS, "lam": 0})
+    assert checkpoint.read(tmp_path).records == []
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"PK nothing", b"text"])
+def test_a_damaged_checkpoint_is_refused(tmp_path, content):
+    (tmp_path / checkpoint.NAME).write_bytes(content)
+    model = gated()
+    before = tensors(model)
+    with pytest.raises(FileError):
+        finetune(model, data(), out=tmp_path, resume=True, **SETTINGS)
+    assert differing(before, tensors(model)) == []
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="cannot be made"):
+        finetune(gated(), data(), out=tmp_path / "file" / "run", **SETTINGS)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_the_model_as_found(tmp_path, monkeypatch):
+    model = gated()
+    before = tensors(model)
+    write = checkpoint.Checkpoint.write
+
+    def full(state, folder):
+        if state.epoch == 3:
+            monkeypatch.setattr(torch, "save", lambda *_: os.write(10**6, b""))
+        return write(state, folder)
+
+    monkeypatch.setattr(checkpoint.Checkpoint, "write", full)
+    with pytest.raises(FileError, match="not written"):
+        finetune(model, data(), out=tmp_path, **SETTINGS)
+    monkeypatch.undo()
+    assert checkpoint.read(tmp_path).epoch == 2
+    assert differing(before, tensors(model)) == []
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_loss_that_is_no_number_stops_training(tmp_path, last):
+    done = 0
+
+    def loss(outputs, targets):
+        nonlocal done
+        done += torch.is_grad_enabled()
+        value = cross_entropy(outputs, targets)
+        return value * float("nan") if done == (3 * STEPS if last else 2 * STEPS + 3) else value
+
+    model = gated()
+    before = tensors(model)
+    task = Task(data().train, data().test, loss=loss)
+    with pytest.raises(TrainingError) as caught:
+        finetune(model, task, out=tmp_path, **SETTINGS)
+    text = str(caught.value)
+    assert f"epoch 3, step {8 if last else 3}: the loss is nan" in text
+    assert "lr=0.001" in text
+    assert "gate_lr=0.2" in text
+    assert f"checkpoint of epoch 2 is in {tmp_path}" in text
+    assert differing(before, tensors(model)) == []
+    state = checkpoint.read(tmp_path)
+    assert state.epoch == 2
+    assert all(torch.isfinite(value).all() for value in state.model.values())
+
+
+def test_after_it_the_run_goes_on_more_slowly_from_its_checkpoint(tmp_path, capsys):
+    """A rate that no network survives, and then one that it does."""
+    settings = {**SETTINGS, "optimizer": "sgd", "clip": None, "schedule": fast_in_the_middle}
+    with pytest.raises(TrainingError, match="resume=True"):
+        finetune(gated(), data(), out=tmp_path, lr=1.0, **settings)
+    good = checkpoint.read(tmp_path).epoch
+    assert good >= 1
+    slower = {**settings, "lr": 1e-20, "progress": True}
+    history = finetune(gated(), data(), out=tmp_path, resume=True, **slower)
+    assert history.last["epoch"] == EPOCHS
+    told = capsys.readouterr().err
+    assert f"going on in epoch {good + 1}" in told
+    assert "lr 1.0 → 1e-20" in told
+
+
+def fast_in_the_middle(done):
+    return 1e18 if done > 0.5 else 0.01
+
+
+def test_a_weight_that_is_no_number_is_not_saved(tmp_path):
+    """A gradient can be nan where the loss is not: of a square root at 0, say."""
+
+    def task():
+        done = 0
+
+        def loss(outputs, targets):
+            nonlocal done
+            done += torch.is_grad_enabled()
+            at_zero = outputs.mul(0).sum().sqrt() if done == STEPS else 0
+            return cross_entropy(outputs, targets) + at_zero
+
+        return Task(data().train, loss=loss)
+
+    model = gated()
+    before = tensors(model)
+    with pytest.raises(TrainingError, match=r"holds nan or inf.*No epoch was done, so there is no"):
+        finetune(model, task(), out=tmp_path, **SETTINGS)
+    assert checkpoint.read(tmp_path) is None
+    assert differing(before, tensors(model)) == []
+    with pytest.raises(TrainingError, match="since out was not given"):
+        finetune(model, task(), **SETTINGS)
+
+
+def test_an_input_that_is_no_number_is_among_the_causes():
+    inputs = data().train.inputs.clone()
+    inputs[100] = float("nan")
+    bad = Data("bad", Tensors(inputs, data().train.targets), data().test, 3)
+    with pytest.raises(TrainingError, match="a nan in the data"):
+        finetune(gated(), bad, **SETTINGS)
+
+
+def test_a_layer_that_dies_whole_is_reported(capsys):
+    model = gated()
+    settings = {**SETTINGS, "lam": 1.0, "gate_lr": 1.0, "progress": True}
+    history = finetune(model, data(), **settings)
+    dead = history.last["dead"]
+    assert dead == [axis.name for axis in l0prune.gates(model).axes]
+    assert f"no open gate left in {', '.join(dead)}" in capsys.readouterr().err
