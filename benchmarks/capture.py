@@ -32,9 +32,8 @@ def main() -> None:
     if options.memory_of:
         print(peak_memory(options.models[0], options.memory_of))
         return
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {options.repeats}"
-    )
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, {threads} threads, medians of {options.repeats}")
     for name in options.models:
         print(json.dumps(compare(name, options.repeats)))
 

@@ -1,0 +1,163 @@
+"""Exactness of the export on torchvision's families: gated against dense and ONNX Runtime.
+
+    python -m benchmarks.exactness [family …]
+
+Weights are random, BatchNorm statistics and all biases are made non-trivial, and half of the gates
+are closed at random while the open ones take fractional values. Printed for each family: the
+largest error of the dense model in float64 and float32 and of the ONNX file, each relative to the
+output's scale, and the parameters: before, as the plan predicts them for these gates, and as they
+are found in the dense module and in the ONNX file (which folds BatchNorm into convolutions).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import l0prune
+from l0prune.cost import CostModel
+
+# The smallest member of each family comes first; the side of the image is what it takes.
+FAMILIES: dict[str, tuple[tuple[str, int], ...]] = {
+    "AlexNet": (("alexnet", 224),),
+    "VGG": (("vgg11_bn", 224), ("vgg16", 224)),
+    "ResNet": (("resnet18", 96), ("resnet50", 224)),
+    "ResNeXt": (("resnext50_32x4d", 96),),
+    "WideResNet": (("wide_resnet50_2", 96),),
+    "MobileNetV2": (("mobilenet_v2", 96),),
+    "MobileNetV3": (("mobilenet_v3_small", 96), ("mobilenet_v3_large", 224)),
+    "EfficientNet": (("efficientnet_b0", 96), ("efficientnet_v2_s", 224)),
+    "MNASNet": (("mnasnet0_5", 96),),
+    "RegNet": (("regnet_y_400mf", 96),),
+    "DenseNet": (("densenet121", 96),),
+    "GoogLeNet": (("googlenet", 96),),
+    "Inception": (("inception_v3", 299),),
+    "SqueezeNet": (("squeezenet1_1", 96),),
+    "ShuffleNetV2": (("shufflenet_v2_x0_5", 96),),
+    "ConvNeXt": (("convnext_tiny", 96),),
+    "ViT": (("vit_b_32", 224), ("vit_b_16", 224)),
+    "Swin": (("swin_t", 224),),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one model's export measured; errors are relative to the output's scale."""
+
+    name: str
+    float64: float
+    float32: float
+    onnx: float
+    before: int
+    predicted: int
+    found: int
+    in_file: int
+    signal: float
+    seconds: float
+
+
+def build(name: str, side: int) -> tuple[nn.Module, Tensor]:
+    """A torchvision model with random weights, and an example of two images."""
+    arguments = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    model = torchvision.models.get_model(name, weights=None, **arguments).eval()
+    return model, torch.randn(2, 3, side, side)
+
+
+@torch.no_grad()
+def scramble(model: nn.Module, example: tuple[Tensor, ...], seed: int = 0) -> nn.Module:
+    """Gate the model, close half of its gates, and make nothing in it trivial.
+
+    The gated weights are rescaled so that signals neither vanish nor explode, and BatchNorm's
+    statistics are those of the gated model on random data: else an error could hide.
+    """
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        elif "layer_scale" in name:
+            parameter.fill_(0.5)
+    l0prune.gate(model, example)
+    bank = l0prune.gates(model)
+    is_closed = torch.rand(bank.plan.size) < 0.5
+    fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
+    bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
+    z = bank.z()
+    for site in bank.plan.sites:
+        if site.role == "read":
+            scale = bank.plan.spread(site.layout, z).square().mean().sqrt().clamp(min=0.05)
+            model.get_parameter(site.tensor).div_(scale)
+    _settle_statistics(model, example)
+    return model.eval()
+
+
+def _settle_statistics(model: nn.Module, example: tuple[Tensor, ...]) -> None:
+    """BatchNorm statistics of a few random images, with every gate at its eval value."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    model.eval()
+    for norm in norms:
+        norm.train()
+        norm.momentum = 0.5
+    for _ in range(3):
+        model(*(torch.randn_like(x).repeat(4, *[1] * (x.ndim - 1)) for x in example))
+
+
+def measure(name: str, side: int, seed: int = 0) -> Result:
+    """Gate, close, export and compare one model; its ONNX file is written and read again."""
+    start = time.perf_counter()
+    torch.manual_seed(seed)
+    model, images = build(name, side)
+    scramble(model, (images,), seed)
+    bank = l0prune.gates(model)
+    dense = l0prune.export(model)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        dense.save_onnx(path)
+        in_file = parameters_in(path)
+    with torch.no_grad():
+        first, second = model(torch.randn_like(images)), model(torch.randn_like(images))
+    worst = dense.certificate.worst
+    errors = (worst("dense", "float64"), worst("dense", "float32"), worst("onnx", "float32"))
+    return Result(
+        name,
+        *(float("nan") if error is None else error for error in errors),
+        before=dense.params_before,
+        predicted=CostModel(bank.plan).actual(bank.open(), "params"),
+        found=sum(p.numel() for p in dense.module.parameters()),
+        in_file=in_file,
+        signal=float((first - second).abs().max() / first.abs().max()),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def parameters_in(path: Path) -> int:
+    """Elements of all floating-point tensors stored in an ONNX file."""
+    graph = onnx.load(path).graph
+    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
+    sizes = (torch.Size(t.dims).numel() for t in graph.initializer if t.data_type in floats)
+    return sum(sizes)
+
+
+def main(names: list[str]) -> None:
+    """Print one row per model, as a Markdown table."""
+    known = {name: side for family in FAMILIES.values() for name, side in family}
+    print("| model | float64 | float32 | ONNX Runtime | before | predicted | found | in the file | s |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name in names or known:
+        r = measure(name, known[name])
+        print(
+            f"| {r.name} | {r.float64:.1e} | {r.float32:.1e} | {r.onnx:.1e} | {r.before:,} | "
+            f"{r.predicted:,} | {r.found:,} | {r.in_file:,} | {r.seconds:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,268 @@
+"""Small networks of every kind, with the axes that they should be found to have."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+
+class Fn(nn.Module):
+    """Named layers and a function that uses them."""
+
+    def __init__(self, forward, **layers):
+        super().__init__()
+        self.run = forward
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Parameter):
+                self.register_parameter(name, layer)
+            elif isinstance(layer, torch.Tensor):
+                self.register_buffer(name, layer)
+            else:
+                self.add_module(name, layer)
+
+    def forward(self, *args):
+        return self.run(self, *args)
+
+
+def conv(i, o, k=3, **kw):
+    return nn.Conv2d(i, o, k, padding=k // 2, **kw)
+
+
+def attend(m, x, heads=4, kv=None):
+    b, t, _ = x.shape
+    kv = kv or heads
+    q = m.q(x).view(b, t, heads, -1).transpose(1, 2)
+    k = m.k(x).view(b, t, kv, -1).transpose(1, 2)
+    v = m.v(x).view(b, t, kv, -1).transpose(1, 2)
+    if hasattr(m, "frequency"):
+        q, k = rotary(q, m.frequency), rotary(k, m.frequency)
+    if kv != heads:
+        k, v = k.repeat_interleave(heads // kv, 1), v.repeat_interleave(heads // kv, 1)
+    y = F.scaled_dot_product_attention(q, k, v)
+    return m.o(y.transpose(1, 2).reshape(b, t, -1))
+
+
+def rotary(x, frequency):
+    angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency
+    angle = torch.cat([angle, angle], dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+def by_hand(m, x):
+    b, t, _ = x.shape
+    qkv = m.qkv(x).reshape(b, t, 3, 4, -1).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unbind(0)
+    a = (q @ k.transpose(-2, -1) * (8**-0.5)).softmax(-1)
+    return m.o((a @ v).transpose(1, 2).flatten(2))
+
+
+def channel_shuffle(m, x):
+    x = m.a(x)
+    b, c, h, w = x.shape
+    x = x.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
+    return m.b(x).mean((2, 3))
+
+
+def squeeze_excite(m, x):
+    x = F.relu(m.a(x))
+    s = torch.sigmoid(m.up(F.relu(m.down(x.mean((2, 3), keepdim=True)))))
+    return m.b(x * s).mean((2, 3))
+
+
+IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
+qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
+inputs = {f"{n}.in": 32 for n in "qkv"}
+
+CASES = {
+    # name: (module, input shape, sizes of the axes in order)
+    "mlp": (
+        nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)),
+        FLAT,
+        {"0": 8, "2": 6, "0.in": 10},
+    ),
+    "sigmoid_after_bn": (
+        nn.Sequential(
+            conv(3, 8), nn.BatchNorm2d(8), nn.Sigmoid(), conv(8, 4), nn.Flatten(), nn.Linear(144, 3)
+        ),
+        IMAGE,
+        {"0": 8, "3": 4, "5.in": 144},
+    ),
+    "residual": (
+        Fn(lambda m, x: m.c((y := m.a(x)) + m.b(y)), a=conv(3, 8), b=conv(8, 8), c=conv(8, 2)),
+        IMAGE,
+        {"a": 8},
+    ),
+    "concat": (
+        Fn(
+            lambda m, x: m.c(torch.cat([F.relu(m.a(x)), m.b(x)], 1)),
+            a=conv(3, 5),
+            b=conv(3, 7),
+            c=conv(12, 2),
+        ),
+        IMAGE,
+        {"a": 5, "b": 7},
+    ),
+    "concat_with_image": (
+        Fn(lambda m, x: m.b(torch.cat([x, m.a(x)], 1)), a=conv(3, 5), b=conv(8, 2)),
+        IMAGE,
+        {"a": 5},
+    ),
+    "grouped": (
+        nn.Sequential(conv(3, 12), nn.ReLU(), conv(12, 18, groups=3), nn.ReLU(), conv(18, 2)),
+        IMAGE,
+        {"0.groups": 3, "0": 4, "2": 6},
+    ),
+    "depthwise": (
+        nn.Sequential(conv(3, 8), conv(8, 8, groups=8), nn.ReLU6(), conv(8, 2)),
+        IMAGE,
+        {"0": 8},
+    ),
+    "depth_multiplier": (
+        nn.Sequential(conv(3, 8), conv(8, 24, groups=8), nn.ReLU(), conv(24, 2)),
+        IMAGE,
+        {"0.groups": 8, "1": 3},
+    ),
+    "transposed_conv": (
+        nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.ReLU(), conv(6, 2)),
+        IMAGE,
+        {"0": 8, "1": 6},
+    ),
+    "squeeze_excite": (
+        Fn(squeeze_excite, a=conv(3, 8), down=conv(8, 4, 1), up=conv(4, 8, 1), b=conv(8, 2)),
+        IMAGE,
+        {"a": 8, "down": 4},
+    ),
+    "hard_coded_view": (
+        Fn(lambda m, x: m.b(m.a(x).view(2, 8 * 36)), a=conv(3, 8), b=nn.Linear(288, 3)),
+        IMAGE,
+        {"a": 8, "b.in": 288},
+    ),
+    "nhwc_flatten": (
+        Fn(
+            lambda m, x: m.b(m.a(x).permute(0, 2, 3, 1).flatten(1)),
+            a=conv(3, 8),
+            b=nn.Linear(288, 3),
+        ),
+        IMAGE,
+        {"a": 8, "b.in": 288},
+    ),
+    "glu": (
+        nn.Sequential(nn.Linear(10, 16), nn.GLU(), nn.Linear(8, 3)),
+        FLAT,
+        {"0": 8, "0.in": 10},
+    ),
+    "uneven_split": (
+        Fn(
+            lambda m, x: m.b((p := m.a(x).split([4, 12], 1))[0]) + m.c(p[1].tanh()),
+            a=nn.Linear(10, 16),
+            b=nn.Linear(4, 3),
+            c=nn.Linear(12, 3),
+        ),
+        FLAT,
+        {"a": 4, "a#2": 12, "a.in": 10},
+    ),
+    "maxout": (
+        Fn(lambda m, x: m.b(m.a(x).view(2, 8, 2).amax(2)), a=nn.Linear(10, 16), b=nn.Linear(8, 3)),
+        FLAT,
+        {"a": 8, "a.in": 10},
+    ),
+    "channel_shuffle": (
+        Fn(channel_shuffle, a=conv(3, 8), b=conv(8, 2)),
+        IMAGE,
+        {"a": 2, "a#2": 4},
+    ),
+    "pixel_shuffle": (
+        nn.Sequential(conv(3, 16), nn.PixelShuffle(2), nn.ReLU(), conv(4, 2)),
+        IMAGE,
+        {"0": 4},
+    ),
+    "raw_parameters": (
+        Fn(
+            lambda m, x: torch.relu(x @ m.u + m.c) @ m.v,
+            u=nn.Parameter(torch.randn(10, 8)),
+            c=nn.Parameter(torch.randn(8)),
+            v=nn.Parameter(torch.randn(8, 3)),
+        ),
+        FLAT,
+        {"u": 8},
+    ),
+    "einsum": (
+        Fn(
+            lambda m, x: torch.einsum("bh,ho->bo", torch.einsum("bi,hi->bh", x, m.u).relu(), m.v),
+            u=nn.Parameter(torch.randn(8, 10)),
+            v=nn.Parameter(torch.randn(8, 3)),
+        ),
+        FLAT,
+        {"u": 8},
+    ),
+    "shared_layer": (
+        Fn(
+            lambda m, x: m.c(m.b(F.relu(m.b(F.relu(m.a(x)))))),
+            a=nn.Linear(10, 8),
+            b=nn.Linear(8, 8),
+            c=nn.Linear(8, 3),
+        ),
+        FLAT,
+        {"a": 8, "a.in": 10},
+    ),
+    "scale_buffer": (
+        Fn(lambda m, x: m.b(m.a(x) * m.s), a=nn.Linear(10, 8), b=nn.Linear(8, 3), s=torch.rand(8)),
+        FLAT,
+        {"a": 8, "a.in": 10},
+    ),
+    "weight_norm": (
+        nn.Sequential(nn.Linear(10, 8), nn.ReLU(), weight_norm(nn.Linear(8, 3))),
+        FLAT,
+        {"0.in": 10},
+    ),
+    "layer_norm_stream": (
+        nn.Sequential(
+            nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)
+        ),
+        FLAT,
+        {"2": 6, "0.in": 10},
+    ),
+    "separate_projections": (
+        Fn(attend, **qkv),
+        TOKENS,
+        {"q.head_dim": 8, "q.heads": 4, "v.head_dim": 8, **inputs},
+    ),
+    "rotary": (
+        Fn(attend, frequency=torch.linspace(0.1, 1, 4), **qkv),
+        TOKENS,
+        {"q.head_dim": 4, "q.heads": 4, "v.head_dim": 8, **inputs},
+    ),
+    "grouped_query": (
+        Fn(
+            lambda m, x: attend(m, x, kv=2),
+            q=nn.Linear(32, 32),
+            k=nn.Linear(32, 16),
+            v=nn.Linear(32, 16),
+            o=nn.Linear(32, 32),
+        ),
+        TOKENS,
+        {"q.head_dim": 8, "q.heads": 2, "v.head_dim": 8, **inputs},
+    ),
+    "fused_by_hand": (
+        Fn(by_hand, qkv=nn.Linear(32, 96), o=nn.Linear(32, 7)),
+        TOKENS,
+        {},
+    ),
+    "multi_head_attention": (
+        Fn(
+            lambda m, x: m.attention(x, x, x, need_weights=False)[0],
+            attention=nn.MultiheadAttention(32, 4, batch_first=True),
+        ),
+        TOKENS,
+        {},
+    ),
+    "encoder_layer": (
+        nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0),
+        TOKENS,
+        {},
+    ),
+}
