@@ -35,9 +35,9 @@ def attach(model: nn.Module, gates: Gates) -> None:
     try:
         for module, link in links:
             module.__dict__[LINK] = link
-            module.__class__ = gated_class(type(module), tuple(link.sites))
-        if _is_container(model) and not is_gated(model):
-            model.__class__ = gated_class(type(model), ())
+            module.__class__ = gated_class(type(module), tuple(link.sites), module is model)
+        if not is_gated(model):
+            model.__class__ = gated_class(type(model), (), holds_bank=True)
         model.add_module(CHILD, gates.train(model.training))
     except BaseException:
         for hook in hooks:
@@ -147,10 +147,6 @@ def _parameter(model: nn.Module, site: Site) -> nn.Parameter:
             f"{tuple(parameter.shape)}: the plan was made for another model"
         )
     return parameter
-
-
-def _is_container(model: nn.Module) -> bool:
-    return hasattr(model, "__iter__") or hasattr(model, "__len__")
 
 
 def _undo(model: nn.Module) -> None:

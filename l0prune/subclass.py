@@ -17,7 +17,7 @@ from l0prune.gates.bank import Gates
 from l0prune.gates.current import Multiplier
 from l0prune.gates.scale import scale
 
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
+_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
 LINK = "_l0prune"  # the attribute by which a module finds the bank
@@ -46,27 +46,36 @@ def is_gated(module: nn.Module) -> bool:
     return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
 
 
-def gated_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def gated_class(
+    original: type[nn.Module], names: tuple[str, ...], holds_bank: bool
+) -> type[nn.Module]:
     """The subclass of ``original`` in which the parameters called ``names`` read as gated.
 
-    One class for all modules alike, as torch.compile takes another class for another model.
+    With ``holds_bank`` a container leaves the bank out of what it contains. Where nothing has
+    to change it is ``original`` itself, and modules alike get the same class.
     """
-    if (original, names) not in _classes:
-        _classes[original, names] = _make_class(original, names)
-    return _classes[original, names]
+    contains = holds_bank and hasattr(original, "__len__")
+    if not names and not contains:
+        return original
+    key = (original, names, contains)
+    if key not in _classes:
+        _classes[key] = _make_class(*key)
+    return _classes[key]
 
 
-def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _make_class(
+    original: type[nn.Module], names: tuple[str, ...], contains: bool
+) -> type[nn.Module]:
     members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
-    if hasattr(original, "__iter__") or hasattr(original, "__len__"):
-        members |= _container_methods(original)
+    if contains:
+        members |= _container_methods(original, gated_class(original, names, False))
     members |= {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce,
         "_l0prune_original": original,
-        "_l0prune_names": names,
+        "_l0prune_arguments": (names, contains),
     }
     metaclass: Any = type(original)
     result: type[nn.Module] = metaclass(original.__name__, (original,), members)
@@ -75,12 +84,9 @@ def _make_class(original: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mo
 
 def _gated_parameter(name: str) -> property:
     def read(module: nn.Module) -> Tensor | None:
-        try:
-            parameter = module._parameters[name]
-        except KeyError:
-            raise AttributeError(
-                f"{type(module).__name__!r} object has no attribute {name!r}"
-            ) from None
+        if name not in module._parameters:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        parameter = module._parameters[name]
         link: Link | None = module.__dict__.get(LINK)
         if parameter is None or link is None or link.gates.bypassed:
             return parameter
@@ -94,7 +100,9 @@ def _gated_parameter(name: str) -> property:
     return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
 
 
-def _container_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def _container_methods(
+    original: type[nn.Module], without_bank: type[nn.Module]
+) -> dict[str, Callable[..., Any]]:
     """Methods of a container (a Sequential, say) that leave the bank out of its contents."""
 
     def iterate(self: nn.Module) -> Iterator[Any]:
@@ -105,36 +113,36 @@ def _container_methods(original: type[nn.Module]) -> dict[str, Callable[..., Any
     def length(self: nn.Module) -> int:
         return int(original.__len__(self)) - (CHILD in self._modules)  # type: ignore[attr-defined]
 
-    def without_bank(name: str) -> Callable[..., Any]:
+    def asked_without_bank(name: str) -> Callable[..., Any]:
         def method(self: nn.Module, *args: Any) -> Any:
             contents = {k: m for k, m in self._modules.items() if k != CHILD}
-            plain = object.__new__(original)
-            plain.__dict__ = {**self.__dict__, "_modules": contents}
-            return getattr(plain, name)(*args)
+            view = object.__new__(without_bank)
+            view.__dict__ = {**self.__dict__, "_modules": contents}
+            return getattr(view, name)(*args)
 
         return method
 
     methods: dict[str, Callable[..., Any]] = {"__iter__": iterate, "__len__": length}
-    methods |= {name: without_bank(name) for name in ("__getitem__", "keys", "values", "items")}
+    methods |= {n: asked_without_bank(n) for n in ("__getitem__", "keys", "values", "items")}
     return {name: method for name, method in methods.items() if hasattr(original, name)}
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Pickle as the original class would, and put the gated class on when it is back."""
     original = original_class(self)
-    names: tuple[str, ...] = type(self)._l0prune_names  # type: ignore[attr-defined]
+    gated_as: tuple[Any, ...] = type(self)._l0prune_arguments  # type: ignore[attr-defined]
     reduced: Any = original.__reduce_ex__(self, protocol)
     rebuild, arguments, *state = reduced
     arguments = tuple(original if a is type(self) else a for a in arguments)
-    return (_rebuild, (original, names, rebuild, arguments), *state)
+    return (_rebuild, (original, gated_as, rebuild, arguments), *state)
 
 
 def _rebuild(
     original: type[nn.Module],
-    names: tuple[str, ...],
+    gated_as: tuple[tuple[str, ...], bool],
     rebuild: Callable[..., nn.Module],
     arguments: tuple[Any, ...],
 ) -> nn.Module:
     module = rebuild(*arguments)
-    module.__class__ = gated_class(original, names)
+    module.__class__ = gated_class(original, *gated_as)
     return module
