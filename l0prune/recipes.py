@@ -7,6 +7,7 @@ import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any, Literal
 
 import onnxruntime
@@ -156,7 +157,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     data = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     gated = folder / "gated.pt"
     if not gated.exists():
-        model = _dense(recipe, data, folder)
+        model = _dense(recipe, data, folder, data_root)
         _gate(recipe, model, data, gated)
     tuned = folder / "tuned.pt"
     if not tuned.exists():
@@ -186,23 +187,33 @@ def _write(file: Any, text: str) -> None:
     file.write(text.encode())
 
 
-def _dense(recipe: Recipe, data: Data, folder: Path) -> Any:
+def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> Any:
     """The network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
         return l0prune.load(path)
     torch.manual_seed(recipe.seed)
-    model = load_model(recipe.model.source, _weights(recipe))
+    model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
     if recipe.dense is None:
         return model
-    history = l0prune.train_dense(model, data, out=folder / "dense", resume=True, **recipe.dense)
+    settings = {"out": folder / "dense", "resume": True, "seed": recipe.seed, **recipe.dense}
+    history = l0prune.train_dense(model, data, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
 
 
-def _weights(recipe: Recipe) -> str | None:
-    """The weights' file; ``$L0PRUNE_DATA`` and other variables in it are filled in."""
-    return os.path.expandvars(recipe.model.weights) if recipe.model.weights else None
+def _weights(path: str | None, data_root: str | None) -> str | None:
+    """The weights' file; environment variables in it are filled in, ``--data-root`` counts too."""
+    if path is None:
+        return None
+    known = {**os.environ, **({"L0PRUNE_DATA": data_root} if data_root else {})}
+    try:
+        return Template(path).substitute(known)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"the recipe's weights are {path}, and {error} is not set. Set it, or say where they "
+            "are: model.weights=FILE."
+        ) from error
 
 
 def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:

@@ -1,0 +1,137 @@
+import json
+
+import onnx
+import pytest
+import torch
+
+import l0prune
+from l0prune import recipes
+from l0prune.errors import UsageError
+from l0prune.finetune import Settings
+from l0prune.lambdas import Lambda
+
+EXAMPLES = {
+    "digits": torch.zeros(2, 1, 8, 8),
+    "mnist": torch.zeros(2, 1, 28, 28),
+    "cifar10": torch.zeros(2, 3, 32, 32),
+}
+PARAMS = {
+    "digits-lenet": 13_802,
+    "mnist-mlp": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
+    "mnist-lenet5": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
+    "mnist-lenet5-sep": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
+    "cifar-resnet": 269_722,  # He et al. 2016: 0.27 M
+}
+
+
+def test_builtin_recipes_are_these():
+    assert set(recipes.builtin()) == set(PARAMS)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_settings_of_a_builtin_recipe_fit_its_network(name):
+    recipe = recipes.load(name, [])
+    model = l0prune.load_model(recipe.model.source)
+    l0prune.gate(
+        model,
+        EXAMPLES[recipe.data.source],
+        include=recipe.gate.include,
+        exclude=recipe.gate.exclude,
+        open_probability=recipe.gate.open_probability,
+    )
+    gates = l0prune.gates(model)
+    assert sum(p.numel() for p in model.parameters()) - gates.plan.size == PARAMS[name]
+    settings = Settings.of(recipe.finetune)
+    lam = Lambda.of(settings.lam, 60_000).for_axes(gates.plan.names)
+    assert min(lam) > 0
+    if recipe.dense is not None:
+        Settings.of(recipe.dense)
+
+
+def test_mlp_starts_at_the_papers_dropout_rates():
+    recipe = recipes.load("mnist-mlp", [])
+    model = l0prune.load_model(recipe.model.source)
+    start = recipe.gate.open_probability
+    l0prune.gate(model, EXAMPLES["mnist"], open_probability=start, jitter=0)
+    gates = l0prune.gates(model)
+    for axis in gates.axes:
+        rate = 0.2 if axis.kind == "input" else 0.5
+        log_alpha = torch.tensor((1 - rate) / rate).log()
+        values = gates.log_alpha.detach()[axis.slice]
+        torch.testing.assert_close(values, log_alpha.expand(axis.size), atol=2e-4, rtol=0)
+
+
+def test_overrides():
+    recipe = recipes.load("digits-lenet", ["finetune.epochs=3", "finetune.lam=2/N", "seed=7"])
+    assert (recipe.finetune["epochs"], recipe.finetune["lam"], recipe.seed) == (3, "2/N", 7)
+    assert recipes.load("digits-lenet", ["export.pt2=true"]).export.pt2 is True
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("finetune.epochs", "section.key=value"),
+        ("=3", "section.key=value"),
+        ("gate.opn_probability=0.5", r"gate\.opn_probability"),
+        ("gate.estimator=mean", r"gate\.estimator"),
+        ("model.source.x=1", "source is a value"),
+    ],
+)
+def test_bad_overrides_are_refused(override, message):
+    with pytest.raises(UsageError, match=message):
+        recipes.load("digits-lenet", [override])
+
+
+def test_unknown_recipe_names_the_known_ones():
+    with pytest.raises(UsageError, match="digits-lenet"):
+        recipes.load("digits", [])
+
+
+def test_a_file_that_is_no_recipe(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text("model = [")
+    with pytest.raises(UsageError, match="cannot be read"):
+        recipes.load(str(path), [])
+    path.write_text('[model]\nsource = "m.py:f"\n')
+    with pytest.raises(UsageError, match="description"):
+        recipes.load(str(path), [])
+
+
+def test_weights_under_a_variable_that_is_not_set(tmp_path, monkeypatch):
+    monkeypatch.delenv("L0PRUNE_WEIGHTS", raising=False)
+    recipe = recipes.load("digits-lenet", ["model.weights=$L0PRUNE_WEIGHTS/w.pt"])
+    with pytest.raises(UsageError, match=r"L0PRUNE_WEIGHTS.*model\.weights=FILE"):
+        recipes.run(recipe, tmp_path / "run")
+
+
+SHORT = [
+    "dense.epochs=3", "finetune.epochs=4", "finetune.gate_lr=0.5", "finetune.settle=1",
+    "finetune.lam=20/N", "dense.progress=false", "finetune.progress=false",
+]  # fmt: skip
+
+
+def test_a_run_does_each_stage_once(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = tmp_path / "run"
+    recipe = recipes.load("digits-lenet", SHORT)
+    result = recipes.run(recipe, folder)
+    written = json.loads((folder / "result.json").read_text())
+    assert written == json.loads(json.dumps(result))
+    assert result["params"] < result["params_before"] == 13_802
+    assert result["test_error"] == pytest.approx(result["training"]["error"], abs=1 / 360 + 1e-9)
+    assert result["onnx_test_error"] == pytest.approx(result["test_error"], abs=1 / 360 + 1e-9)
+    stored = onnx.load(result["onnx"]).graph.initializer
+    largest = max(onnx.numpy_helper.to_array(t).size for t in stored)
+    assert largest <= result["params"]
+
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.pt")}
+    assert {path.name for path in times} == {"dense.pt", "gated.pt", "tuned.pt"}
+    (folder / "gated.pt").unlink()
+    (folder / "tuned.pt").unlink()
+    again = recipes.run(recipe, folder)
+    assert (folder / "dense.pt").stat().st_mtime_ns == times[folder / "dense.pt"]
+    assert again["axes"] == result["axes"]
+    assert again["test_error"] == result["test_error"]
+
+    with pytest.raises(UsageError, match="other settings"):
+        recipes.run(recipes.load("digits-lenet", []), folder)
