@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import click
+import typer
 from rich.console import Console
 
 from l0prune.errors import L0pruneError, UsageError
@@ -25,18 +25,15 @@ def run_command(command: Callable[[], Any]) -> int:
     """Run a command; the exit code, with a message for whatever goes wrong."""
     try:
         command()
-    except click.exceptions.Exit as stop:
+    except typer.Exit as stop:
         return int(stop.exit_code)
-    except click.ClickException as error:
-        error.show()
-        return WRONG_USE
     except UsageError as error:
         complain(str(error))
         return WRONG_USE
     except L0pruneError as error:
         complain(str(error))
         return FAILED
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         complain("stopped. The same command goes on from the last checkpoint, if it wrote one.")
         return FAILED
     except BrokenPipeError:
@@ -46,6 +43,11 @@ def run_command(command: Callable[[], Any]) -> int:
         complain("out of memory. A smaller --batch-size or a smaller --input may fit.")
         return FAILED
     except Exception as error:
+        # typer's own complaints about options; the class is click's or typer's, by version
+        show = getattr(error, "show", None)
+        if show is not None and hasattr(error, "exit_code"):
+            show()
+            return WRONG_USE
         unexpected(error)
         return FAILED
     return DONE

@@ -1,0 +1,226 @@
+"""The command line, driven as a user drives it: processes in a folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.cli import main
+
+COMMAND = [sys.executable, "-c", "from l0prune.cli import main; main()"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+
+
+def run(*arguments, cwd):
+    """A command as a process: exit code, stdout, stderr."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capfd):
+    """A command inside this process, for what ends before any work is done."""
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["l0prune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        written = capfd.readouterr()
+        return stop.value.code, written.out, written.err
+
+    return call
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(288, 32),
+        nn.ReLU(),
+        nn.Linear(32, 10),
+    )
+
+
+def test_three_commands_in_a_row(tmp_path):
+    pytest.importorskip("sklearn")
+    model = network()
+    torch.save(model, tmp_path / "model.pt")
+
+    code, out, err = run("gate", "model.pt", "--input", "1x1x8x8", "--json", cwd=tmp_path)
+    assert code == 0, err
+    gated = json.loads(out)
+    assert gated["file"] == "model.gated.pt"
+    assert gated["params"] == sum(p.numel() for p in model.parameters())
+
+    settings = ("--epochs", "4", "--set", "ema=0.9", "--gate-lr", "0.5", "--lambda", "20/N")
+    code, out, err = run("finetune", "--data", "digits", *settings, "--json", cwd=tmp_path)
+    assert code == 0, err
+    tuned = json.loads(out)
+    assert tuned["file"] == "model.tuned.pt"
+    assert tuned["params"] < gated["params"]
+
+    code, out, err = run("export", "--onnx", "--json", cwd=tmp_path)
+    assert code == 0, err
+    exported = json.loads(out)
+    assert exported["files"] == ["model.onnx"]
+    assert exported["params"] == tuned["params"]
+
+    x = torch.randn(7, 1, 8, 8)
+    expected = l0prune.load(tmp_path / "model.tuned.pt").eval()(x)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    scale = expected.abs().max().item()
+    assert (torch.from_numpy(got) - expected).abs().max().item() <= 1e-5 * scale
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    pytest.importorskip("sklearn")
+    torch.save(network(), tmp_path / "model.pt")
+    (tmp_path / "l0prune.toml").write_text('data = "digits"\n[finetune]\nepochs = 40\nema = 0.9\n')
+    assert run("gate", "model.pt", cwd=tmp_path)[0] == 0
+    process = subprocess.Popen(
+        [*COMMAND, "finetune"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    checkpoint = tmp_path / "model.run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (checkpoint.exists() and checkpoint.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "same command" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "model.tuned.pt").exists()
+    before = checkpoint.read_text().splitlines()
+    assert len(before) < 40
+
+    code, _, err = run("finetune", cwd=tmp_path)
+    assert code == 0, err
+    assert "going on in epoch" in err
+    after = [json.loads(line) for line in checkpoint.read_text().splitlines()]
+    assert [record["epoch"] for record in after] == list(range(1, 41))
+    assert (tmp_path / "model.tuned.pt").exists()
+
+
+def test_survey_as_json_and_for_people(command, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    code, out, _ = command("survey", "model.pt", "--input", "1x1x8x8", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["params"] == sum(p.numel() for p in network().parameters())
+    assert {axis["size"] for axis in found["axes"]} == {8, 32, 288}
+    code, out, _ = command("survey", "model.pt", "--input", "1x1x8x8")
+    assert code == 0
+    assert "Can be cut" in out
+
+
+def test_recipes(command):
+    code, out, _ = command("recipes", "ls", "--json")
+    assert code == 0
+    assert "digits-lenet" in json.loads(out)
+    code, out, _ = command("recipes", "show", "digits-lenet")
+    assert code == 0
+    assert 'source = "digits"' in out
+
+
+@pytest.mark.parametrize("name", ["survey", "gate", "finetune", "export", "run"])
+def test_help_teaches_with_an_example(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    assert f"l0prune {name} " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["survey"], "no model is named"),
+        (["survey", "torchvision:nothing"], "torchvision has no model"),
+        (["survey", "model.pt"], "example input is needed"),
+        (["survey", "model.pt", "--input", "1xx8"], "is no input"),
+        (["gate", "model.pt", "--input", "1x1x8x8", "--open-probability", "1"], "strictly between"),
+        (["gate", "model.pt", "--input", "1x1x8x8", "--estimator", "mean"], "estimator"),
+        (["finetune"], "no file is named"),
+        (["export"], "no file is named"),
+        (["run", "nothing"], "there is no recipe"),
+        (["run", "digits-lenet", "dense"], "section.key=value"),
+        (["nonsense"], "No such command"),
+        (["export", "--nonsense"], "No such option"),
+    ],
+)
+def test_wrong_use_is_exit_code_2(command, tmp_path, arguments, message):
+    torch.save(network(), tmp_path / "model.pt")
+    code, out, err = command(*arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def save_text(path):
+    path.write_text("no model")
+
+
+def save_state(path):
+    torch.save(network().state_dict(), path)
+
+
+def save_half(path):
+    torch.save(network(), path)
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (None, "does not exist"),
+        (save_text, "m.pt"),
+        (save_state, "--weights"),
+        (save_half, "m.pt"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_exit_code_1(command, tmp_path, make, message):
+    if make is not None:
+        make(tmp_path / "m.pt")
+    code, out, err = command("gate", "m.pt", "--input", "1x1x8x8")
+    assert (code, out) == (1, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("*.gated.pt"))
+
+
+def test_a_model_that_cannot_be_pruned_says_so(command, tmp_path):
+    torch.save(nn.Sequential(nn.Linear(4, 3)), tmp_path / "m.pt")
+    code, _, err = command("gate", "m.pt", "--input", "2x4", "--exclude", "*")
+    assert code == 1
+    assert "no axis is left" in err
+
+
+@pytest.mark.parametrize("lam", ["-1/N", "0.1/M", "nothing=1"])
+def test_a_lambda_that_makes_no_sense(command, tmp_path, lam):
+    pytest.importorskip("sklearn")
+    torch.save(network(), tmp_path / "m.pt")
+    assert command("gate", "m.pt", "--input", "1x1x8x8", "--data", "digits")[0] == 0
+    code, _, err = command("finetune", "--lambda", lam)
+    assert code == 2
+    assert "λ" in err
+    assert not (tmp_path / "m.tuned.pt").exists()
