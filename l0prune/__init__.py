@@ -1,4 +1,4 @@
-"""Learned L0 gates for any PyTorch network, cut into a smaller model that gives the same answers."""
+"""Learned L0 gates for any PyTorch network, cut into a smaller one that gives the same answers."""
 
 from l0prune.artifact import load, read_info, save
 from l0prune.data import Data, load_data

@@ -51,7 +51,8 @@ class Captured:
     @property
     def graph(self) -> Graph:
         """The fx graph."""
-        return self.program.graph
+        graph: Graph = self.program.graph
+        return graph
 
 
 def capture(
@@ -104,7 +105,9 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def widened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same inputs with a batch of one repeated to two: torch.export fixes a size of one."""
     if batch_of(args, kwargs) != 1:
         return args, kwargs
@@ -172,8 +175,8 @@ def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Every tensor name with the first name of the same tensor; and those that differ."""
     first: dict[int, str] = {}
     canonical: dict[str, str] = {}
-    every = [*model.named_parameters(remove_duplicate=False)]
-    every += [*model.named_buffers(remove_duplicate=False)]
+    every: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    every += model.named_buffers(remove_duplicate=False)
     for name, tensor in every:
         canonical[name] = first.setdefault(id(tensor), name)
     return canonical, {name: to for name, to in canonical.items() if name != to}

@@ -96,23 +96,26 @@ def _torchvision(name: str) -> nn.Module:
         raise UsageError(
             f"torchvision has no model {name!r}; see torchvision.models.list_models()."
         )
-    return torchvision.models.get_model(name)
+    model: nn.Module = torchvision.models.get_model(name)
+    return model
 
 
 def _timm(name: str) -> nn.Module:
     timm = _package("timm")
     try:
-        return timm.create_model(name)
+        model: nn.Module = timm.create_model(name)
     except RuntimeError as error:
         raise UsageError(f"timm has no model {name!r}: {error}") from error
+    return model
 
 
 def _transformers(name: str) -> nn.Module:
     transformers = _package("transformers")
     try:
-        return transformers.AutoModel.from_pretrained(name)
+        model: nn.Module = transformers.AutoModel.from_pretrained(name)
     except OSError as error:
         raise UsageError(f"transformers cannot load {name!r}: {error}") from error
+    return model
 
 
 def _package(name: str) -> Any:

@@ -169,7 +169,7 @@ class Plan:
         return read
 
     def _positions(self, layout: Layout, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For each position of ``layout``: the slot of axis ``number`` there, and whether one is."""
+        """For each position: the slot of axis ``number`` there, and whether there is one."""
         base = layout.base if isinstance(layout, Both) else layout
         alone = only(base, frozenset([number]))
         marks = torch.zeros(self.size, dtype=torch.int64)
@@ -240,7 +240,10 @@ class Plan:
                 pins=tuple(Pin(*pin) for pin in data["pins"]),
                 tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
                 sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
-                costs=tuple(Cost(o, u, s, tuple(map(from_json, d))) for o, u, s, d in data["costs"]),
+                costs=tuple(
+                    Cost(owner, unit, scale, tuple(map(from_json, dims)))
+                    for owner, unit, scale, dims in data["costs"]
+                ),
                 aliases=dict(data["aliases"]),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -13,9 +13,14 @@ from l0prune.errors import FileError
 def network():
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 8), nn.ReLU(),
+        nn.Conv2d(1, 6, 3),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(216, 8),
+        nn.ReLU(),
         nn.Linear(8, 3),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ class Builder:
 
     def _add_fine_axes(self) -> None:
         """One gate per column of a Linear that reads a flattened map or the model's input."""
-        uses = defaultdict(int)
+        uses: dict[Place | None, int] = defaultdict(int)
         for read in self.infer.reads:
             uses[read.place] += 1
         for read in self.infer.reads:

@@ -152,8 +152,9 @@ class Inference:
             elif name not in ("aten.detach", "aten.alias", "aten.contiguous", "aten.to"):
                 return None
             node = source
-        name = self.captured.names.get(node.name)
-        return (name, dim) if name is not None and name in self.captured.parameters else None
+        stored = self.captured.names.get(node.name)
+        is_parameter = stored is not None and stored in self.captured.parameters
+        return (stored, dim) if stored is not None and is_parameter else None
 
     def read(self, expr: Expr, node: Node, weight: tuple[Node, int] | None, *others: Node) -> None:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""

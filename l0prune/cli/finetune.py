@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,10 +62,19 @@ def finetune(
     info = artifact.read_info(path)
     source = load_data(_data_spec(data, info), chosen(data_root, "data_root", info))
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    given = dict(
-        lam=lam, counting=counting, epochs=epochs, batch_size=batch_size, lr=lr, gate_lr=gate_lr,
-        optimizer=optimizer, settle=settle, seed=seed, device=device, autocast=autocast,
-    )  # fmt: skip
+    given = {
+        "lam": lam,
+        "counting": counting,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "gate_lr": gate_lr,
+        "optimizer": optimizer,
+        "settle": settle,
+        "seed": seed,
+        "device": device,
+        "autocast": autocast,
+    }
     settings = dict(defaults().get("finetune", {}))
     settings |= {name: value for name, value in given.items() if value is not None}
     settings |= dict(_parsed(text) for text in setting or ())
@@ -88,8 +98,6 @@ def _data_spec(data: str | None, info: dict[str, Any]) -> str:
 
 def _parsed(text: str) -> tuple[str, Any]:
     """``name=value`` with the value as TOML reads it, or as text."""
-    import tomllib
-
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: write name=value.")

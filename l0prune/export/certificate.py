@@ -54,8 +54,8 @@ class Certificate:
         failed = [check for check in self.checks if not check.passed]
         if failed:
             lines = [
-                f"  {c.what} in {c.dtype}, batch of {c.batch}: {c.error:.2e} of the output's scale, "
-                f"allowed {c.tolerance:.0e}"
+                f"  {c.what} in {c.dtype}, batch of {c.batch}: {c.error:.2e} of the output's "
+                f"scale, allowed {c.tolerance:.0e}"
                 for c in failed
             ]
             raise CertificateError(

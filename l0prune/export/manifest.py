@@ -54,5 +54,6 @@ def _convolution(module: nn.modules.conv._ConvNd, weight: Tensor) -> dict[str, i
     groups = own // per_group if module.weight.shape[1] == other and module.groups > 1 else None
     groups = groups or module.groups
     first, second = own, other * groups
-    names = ("in_channels", "out_channels") if module.transposed else ("out_channels", "in_channels")
-    return {names[0]: first, names[1]: second, "groups": groups}
+    if module.transposed:
+        first, second = second, first
+    return {"out_channels": first, "in_channels": second, "groups": groups}

@@ -19,9 +19,7 @@ from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
 
 
-def dense_module(
-    analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
-) -> GraphModule:
+def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> GraphModule:
     """The captured graph with cut tensors and rewritten shapes.
 
     Args:

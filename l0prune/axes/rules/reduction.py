@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
 
 
-def reduced_dims(node: Node, rank: int) -> list[int]:
-    """Which dims the operator reduces; all where it names none."""
-    dims: Any = argument(node, 1, "dim")
+def reduced_dims(dims: Any, rank: int) -> list[int]:
+    """Which dims an operator's argument names; all where it names none."""
     if dims is None or dims == [] or isinstance(dims, bool):
         return list(range(rank))
     return [int(d) % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
@@ -38,7 +37,7 @@ def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
 def total(infer: Inference, node: Node) -> Value:
     """A sum reads a dim without weights: exact where the slot's values are zero."""
     dims = infer.dims(source(node))
-    reduced = reduced_dims(node, len(dims))
+    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
     for position in reduced:
         infer.read(dims[position], node, None, source(node))
     return keep(infer, node, reduced)
@@ -50,7 +49,10 @@ def mean(infer: Inference, node: Node) -> Value:
     return _over(infer, node, "a mean is taken over it")
 
 
-@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod", "aten.linalg_vector_norm", "aten.norm")
+_NORMS = ("aten.linalg_vector_norm", "aten.norm")
+
+
+@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod", *_NORMS)
 def extreme(infer: Inference, node: Node) -> Value:
     """A reduction in which every slot counts."""
     return _over(infer, node, f"{operator_name(node.target)} reduces over it")
@@ -59,21 +61,15 @@ def extreme(infer: Inference, node: Node) -> Value:
 def _over(infer: Inference, node: Node, text: str) -> Value:
     dims = infer.dims(source(node))
     # norms carry their order first: x.norm(p, dim)
-    has_order = operator_name(node.target) in ("aten.linalg_vector_norm", "aten.norm")
+    has_order = operator_name(node.target) in _NORMS
     dim = argument(node, 2, "dim") if has_order else argument(node, 1, "dim")
-    reduced = _as_dims(dim, len(dims))
+    reduced = reduced_dims(dim, len(dims))
     for position in reduced:
         infer.solver.pin(dims[position], text)
     return keep(infer, node, reduced)
 
 
-def _as_dims(dim: Any, rank: int) -> list[int]:
-    if dim is None or dim == []:
-        return list(range(rank))
-    return [int(d) % rank for d in (dim if isinstance(dim, list | tuple) else [dim])]
-
-
-@rule("aten.var", "aten.std", "aten.var_mean", "aten.std_mean", "aten.max", "aten.min", "aten.argmax")
+@rule(*(f"aten.{n}" for n in ("var", "std", "var_mean", "std_mean", "max", "min", "argmax")))
 def statistic(infer: Inference, node: Node) -> Value:
     """A statistic over some dims: those stay whole."""
     tensors = [arg for arg in node.args if isinstance(arg, Node) and shape_of(arg) is not None]
@@ -82,7 +78,7 @@ def statistic(infer: Inference, node: Node) -> Value:
             infer.pin_all(tensor, f"{operator_name(node.target)} compares it")
         return infer.opaque(node, "a comparison")
     dims = infer.dims(source(node))
-    reduced = reduced_dims(node, len(dims))
+    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
     for position in reduced:
         infer.solver.pin(dims[position], f"{operator_name(node.target)} goes over it")
     kept = keep(infer, node, reduced)

@@ -50,9 +50,10 @@ def _tie(infer: Inference, dims: list[Expr]) -> None:
         infer.solver.unify(dims[0], dim)
 
 
-@rule(
-    "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split", "aten.unbind", zero=each
-)
+_SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
+
+
+@rule(*(f"aten.{name}" for name in _SPLITS), zero=each)
 def split(infer: Inference, node: Node) -> Value:
     """A dim in pieces, as long as the example's pieces were."""
     pieces = node.meta["val"]
@@ -206,5 +207,3 @@ def unfold(infer: Inference, node: Node) -> Value:
     """Sliding windows: a carried channel is not followed through them."""
     infer.pin_all(source(node), "it is cut into sliding windows")
     return infer.opaque(node, "sliding windows")
-
-
