@@ -1,0 +1,115 @@
+"""The survey: counts that torch agrees with, every layer accounted for, no change to the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torchvision
+from networks import CASES
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import l0prune
+from l0prune.errors import CaptureError, UsageError
+from l0prune.layout import axes_of
+
+
+def flops(model: nn.Module, x: torch.Tensor) -> int:
+    # Without the fused fast path of nn.MultiheadAttention, which the counter does not see into.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model.eval()(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1"]
+)
+def test_counts_agree_with_torch_on_torchvision(name):
+    model = torchvision.models.get_model(name)
+    x = torch.randn(2, 3, 64, 64)
+    found = l0prune.survey(model, (x,))
+    assert 2 * found.macs * 2 == flops(model, x)
+    assert found.params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "grouped", "depth_multiplier", "transposed_conv", "separate_projections",
+     "fused_by_hand", "multi_head_attention", "encoder_layer", "raw_parameters", "einsum"],
+)  # fmt: skip
+def test_counts_agree_with_torch_on_small_networks(name):
+    module, shape, _ = CASES[name]
+    x = torch.randn(shape)
+    assert 2 * l0prune.survey(module, (x,)).macs * shape[0] == flops(module, x)
+
+
+def test_every_weight_is_prunable_or_pinned():
+    model = torchvision.models.get_model("mobilenet_v3_small")
+    found = l0prune.survey(model, (torch.randn(2, 3, 64, 64),))
+    pinned = {pin.where for pin in found.pins}
+
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            for dim in (0, 1):
+                free = bool(axes_of(found.plan.tensors[name][dim]))
+                alone = parameter.shape[dim] == 1
+                assert free or alone or f"{name} dim {dim}" in pinned
+
+
+def test_a_survey_changes_nothing():
+    model = torchvision.models.get_model("resnet18").train()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    l0prune.survey(model, (torch.randn(2, 3, 64, 64),))
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_json_and_text_tell_the_same():
+    module, shape, _ = CASES["concat"]
+    found = l0prune.survey(module, torch.randn(shape))
+    data = json.loads(found.to_json())
+    assert [axis["name"] for axis in data["axes"]] == ["a", "b"]
+    text = str(found)
+    assert all(axis["name"] in text for axis in data["axes"])
+
+
+def test_parameters_that_eval_never_uses_are_named():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.extra = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x):
+            y = torch.relu(self.a(x))
+            return (self.b(y), self.extra(y)) if self.training else self.b(y)
+
+    found = l0prune.survey(Auxiliary(), torch.randn(2, 4))
+    assert found.unused == ("extra.weight", "extra.bias")
+
+
+def test_a_model_that_cannot_be_captured_says_where():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x):
+            if self.a(x).sum() > 0:
+                return x
+            return -x
+
+    with pytest.raises(CaptureError, match=r"test_survey\.py:\d+") as error:
+        l0prune.survey(Branching(), torch.randn(2, 4))
+    assert "if self.a(x).sum() > 0" in str(error.value)
+
+
+def test_an_example_without_tensors():
+    with pytest.raises(UsageError, match="hold no tensor"):
+        l0prune.survey(nn.Linear(2, 2), (3,))
