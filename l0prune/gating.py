@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture import batch_of
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gates import Gate, Gates, HardConcrete
 from l0prune.gates.bank import Example
 from l0prune.plan import Plan
-from l0prune.rewrite import attach, check_ungated, detach, gates_of
+from l0prune.rewrite import attach, check_ungated, detach, gates_of, parameter_of
 
 if TYPE_CHECKING:
     from l0prune.survey import Survey
@@ -146,20 +145,17 @@ def _initial(
 
 def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
     """On the device of the first gated parameter; in float64 if all of them are."""
-    parameters = [model.get_parameter(site.tensor) for site in plan.sites]
+    parameters = [parameter_of(model, site) for site in plan.sites]
     double = all(p.dtype == torch.float64 for p in parameters)
     return log_alpha.to(parameters[0].device, torch.float64 if double else torch.float32)
 
 
 def _kept_example(survey: Survey) -> Example:
-    """The example inputs as the model carries them: on the CPU, no more than two of a batch."""
-    batch = batch_of(*survey.example)
+    """The example inputs as the model carries them: copies on the CPU."""
 
     def keep(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        cut = survey.dynamic and leaf.ndim > 0 and leaf.shape[0] == batch
-        return (leaf[:2] if cut else leaf).detach().cpu().clone()
+        is_real = isinstance(leaf, Tensor) and not leaf.is_meta
+        return leaf.detach().cpu().clone() if is_real else leaf
 
     args, kwargs = pytree.tree_map(keep, survey.example)
     return args, kwargs

@@ -118,7 +118,7 @@ def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
     """Every module that owns a gated parameter, with its link to the bank."""
     sites: dict[int, list[tuple[Multiplier, int]]] = defaultdict(list)
     for site in gates.plan.sites:
-        parameter = _parameter(model, site)
+        parameter = parameter_of(model, site)
         sites[id(parameter)].append((gates.multiplier(site.layout), site.dim))
     links = []
     for module in model.modules():
@@ -132,7 +132,8 @@ def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
     return links
 
 
-def _parameter(model: nn.Module, site: Site) -> nn.Parameter:
+def parameter_of(model: nn.Module, site: Site) -> nn.Parameter:
+    """The parameter that a site names; UsageError if the model has no such one of that size."""
     try:
         parameter = model.get_parameter(site.tensor)
     except AttributeError as error:

@@ -27,13 +27,11 @@ class Survey:
         plan: the axes, pins and costs as data.
         example: the example inputs it was made with, positional and by name.
         unused: parameters that the eval-mode forward never touches (auxiliary heads).
-        dynamic: whether the capture holds for any batch size, not the example's alone.
     """
 
     plan: Plan
     example: tuple[tuple[Any, ...], dict[str, Any]]
     unused: tuple[str, ...] = ()
-    dynamic: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -138,5 +136,4 @@ def survey(
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
     captured = capture(model, args, by_name)
-    plan = analyse(captured).plan
-    return Survey(plan, (args, by_name), captured.unused, captured.dynamic)
+    return Survey(analyse(captured).plan, (args, by_name), captured.unused)
