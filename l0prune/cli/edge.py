@@ -19,12 +19,14 @@ out = Console()
 err = Console(stderr=True)
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
+_INTERRUPTED = 130  # what typer, asked not to exit by itself, returns after Ctrl-C
 
 
 def run_command(command: Callable[[], Any]) -> int:
     """Run a command; the exit code, with a message for whatever goes wrong."""
     try:
-        command()
+        if command() == _INTERRUPTED:
+            raise KeyboardInterrupt
     except typer.Exit as stop:
         return int(stop.exit_code)
     except UsageError as error:

@@ -94,14 +94,15 @@ def test_three_commands_in_a_row(tmp_path):
 def test_a_stopped_run_goes_on(tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")
-    (tmp_path / "l0prune.toml").write_text('data = "digits"\n[finetune]\nepochs = 40\nema = 0.9\n')
+    settings = 'data = "digits"\n[finetune]\nepochs = 6\nbatch_size = 4\nema = 0.9\n'
+    (tmp_path / "l0prune.toml").write_text(settings)
     assert run("gate", "model.pt", cwd=tmp_path)[0] == 0
     process = subprocess.Popen(
         [*COMMAND, "finetune"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
     checkpoint = tmp_path / "model.run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (checkpoint.exists() and checkpoint.read_text().count("\n") >= 2):
+    while not (checkpoint.exists() and checkpoint.read_text().count("\n") >= 1):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
@@ -112,13 +113,13 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert "Traceback" not in err
     assert not (tmp_path / "model.tuned.pt").exists()
     before = checkpoint.read_text().splitlines()
-    assert len(before) < 40
+    assert len(before) < 6
 
     code, _, err = run("finetune", cwd=tmp_path)
     assert code == 0, err
     assert "going on in epoch" in err
     after = [json.loads(line) for line in checkpoint.read_text().splitlines()]
-    assert [record["epoch"] for record in after] == list(range(1, 41))
+    assert [record["epoch"] for record in after] == list(range(1, 7))
     assert (tmp_path / "model.tuned.pt").exists()
 
 
