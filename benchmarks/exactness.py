@@ -60,7 +60,7 @@ class Result:
     predicted: int
     found: int
     in_file: int
-    signal: float
+    signal: float  # how much the output varies with the input, relative to its scale
     seconds: float
 
 
@@ -84,16 +84,18 @@ def scramble(model: nn.Module, example: tuple[Tensor, ...], seed: int = 0) -> nn
             parameter.add_(torch.randn_like(parameter) * 0.1)
         elif "layer_scale" in name:
             parameter.fill_(0.5)
+        elif not parameter.any():  # a ViT's head starts at zero, and would hide everything
+            parameter.normal_(std=0.05)
     l0prune.gate(model, example)
     bank = l0prune.gates(model)
     is_closed = torch.rand(bank.plan.size) < 0.5
     fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
     bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
-    z = bank.z()
+    z, parameters = bank.z(), dict(model.named_parameters())
     for site in bank.plan.sites:
         if site.role == "read":
             scale = bank.plan.spread(site.layout, z).square().mean().sqrt().clamp(min=0.05)
-            model.get_parameter(site.tensor).div_(scale)
+            parameters[site.tensor].div_(scale)
     _settle_statistics(model, example)
     return model.eval()
 
@@ -148,7 +150,7 @@ def parameters_in(path: Path) -> int:
 def main(names: list[str]) -> None:
     """Print one row per model, as a Markdown table."""
     known = {name: side for family in FAMILIES.values() for name, side in family}
-    print("| model | float64 | float32 | ONNX Runtime | before | predicted | found | in the file | s |")
+    print("| model | float64 | float32 | ONNX | before | predicted | found | file | seconds |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for name in names or known:
         r = measure(name, known[name])

@@ -1,0 +1,32 @@
+"""Exactness over torchvision's families: half of the gates closed at random, none trivial."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.exactness import FAMILIES, measure
+
+SMALL = ["resnet18", "shufflenet_v2_x0_5"]
+EVERY = [model for family in FAMILIES.values() for model in family]
+
+
+def check(name: str, side: int) -> None:
+    result = measure(name, side)
+    assert result.signal > 1e-3  # an output that hardly depends on the input proves nothing
+    assert result.float64 <= 1e-10
+    assert result.float32 <= 1e-5
+    assert result.onnx <= 1e-5
+    assert result.found == result.predicted < 0.8 * result.before
+    # The file stores no more than the weights and a few scalars: BatchNorm is folded into convs.
+    assert result.in_file <= result.predicted + 64
+
+
+@pytest.mark.parametrize(("name", "side"), [m for m in EVERY if m[0] in SMALL])
+def test_small(name, side):
+    check(name, side)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "side"), [m for m in EVERY if m[0] not in SMALL])
+def test_every_other(name, side):
+    check(name, side)
