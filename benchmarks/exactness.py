@@ -6,7 +6,8 @@ Weights are random, BatchNorm statistics and all biases are made non-trivial, an
 are closed at random while the open ones take fractional values. Printed for each family: the
 largest error of the dense model in float64 and float32 and of the ONNX file, each relative to the
 output's scale, and the parameters: before, as the plan predicts them for these gates, and as they
-are found in the dense module and in the ONNX file (which folds BatchNorm into convolutions).
+are found in the dense module and in the ONNX file (which folds BatchNorm into a convolution right
+before it, and elsewhere stores its statistics, too).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Result:
     before: int
     predicted: int
     found: int
+    buffers: int  # elements of the dense module's floating-point buffers
     in_file: int
     signal: float  # how much the output varies with the input, relative to its scale
     seconds: float
@@ -133,6 +135,7 @@ def measure(name: str, side: int, seed: int = 0) -> Result:
         before=dense.params_before,
         predicted=CostModel(bank.plan).actual(bank.open(), "params"),
         found=sum(p.numel() for p in dense.module.parameters()),
+        buffers=sum(b.numel() for b in dense.module.buffers() if b.is_floating_point()),
         in_file=in_file,
         signal=float((first - second).abs().max() / first.abs().max()),
         seconds=time.perf_counter() - start,

@@ -201,10 +201,13 @@ class Builder:
         return sites
 
     def _costs(self) -> list[Cost]:
-        """Parameters of each stored parameter, then the recorded work of each node."""
-        costs = []
+        """Parameters of each stored parameter, then the recorded work of each node.
+
+        What the eval graph never reads (auxiliary heads) does not count: no export has it.
+        """
+        costs, captured = [], self.infer.captured
         for name in self.infer.tensors:
-            if name in self.infer.captured.parameters:
+            if name in captured.parameters and name not in captured.unused:
                 owner = name.rpartition(".")[0]
                 costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name)))
         for work in self.infer.works:

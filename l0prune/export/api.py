@@ -29,7 +29,7 @@ from l0prune.export.certificate import (
     compare_onnx,
     fresh_inputs,
 )
-from l0prune.export.manifest import manifest
+from l0prune.export.manifest import manifest, verdict
 from l0prune.export.program import dense_module, reexport
 from l0prune.export.slicing import cut, doubled, fold
 from l0prune.files import atomic_write
@@ -96,7 +96,8 @@ class Export:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
         The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
-        tensor and attributes of each module that have changed.
+        tensor, attributes of each module that have changed, and under ``rebuild`` whether the
+        model's own class, resized like that, was found to compute the same, or why not.
 
         Raises:
             FileError: the file cannot be written.
@@ -166,7 +167,9 @@ def export(model: nn.Module) -> Export:
     inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
     certificate = compare(gated, module, inputs)
     module.to(dtype)
-    tensors = {name: tensor.to(stored[name].dtype) for name, tensor in exact.items()}
+    state = _state_dict(plain, plan, exact)
+    shapes = manifest(plain, state)
+    shapes["rebuild"] = verdict(plain, module, shapes, state, inputs[0])
     program, dynamic = reexport(module, *widened(*example), analysis.captured.dynamic)
     cost = CostModel(plan)
     _check_count(module, cost.actual(z > 0, "params"))
@@ -182,8 +185,8 @@ def export(model: nn.Module) -> Export:
         dynamic=dynamic,
         _gated=gated,
         _inputs=inputs,
-        _state=tensors,
-        _manifest=manifest(plain, tensors),
+        _state=state,
+        _manifest=shapes,
     )
 
 
@@ -202,6 +205,15 @@ def _analysis(plain: nn.Module, example: Inputs, plan: Plan) -> Analysis:
         "The model's forward has changed since it was gated: its gates no longer fit. Ungate it "
         "(l0prune.ungate) and gate it again."
     )
+
+
+def _state_dict(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The cut tensors under every key of the model's own state_dict, in their own dtypes."""
+    state = {}
+    for key, old in plain.state_dict().items():
+        name = plan.aliases.get(key, key)
+        state[key] = exact[name].to(old.dtype) if name in exact else old
+    return state
 
 
 def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from l0prune.export.certificate import TOLERANCE, Inputs, cast, difference
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
 _FROM_TENSORS: dict[str, tuple[str, int]] = {
@@ -30,6 +34,55 @@ def manifest(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if changed:
             attributes[path] = changed
     return {"shapes": shapes, "attributes": attributes}
+
+
+def verdict(
+    model: nn.Module,
+    dense: nn.Module,
+    given: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    inputs: Inputs,
+) -> dict[str, Any]:
+    """Whether the user's own class, resized by the manifest, computes what ``dense`` does.
+
+    It does not where the forward has sizes written into it, gathers inputs, or (as in
+    ``nn.MultiheadAttention``) derives one size from another; the reason says what happened.
+
+    Args:
+        model: the user's ungated module at its old sizes; it is left alone.
+        dense: the sliced module.
+        given: the manifest.
+        tensors: the cut tensors by name.
+        inputs: what both are run on, in float32.
+    """
+    args, kwargs = cast(inputs, torch.float32)
+    try:
+        rebuilt = _resized(copy.deepcopy(model), given, tensors).float().eval()
+        with torch.no_grad():
+            found = rebuilt(*args, **kwargs)
+    except Exception as error:  # whatever the user's forward raises is the reason
+        first = next(iter(str(error).splitlines()), "")
+        reason = f"its forward does not allow these sizes: {type(error).__name__}: {first}"
+        return {"verified": False, "reason": reason}
+    with torch.no_grad():
+        expected = copy.deepcopy(dense).float()(*args, **kwargs)
+    if not difference(expected, found) <= TOLERANCE["float32"]:
+        return {"verified": False, "reason": "its forward computes something else at these sizes"}
+    return {"verified": True, "reason": ""}
+
+
+def _resized(
+    model: nn.Module, given: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> nn.Module:
+    """The module with the manifest's attributes and the cut tensors."""
+    for path, attributes in given["attributes"].items():
+        for name, value in attributes.items():
+            setattr(model.get_submodule(path), name, value)
+    for name in given["shapes"]:
+        path, _, leaf = name.rpartition(".")
+        owner, tensor = model.get_submodule(path), tensors[name]
+        setattr(owner, leaf, nn.Parameter(tensor) if leaf in owner._parameters else tensor)
+    return model
 
 
 def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
