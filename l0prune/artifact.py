@@ -1,212 +1,207 @@
 """Our own files: a gated model with its plan, gates and information, as tensors plus JSON.
 
 One ``torch.save`` archive that holds only tensors, numbers and text. The module's structure is in
-it as pickled bytes, which are only read where their classes can be trusted, or as the name of the
-code that builds it.
+it as the bytes of a pickle without weights, which is only read where its classes can be trusted;
+where they cannot, the information may name the code that builds the module.
 """
 
 from __future__ import annotations
 
-import copy
-import io
 import json
-import os
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import FileError, NotGated
-from l0prune.files import atomic_write, load_pickle
+from l0prune.errors import FileError, NotGated, UsageError
+from l0prune.files import PathLike, atomic_write, load_pickle
 from l0prune.gates import Gates, gate_from_dict, gate_to_dict
 from l0prune.models import is_rebuildable, load_model
 from l0prune.plan import Plan
-from l0prune.rewrite import attach, detach, gates_of
+from l0prune.rewrite import attach, check_ungated, detach, gates_of
+from l0prune.structure import check_fits, fill, pack, unpack
+from l0prune.usercode import check_recorded
 
-FORMAT = 1  # raised when a file of this version cannot be read by older ones
+FORMAT = 1  # raised when older versions cannot read what this one writes
 
-Model = TypeVar("Model", bound=nn.Module)
+_LOG_ALPHA = "l0prune_gates.log_alpha"
+_TYPES = {"info": str, "state": dict, "training": list, "frozen": list}
+_GATE_TYPES = {"plan": str, "gate": str, "fixed": bool, "example": tuple}
 
 
-def save(
-    model: nn.Module, path: str | os.PathLike[str], info: Mapping[str, Any] | None = None
-) -> None:
+def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None) -> None:
     """Write the model with its gates to one file, atomically. The model is left as it is.
 
     ``info`` is free JSON data that ``read_info`` gives back. Where ``info["model"]`` names code
-    (``torchvision:NAME``, ``file.py:factory``), the file holds weights only and loading builds
-    the module from that code; else it holds the pickled module.
+    (``timm:NAME``, ``file.py:factory``), ``load`` builds by it a module whose classes it would
+    not unpickle.
 
     Raises:
-        FileError: the file cannot be written, or the model cannot be pickled.
+        FileError: the file cannot be written, or the model cannot be stored in one.
+        UsageError: ``info`` is no JSON data, or the gated model is only a part of ``model``.
     """
-    info = dict(info or {})
-    plain = _without_gates(model)
-    content: dict[str, Any] = {
-        "l0prune": FORMAT,
-        "info": json.dumps(info),
-        "training": [name for name, module in plain.named_modules() if module.training],
-        "frozen": [name for name, p in plain.named_parameters() if not p.requires_grad],
-    }
-    if is_rebuildable(str(info.get("model", ""))):
-        content["state"] = dict(plain.state_dict())
-    else:
-        module, is_ordinary = _pickled(plain, Path(path))
-        content["module"] = module
-        if not is_ordinary:
-            content["state"] = dict(plain.state_dict())
+    try:
+        text = json.dumps(dict(info or {}))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"info must be data that JSON can hold: {error}") from error
     gates = _gates_or_none(model)
+    content = {
+        "l0prune": FORMAT,
+        "info": text,
+        "state": dict(model.state_dict()),
+        "training": [name for name, module in model.named_modules() if module.training],
+        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
+        **pack(model, path, can_be_built=is_rebuildable(_spec(json.loads(text)))),
+    }
     if gates is not None:
-        content["plan"] = gates.plan.to_json()
-        content["gate"] = json.dumps(gate_to_dict(gates.gate))
-        content["log_alpha"] = gates.log_alpha.detach()
-        content["fixed"] = gates.fixed
-        content["example"] = gates.example
+        content["gates"] = {
+            "plan": gates.plan.to_json(),
+            "gate": json.dumps(gate_to_dict(gates.gate)),
+            "fixed": gates.fixed,
+            "example": gates.example,
+        }
+        _check_plain(gates.example, path)
     atomic_write(path, lambda file: torch.save(content, file))
 
 
 def load(
-    path: str | os.PathLike[str], model: Model | None = None, *, trust_pickle: bool = False
+    path: PathLike, model: nn.Module | None = None, *, trust_pickle: bool = False
 ) -> nn.Module:
-    """The model that ``save`` wrote, with its gates on.
+    """The model that ``save`` wrote, on the CPU, with its gates on.
 
     Args:
         path: the file.
         model: an ungated module of the same class to load into, for classes that are neither
-            torch.nn nor torchvision.models; built from the file where None.
-        trust_pickle: unpickle any class in the file, which runs its code.
+            torch.nn nor torchvision.models; built from the file where None. It is what is
+            returned; after an error it is as it was.
+        trust_pickle: unpickle any class in the file, and run any code that it names.
 
     Raises:
-        FileError: the file is missing, damaged, from a newer version, or needs code it may not run.
+        AlreadyGated: ``model`` carries gates.
+        FileError: the file is missing, damaged, from a newer version, of another model, or needs
+            code that it may not run.
     """
     content = _read(path)
-    if model is None:
-        model = _module_in(content, path, trust_pickle)  # type: ignore[assignment]
-    elif "state" in content:
-        _fill(model, content["state"], path)
-    else:
-        _fill(model, _unpickled(content["module"], path, trust_pickle).state_dict(), path)
-    assert model is not None
+    if model is not None:
+        check_ungated(model)
+    try:
+        if model is None:
+            model = _built(content, path, trust_pickle)
+        state = {name: v for name, v in content["state"].items() if name != _LOG_ALPHA}
+        check_fits(state, model, path)
+        if "gates" in content:
+            attach(model, _gates(content))
+    except FileError:
+        raise
+    # What a file says of itself, and of the model, can be wrong in as many ways as there are.
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is damaged: {error!r}") from error
+    except UsageError as error:
+        raise FileError(f"{path} does not fit this model: {error}") from error
+    try:
+        fill(model, content["state"])
+    except BaseException:
+        if "gates" in content:
+            detach(model)
+        raise
     training, frozen = set(content["training"]), set(content["frozen"])
     for name, module in model.named_modules():
         module.training = name in training
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    if "plan" in content:
-        _attach(model, content, path)
     return model
 
 
-def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The information that was given to ``save``; no model is built.
+def read_info(path: PathLike) -> dict[str, Any]:
+    """The information that was given to ``save``; no model is built and no weights are read.
 
     Raises:
         FileError: the file is missing, damaged, or none of ours.
     """
-    return dict(json.loads(_read(path)["info"]))
+    content = _read(path, mmap=True)
+    return _info(content, path)
 
 
-def is_artifact(path: str | os.PathLike[str]) -> bool:
-    """Whether the file was written by ``save``."""
+def _info(content: Mapping[str, Any], path: PathLike) -> dict[str, Any]:
     try:
-        _read(path)
-    except FileError:
-        return False
-    return True
+        return dict(json.loads(content["info"]))
+    except (ValueError, TypeError) as error:
+        raise FileError(f"{path} is damaged: {error}") from error
 
 
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    content = load_pickle(path)
-    if not isinstance(content, dict) or "l0prune" not in content:
+def _read(path: PathLike, *, mmap: bool = False) -> dict[str, Any]:
+    """The content of an artifact, of a version and of types that this version knows."""
+    content = load_pickle(path, mmap=mmap)
+    version = content.get("l0prune") if isinstance(content, dict) else None
+    if not isinstance(version, int):
         raise FileError(
             f"{path} holds no gated model. `l0prune gate {path} --input …` makes one of a "
             "pickled module."
         )
-    if content["l0prune"] > FORMAT:
+    if version > FORMAT:
         raise FileError(
-            f"{path} was written by a newer l0prune (format {content['l0prune']}, this one reads "
-            f"up to {FORMAT}). Upgrade with: pip install --upgrade l0prune"
+            f"{path} was written by a newer l0prune (format {version}, this one reads up to "
+            f"{FORMAT}). Upgrade with: pip install --upgrade l0prune"
         )
-    return content
+    wrong = [key for key, kind in _TYPES.items() if not isinstance(content.get(key), kind)]
+    gates = content.get("gates", {key: kind() for key, kind in _GATE_TYPES.items()})
+    if not isinstance(gates, dict):
+        wrong.append("gates")
+    else:
+        wrong += [key for key, kind in _GATE_TYPES.items() if not isinstance(gates.get(key), kind)]
+    if wrong:
+        raise FileError(f"{path} is damaged: {', '.join(wrong)} missing or of the wrong type.")
+    return content  # type: ignore[no-any-return]
 
 
-def _without_gates(model: nn.Module) -> nn.Module:
-    if _gates_or_none(model) is None:
-        return model
-    plain = copy.deepcopy(model)
-    detach(plain)
-    return plain
+def _built(content: dict[str, Any], path: PathLike, trust: bool) -> nn.Module:
+    """The ungated module, by the safest way that the file leaves."""
+    if "module" in content:
+        return unpack(content["module"], content, path)
+    spec = _spec(_info(content, path))
+    if is_rebuildable(spec):
+        if not trust:
+            check_recorded(spec, path)
+        return load_model(spec)
+    return unpack(content["foreign_module"], content, path, trust=trust)
+
+
+def _spec(info: Mapping[str, Any]) -> str:
+    return str(info.get("model") or "")
+
+
+def _gates(content: Mapping[str, Any]) -> Gates:
+    saved, log_alpha = content["gates"], content["state"][_LOG_ALPHA]
+    plan = Plan.from_json(saved["plan"])
+    if log_alpha.shape != (plan.size,):
+        raise ValueError(f"{tuple(log_alpha.shape)} gates where the plan has {plan.size}")
+    gates = Gates(plan, gate_from_dict(json.loads(saved["gate"])), log_alpha, saved["example"])
+    gates.fixed = saved["fixed"]
+    return gates
 
 
 def _gates_or_none(model: nn.Module) -> Gates | None:
     try:
-        return gates_of(model)
+        gates = gates_of(model)
     except NotGated:
         return None
+    if _LOG_ALPHA not in model.state_dict():
+        raise UsageError(
+            "this module only wraps the gated model; save the gated model itself (the .module of "
+            "a DataParallel or DistributedDataParallel)"
+        )
+    return gates
 
 
-def _pickled(module: nn.Module, path: Path) -> tuple[Tensor, bool]:
-    """The module as bytes in a tensor, and whether it loads without being trusted."""
-    buffer = io.BytesIO()
-    try:
-        torch.save(module, buffer)
-    except Exception as error:
+def _check_plain(example: Any, path: PathLike) -> None:
+    """Refuse example inputs that no file without pickled classes can hold."""
+    parts = (*example, *example.values()) if type(example) is dict else example
+    if type(example) in (tuple, list, dict):
+        for part in parts:
+            _check_plain(part, path)
+    elif type(example) not in (Tensor, nn.Parameter, int, float, complex, bool, str, type(None)):
         raise FileError(
-            f"{path} was not written: the model cannot be pickled ({error}). Build it by a "
-            "function in a file instead: --model path.py:factory."
-        ) from error
-    content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    try:
-        _unpickled(content, path, trust_pickle=False)
-    except FileError:
-        return content, False
-    return content, True
-
-
-def _unpickled(content: Tensor, path: str | os.PathLike[str], trust_pickle: bool) -> nn.Module:
-    """The module in the bytes, under the same rules as any other pickled file."""
-    with tempfile.TemporaryDirectory() as folder:
-        inner = Path(folder, Path(path).name)
-        inner.write_bytes(content.numpy().tobytes())
-        try:
-            module = load_pickle(inner, trust=trust_pickle)
-        except FileError as error:
-            raise FileError(str(error).replace(str(inner), str(path))) from error
-    if not isinstance(module, nn.Module):
-        raise FileError(f"{path} holds a {type(module).__name__} where a module should be.")
-    return module
-
-
-def _module_in(
-    content: dict[str, Any], path: str | os.PathLike[str], trust_pickle: bool
-) -> nn.Module:
-    if "module" in content:
-        return _unpickled(content["module"], path, trust_pickle)
-    model = load_model(json.loads(content["info"])["model"])
-    _fill(model, content["state"], path)
-    return model
-
-
-def _fill(model: nn.Module, state: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    try:
-        dtypes = {t.dtype for t in state.values() if t.is_floating_point()}
-        if dtypes == {torch.float64}:
-            model.double()
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        lines = "\n".join(str(error).splitlines()[:6])
-        raise FileError(f"the weights in {path} do not fit this model:\n{lines}") from error
-
-
-def _attach(model: nn.Module, content: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    try:
-        plan = Plan.from_json(content["plan"])
-        gate = gate_from_dict(json.loads(content["gate"]))
-        gates = Gates(plan, gate, content["log_alpha"], content["example"])
-        gates.fixed = content["fixed"]
-    except (KeyError, ValueError) as error:
-        raise FileError(f"{path} is damaged: {error}") from error
-    attach(model, gates)
+            f"{path} was not written: the example inputs hold a {type(example).__name__}, and a "
+            "file can only hold tensors, numbers and text in tuples, lists and dicts."
+        )

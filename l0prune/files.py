@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import errno
-import functools
-import importlib
+import io
 import os
 import pickle
-import pkgutil
-import re
-import tempfile
+import secrets
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
+from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
+from l0prune.allowed import allowed, check_ordinary
 from l0prune.errors import FileError
 
-# Packages whose nn.Module classes an ordinary pickled model may name.
-_TRUSTED = ("torch.nn.modules", "torch.ao.nn.qat.modules", "torchvision.models", "torchvision.ops")
-# Activations that modules keep as plain functions. Calling one does nothing but arithmetic.
-_ACTIVATIONS = (
-    "relu relu6 gelu silu tanh sigmoid elu selu celu leaky_relu hardswish hardtanh mish softplus "
-    "softmax log_softmax logsigmoid"
+PathLike = str | os.PathLike[str]
+
+WAYS_ON = (
+    "Two ways on: give the code and the weights apart (--model path.py:factory --weights "
+    "state.pt), or, if you trust whoever made the file, add --trust-pickle (trust_pickle=True)."
 )
+_SAVE = "Save the whole module with torch.save(model, path)."
+_BEFORE_1_6 = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how files of torch before 1.6 begin
 
 
-def atomic_write(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]) -> None:
+def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one, whole.
 
     ``write`` gets a binary file in the same folder; it is flushed to disk and renamed.
@@ -37,127 +38,201 @@ def atomic_write(path: str | os.PathLike[str], write: Callable[[BinaryIO], None]
     Raises:
         FileError: the folder does not exist, is not writable, or the disk is full.
     """
-    target = Path(path)
-    temporary: str | None = None
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
+        _sync_folder(target.parent)
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "writ" not in str(error):
+        cause = _system_error(error)
+        if cause is None:
             raise
-        raise FileError(_cannot_write(target, error)) from error
+        raise FileError(_cannot_write(Path(path), cause)) from error
     finally:
-        if temporary is not None and os.path.exists(temporary):
-            os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
-def _cannot_write(target: Path, error: Exception) -> str:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "file write failed" in str(error)
-    cause = "the disk is full" if full else str(error)
-    return f"{target} was not written: {cause}. Whatever stood there before is unchanged."
+def _cannot_write(target: Path, cause: OSError) -> str:
+    full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = "the disk is full" if full else cause.strerror or str(cause)
+    return f"{target} was not written: {text}. Whatever stood there before is unchanged."
 
 
-def load_pickle(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
-    """What ``torch.save`` wrote, without running code from the file.
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut, where folders can be opened (not Windows)."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
-    Classes of torch.nn and torchvision.models are allowed besides tensors and plain data.
-    With ``trust`` anything is unpickled, which runs whatever code the file names.
+
+def load_pickle(path: PathLike, *, trust: bool = False, mmap: bool = False) -> Any:
+    """What ``torch.save`` wrote, without running code from the file; tensors are on the CPU.
+
+    Classes of torch.nn and torchvision.models are allowed besides tensors and plain data, and
+    what the user allowed by ``torch.serialization.add_safe_globals``. With ``trust`` anything is
+    unpickled, which runs whatever code the file names. With ``mmap`` tensors are read from the
+    disk only when they are looked at.
 
     Raises:
         FileError: the file is missing, truncated, no ``torch.save`` file, or names other classes.
     """
     source = Path(path)
-    _check_is_archive(source)
     try:
-        if trust:
-            return torch.load(source, map_location="cpu", weights_only=False)
-        with torch.serialization.safe_globals(list(_allowed())):
-            return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise FileError(_refusal(source, str(error))) from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
-        raise FileError(f"{source} is damaged or truncated: {_first_line(error)}") from error
-    except (AttributeError, ImportError, TypeError) as error:
-        raise FileError(
-            f"{source} names a class that cannot be found here ({_first_line(error)}). "
-            "Give the code and the weights apart: --model path.py:factory --weights state.pt."
-        ) from error
+        _check_kind(source)
+    except OSError as error:
+        raise FileError(f"{source} cannot be read: {error.strerror or error}.") from error
+    return _load(str(source), str(source), trust, mmap and not _is_old(str(source)))
 
 
-def _check_is_archive(source: Path) -> None:
-    """Say what the file is where it is no ``torch.save`` archive."""
+def load_bytes(content: bytes, name: str, *, trust: bool = False) -> Any:
+    """Like ``load_pickle`` for a file in memory; ``name`` stands for it in messages."""
+    return _load(io.BytesIO(content), name, trust, mmap=False)
+
+
+def _check_kind(source: Path) -> None:
+    """Say what the file is where it is none that ``torch.save`` wrote."""
     if source.is_dir():
         raise FileError(f"{source} is a folder, not a model file.")
     if not source.exists():
         raise FileError(f"{source} does not exist.")
-    if source.stat().st_size == 0:
+    with source.open("rb") as file:
+        head = file.read(len(_BEFORE_1_6))
+    if not head:
         raise FileError(f"{source} is empty.")
-    if not zipfile.is_zipfile(source):
-        with source.open("rb") as file:
-            head = file.read(4)
-        if head[:2] == b"PK":
-            raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
-        if head[:1] == b"\x80":  # the pickle format of torch < 1.6
-            return
-        raise FileError(
-            f"{source} is not a model file: it was not written by torch.save. "
-            "Save the whole module with torch.save(model, path)."
-        )
-    names = zipfile.ZipFile(source).namelist()
-    if any(n.endswith(("archive_format", "models/model.json")) for n in names):
-        raise FileError(
-            f"{source} is an exported program (.pt2), whose modules and training mode are gone. "
-            "l0prune trains the model, so give the nn.Module itself: torch.save(model, path)."
-        )
-    if any(n.endswith("constants.pkl") and "/" in n for n in names) and any(
-        "/code/" in n for n in names
+    if zipfile.is_zipfile(source):
+        try:
+            with zipfile.ZipFile(source) as archive:
+                names = archive.namelist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            raise FileError(f"{source} is damaged or truncated: {error}.") from error
+        _check_archive(source, names)
+    elif head[:2] == b"PK":
+        raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
+    elif head != _BEFORE_1_6:
+        raise FileError(f"{source} is not a model file: it was not written by torch.save. {_SAVE}")
+
+
+def _check_archive(source: Path, names: list[str]) -> None:
+    inside = {name.partition("/")[2] for name in names}  # all of it lies in one folder
+    if inside & {"archive_format", "models/model.json", "serialized_exported_program.json"} or (
+        "serialized_exported_program.json" in names
     ):
         raise FileError(
-            f"{source} is a TorchScript file. Give the nn.Module itself: torch.save(model, path)."
+            f"{source} is an exported program (.pt2), whose modules and training mode are gone. "
+            f"l0prune trains the model, so give the nn.Module itself. {_SAVE}"
+        )
+    if "constants.pkl" in inside:
+        raise FileError(
+            f"{source} is a TorchScript file, which cannot be trained by l0prune. "
+            f"Give the nn.Module itself. {_SAVE}"
+        )
+    if "data.pkl" not in inside:
+        raise FileError(
+            f"{source} is not a model file: it is an archive, but not of torch.save. {_SAVE}"
         )
 
 
-@functools.cache
-def _allowed() -> tuple[Any, ...]:
-    """Classes and functions that an ordinary pickled model may name."""
-    functions = [getattr(nn.functional, name) for name in _ACTIVATIONS.split()]
-    classes = [cls for package in _TRUSTED for cls in _module_classes(package)]
-    return (*classes, *functions, functools.partial, set, slice)
+def _load(file: str | io.BytesIO, name: str, trust: bool, mmap: bool) -> Any:
+    if trust:
+        return _load_trusted(file, name)
+    try:
+        with safe_globals(_needed(file, name)):
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        check_ordinary(found)
+    except FileError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise FileError(_refusal(name, _is_old(file), error)) from error
+    # A pickle is a program that somebody else wrote: it can make anything at all go wrong.
+    except Exception as error:
+        raise FileError(f"{name} is damaged or truncated: {_first_line(error)}") from error
+    return found
 
 
-def _module_classes(package: str) -> Iterator[type]:
-    """Every nn.Module class that is defined inside the package itself."""
-    root = importlib.import_module(package)
-    names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
-    for name in (package, *names):
-        module = importlib.import_module(name)
-        for value in vars(module).values():
-            is_module = isinstance(value, type) and issubclass(value, nn.Module)
-            if is_module and value.__module__.startswith(package):
-                yield value
+def _is_old(file: str | io.BytesIO) -> bool:
+    """Is it in the format of torch before 1.6?"""
+    return isinstance(file, str) and not zipfile.is_zipfile(file)
 
 
-def _refusal(source: Path, text: str) -> str:
-    found = re.search(r"(?:GLOBAL|class|global) ([\w.]+)", text)
-    named = re.search(r"Unsupported global: GLOBAL ([\w.]+)", text) or found
-    what = f"it names {named.group(1)}" if named else _first_line(text)
-    return (
-        f"{source} was not loaded: {what}, which is neither torch.nn nor torchvision.models, and "
-        "unpickling it would run its code. Two ways on: give the code and the weights apart "
-        "(--model path.py:factory --weights state.pt), or, if you trust whoever made the file, "
-        "add --trust-pickle."
+def _needed(file: str | io.BytesIO, name: str) -> list[Any]:
+    """The globals that the file names, each with the object that may stand for it.
+
+    Raises:
+        FileError: it names others.
+    """
+    if _is_old(file):
+        return []  # state_dicts need none, modules cannot be read
+    globals_ = sorted(get_unsafe_globals_in_checkpoint(file))
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    try:
+        found = {global_: allowed(global_) for global_ in globals_}
+    except (ImportError, RuntimeError) as error:
+        raise FileError(
+            f"{name} needs torchvision, which cannot be imported here: {_first_line(error)}. "
+            "Install the torchvision that belongs to this torch."
+        ) from error
+    refused = [global_ for global_, value in found.items() if value is None]
+    if refused:
+        shown = ", ".join(refused[:3]) + (f" and {len(refused) - 3} more" * (len(refused) > 3))
+        raise FileError(
+            f"{name} was not loaded: it names {shown}, which {'is' if len(refused) == 1 else 'are'}"
+            " not among the classes of torch.nn and torchvision.models, and unpickling it would "
+            f"run that code. {WAYS_ON}"
+        )
+    return [(value, global_) for global_, value in found.items()]
+
+
+def _load_trusted(file: str | io.BytesIO, name: str) -> Any:
+    try:
+        with _importable_from_here():
+            return torch.load(file, map_location="cpu", weights_only=False)
+    except (AttributeError, ImportError) as error:
+        raise FileError(
+            f"{name} names a class that cannot be found here ({_first_line(error)}). Run in the "
+            "folder that holds its code, or give the code and the weights apart: "
+            "--model path.py:factory --weights state.pt."
+        ) from error
+    except Exception as error:
+        raise FileError(f"{name} could not be unpickled: {error!r}") from error
+
+
+@contextmanager
+def _importable_from_here() -> Iterator[None]:
+    """Let pickles find modules in the current folder, as ``python -c`` would."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _refusal(name: str, is_old: bool, error: pickle.UnpicklingError) -> str:
+    # torch wraps the unpickler's own words in a page of advice about weights_only.
+    *_, reason = str(error).partition("WeightsUnpickler error: ")
+    short = _first_line(reason or error).partition(" was not an allowed global")[0]
+    what = (
+        "only weights can be read safely from files of torch before 1.6, and this one holds more"
+        if is_old
+        else "it is damaged, or made to do harm"
     )
+    return f"{name} was not loaded: {what} ({short}). {WAYS_ON}"
 
 
 def _first_line(error: object) -> str:

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
+import inspect
+import re
+import warnings
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import FileError, L0pruneError, UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.files import load_pickle
+from l0prune.usercode import called, is_code, named
+
+# What training scripts call the weights in their checkpoints.
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")
 
 
 def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = False) -> nn.Module:
     """Build the model that ``spec`` names, and load ``weights`` into it if given.
 
+    Args:
+        spec: a file written by ``torch.save(model, path)``, ``torchvision:NAME``,
+            ``file.py:factory``, ``timm:NAME`` or ``transformers:NAME``.
+        weights: a file with a state_dict, bare or in a checkpoint; for torchvision also the name
+            of published weights, such as ``DEFAULT``, which are downloaded.
+        trust_pickle: unpickle any class, which runs whatever code the file names.
+
     Raises:
         FileError: a file is missing, damaged or not to be trusted.
         UsageError: the spec names nothing, or the weights do not fit.
     """
+    published = _published(spec, weights)
+    if published is not None:
+        return published
     model = _build(spec, trust_pickle)
     if not isinstance(model, nn.Module):
         raise FileError(_no_module(spec, model))
@@ -33,78 +49,72 @@ def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = Fa
 
 def is_rebuildable(spec: str) -> bool:
     """Whether the spec names code (a package or a Python file), not a pickled file."""
-    kind = spec.partition(":")[0]
-    return kind in _PACKAGES or spec.rpartition(":")[0].endswith(".py")
+    kind, _, name = spec.partition(":")
+    return is_code(spec) or (kind in _PACKAGES and bool(name))
 
 
 def _build(spec: str, trust_pickle: bool) -> Any:
     kind, _, name = spec.partition(":")
     if kind in _PACKAGES and name:
         return _PACKAGES[kind](name)
-    path, _, factory = spec.rpartition(":")
-    if path.endswith(".py"):
-        return _call(load_attribute(path, factory), spec)
-    if kind and name and not Path(spec).exists():
-        raise UsageError(
-            f"{spec!r} is no model source. Give a file written by torch.save(model, path), "
-            "path.py:factory, or one of " + ", ".join(f"{k}:NAME" for k in _PACKAGES) + "."
-        )
+    if is_code(spec):
+        factory = named(spec)
+        return factory if isinstance(factory, nn.Module) else called(factory, spec)
+    if not Path(spec).exists() and not Path(spec).suffix:
+        raise UsageError(_no_source(spec))
     return load_pickle(spec, trust=trust_pickle)
 
 
-def load_attribute(path: str, name: str) -> Any:
-    """Attribute ``name`` of the Python file at ``path``.
-
-    Raises:
-        FileError: there is no such file, or it fails while it is imported.
-        UsageError: the file has no such attribute.
-    """
-    file = Path(path)
-    if not file.exists():
-        raise FileError(f"{path} does not exist.")
-    module_name = f"l0prune_user_{file.stem}"
-    described = importlib.util.spec_from_file_location(module_name, file)
-    assert described is not None
-    assert described.loader is not None
-    module = importlib.util.module_from_spec(described)
-    sys.modules[module_name] = module
-    try:
-        described.loader.exec_module(module)
-    except Exception as error:
-        raise FileError(f"{path} failed while it was imported: {error!r}") from error
-    if not hasattr(module, name):
-        known = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
-        raise UsageError(f"{path} has no {name!r}; it defines: {known or 'nothing callable'}.")
-    return getattr(module, name)
+def _no_source(spec: str) -> str:
+    known = ", ".join(f"{kind}:NAME" for kind in _PACKAGES)
+    return (
+        f"{spec!r} is neither a file nor any other model source. Give a file written by "
+        f"torch.save(model, path), path.py:factory, or one of {known}."
+    )
 
 
-def _call(factory: Any, spec: str) -> Any:
-    try:
-        return factory()
-    except L0pruneError:
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"{spec} failed when it was called without arguments: {error!r}"
-        ) from error
+def _torchvision(name: str, weights: str | None = None) -> nn.Module:
+    from torchvision import models
 
-
-def _torchvision(name: str) -> nn.Module:
-    import torchvision
-
-    if name not in torchvision.models.list_models():
-        raise UsageError(
-            f"torchvision has no model {name!r}; see torchvision.models.list_models()."
-        )
-    model: nn.Module = torchvision.models.get_model(name)
+    known = models.list_models()
+    if name not in known:
+        near = " or ".join(get_close_matches(name, known, n=2)) or "one of its list_models()"
+        raise UsageError(f"torchvision has no model {name!r}; did you mean {near}?")
+    options: dict[str, Any] = {"weights": weights}
+    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
+        options["weights_backbone"] = None  # else it downloads some, unasked
+    with warnings.catch_warnings():
+        # Two families announce that they will initialise otherwise one day.
+        warnings.simplefilter("ignore", FutureWarning)
+        model: nn.Module = models.get_model(name, **options)
     return model
+
+
+def _published(spec: str, weights: str | None) -> nn.Module | None:
+    """A torchvision model with the weights of that name; None where they are a file."""
+    kind, _, name = spec.partition(":")
+    if kind != "torchvision" or weights is None or Path(weights).exists():
+        return None
+    from torchvision import models
+
+    known = list(models.get_model_weights(name).__members__) if name in models.list_models() else []
+    if weights not in (*known, "DEFAULT"):
+        if Path(weights).suffix or not known:
+            return None  # meant as a file, or as another model: whoever opens it says so
+        raise UsageError(
+            f"{weights!r} is neither a file nor weights of {spec}; there are {', '.join(known)}."
+        )
+    try:
+        return _torchvision(name, weights)
+    except OSError as error:
+        raise FileError(f"the weights {weights} cannot be downloaded: {error}") from error
 
 
 def _timm(name: str) -> nn.Module:
     timm = _package("timm")
     try:
         model: nn.Module = timm.create_model(name)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise UsageError(f"timm has no model {name!r}: {error}") from error
     return model
 
@@ -112,8 +122,8 @@ def _timm(name: str) -> nn.Module:
 def _transformers(name: str) -> nn.Module:
     transformers = _package("transformers")
     try:
-        model: nn.Module = transformers.AutoModel.from_pretrained(name)
-    except OSError as error:
+        model: nn.Module = transformers.AutoModel.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
         raise UsageError(f"transformers cannot load {name!r}: {error}") from error
     return model
 
@@ -133,26 +143,50 @@ _PACKAGES: dict[str, Callable[[str], nn.Module]] = {
 
 
 def _no_module(spec: str, found: Any) -> str:
-    if isinstance(found, Mapping):
-        inner = found.get("state_dict", found)
-        if isinstance(inner, Mapping) and any(isinstance(v, Tensor) for v in inner.values()):
-            return (
-                f"{spec} holds a state_dict, the weights without the class they belong to. Say how "
-                f"to build the model: --model path.py:factory --weights {spec}"
-            )
+    if isinstance(found, Mapping) and "l0prune" in found:
+        return (
+            f"{spec} is a gated model already. Fine-tune it (l0prune finetune {spec}), export it "
+            f"(l0prune export {spec}), or open it in Python with l0prune.load."
+        )
+    if _states_in(found):
+        return (
+            f"{spec} holds a state_dict, the weights without the class they belong to. Say how to "
+            f"build the model: --model path.py:factory --weights {spec}"
+        )
     return f"{spec} holds a {type(found).__name__}, not an nn.Module."
 
 
+def _states_in(found: Any) -> dict[str, Mapping[str, Any]]:
+    """The state_dicts in a file, by the key under which they lie; "" for the file as a whole."""
+    if not isinstance(found, Mapping):
+        return {}
+    if _is_state(found):
+        return {"": found}
+    return {str(key): value for key, value in found.items() if _is_state(value)}
+
+
+def _is_state(found: Any) -> bool:
+    """Names with tensors; a module may have put further things of its own beside them."""
+    return (
+        isinstance(found, Mapping)
+        and all(isinstance(name, str) for name in found)
+        and any(isinstance(value, Tensor) for value in found.values())
+    )
+
+
 def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
-    """Load a state_dict, bare or under the key ``state_dict``, with or without ``module.``."""
+    """Load a state_dict, bare or in a checkpoint, with or without the names' usual prefixes."""
     found = load_pickle(path, trust=trust_pickle)
-    if isinstance(found, nn.Module):
-        found = found.state_dict()
-    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping) or not all(isinstance(v, Tensor) for v in found.values()):
+    states = _states_in(found.state_dict() if isinstance(found, nn.Module) else found)
+    if not states:
         raise FileError(f"{path} holds no state_dict.")
-    state = {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+    key = next((key for key in ("", *_STATE_KEYS) if key in states), None)
+    if key is None and len(states) > 1:
+        raise FileError(
+            f"{path} holds several state_dicts ({', '.join(states)}). Save the one to use alone, "
+            "with torch.save."
+        )
+    state = _unwrapped(states[next(iter(states)) if key is None else key], model)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -160,30 +194,39 @@ def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
         raise UsageError(f"the weights in {path} do not fit the model:\n{lines}") from error
 
 
+def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The state without the prefixes that wrappers (DataParallel, torch.compile) put on names."""
+    result, own = dict(state), model.state_dict().keys()
+    for prefix in ("module.", "_orig_mod.", "module."):
+        if all(n.startswith(prefix) for n in result) and not result.keys() & own:
+            result = {name.removeprefix(prefix): value for name, value in result.items()}
+    return result
+
+
 def parse_input(text: str, seed: int = 0) -> tuple[Tensor, ...]:
     """Example inputs from ``"1x3x224x224"``; several by comma; a dtype after a colon.
 
-    ``"2x16:int64"`` gives zeros and ones, floats are drawn from a normal distribution.
+    Floats are drawn from a normal distribution, integers (``"2x16:int64"``) are zeros and ones.
 
     Raises:
-        UsageError: the text does not parse.
+        UsageError: the text does not parse, or the input does not fit into memory.
     """
     generator = torch.Generator().manual_seed(seed)
     return tuple(_parse_one(part.strip(), text, generator) for part in text.split(","))
 
 
 def _parse_one(part: str, text: str, generator: torch.Generator) -> Tensor:
-    sizes, _, dtype_name = part.partition(":")
-    dtype = getattr(torch, dtype_name or "float32", None)
-    try:
-        shape = [int(size) for size in sizes.split("x")]
-    except ValueError:
-        shape = []
-    if not isinstance(dtype, torch.dtype) or not shape or min(shape) < 1:
+    match = re.fullmatch(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::(\w+))?", part, re.ASCII)
+    dtype = getattr(torch, match[2] or "float32", None) if match else None
+    if match is None or not isinstance(dtype, torch.dtype):
         raise UsageError(
             f"{text!r} is no input. Write the sizes with x between them, batch first, such as "
             "1x3x224x224, several inputs with a comma, a dtype after a colon (2x16:int64)."
         )
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    shape = [int(size) for size in match[1].split("x")]
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randint(0, 2, shape, generator=generator).to(dtype)
+    except (RuntimeError, NotImplementedError, OverflowError) as error:
+        raise UsageError(f"no input {part!r} can be made here: {error}") from error

@@ -45,7 +45,7 @@ def test_a_state_dict_without_its_class(tmp_path):
 
 def test_a_factory_that_is_not_there(tmp_path):
     (tmp_path / "net.py").write_text("def other():\n    pass\n")
-    with pytest.raises(UsageError, match="it defines: other"):
+    with pytest.raises(UsageError, match="it defines other"):
         load_model(f"{tmp_path}/net.py:build")
 
 

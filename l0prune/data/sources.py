@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from l0prune.data.dataset import Data, Loaded, Split, Tensors
 from l0prune.errors import DataError, UsageError
-from l0prune.models import load_attribute
+from l0prune.usercode import called, is_code, named
 
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 CIFAR_MEAN, CIFAR_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -42,9 +42,8 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data:
         return _NAMED[spec](spec, folder)
     if kind == "imagefolder" and rest:
         return _image_folder(spec, Path(rest))
-    path, _, function = spec.rpartition(":")
-    if path.endswith(".py"):
-        return _from_function(spec, load_attribute(path, function))
+    if is_code(spec):
+        return _from_function(spec)
     raise UsageError(
         f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, "
         "file.py:function."
@@ -170,11 +169,8 @@ def _image_folder(spec: str, folder: Path) -> Data:
     return Data(spec, Loaded(train_set, workers), Loaded(test_set, workers), len(train_set.classes))
 
 
-def _from_function(spec: str, function: Any) -> Data:
-    try:
-        found = function()
-    except Exception as error:
-        raise DataError(f"{spec} failed when it was called without arguments: {error!r}") from error
+def _from_function(spec: str) -> Data:
+    found = called(named(spec), spec)
     if isinstance(found, Data):
         return found
     if not isinstance(found, tuple) or len(found) != 2:

@@ -1,0 +1,127 @@
+"""A module without its weights: the pickled structure that an artifact carries beside the state."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import FileError
+from l0prune.files import PathLike, load_bytes
+from l0prune.rewrite import detach
+from l0prune.subclass import is_gated
+
+
+def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> dict[str, Any]:
+    """The ungated structure of ``model`` as plain data for the artifact at ``path``.
+
+    Under ``module`` where the classes are those of ordinary models, else under
+    ``foreign_module``, or nowhere if it cannot be pickled but ``can_be_built`` by other means.
+    ``hollow`` names the tensors whose values are only in the model's state_dict.
+
+    Raises:
+        FileError: the model cannot be pickled, and not be built either.
+    """
+    stored = _stored(model)
+    try:
+        plain = copy.deepcopy(model, {id(t): _hollow(t) for t in stored.values()})
+        if is_gated(plain):
+            detach(plain)
+        buffer = io.BytesIO()
+        torch.save(plain, buffer)
+    except Exception as error:  # the user's classes run here, so anything can come out
+        if can_be_built:
+            return {}
+        raise FileError(
+            f"{path} was not written: the model cannot be pickled ({error}). Build it by a "
+            "function in a file instead: --model path.py:factory."
+        ) from error
+    hollow = [name for name, _ in tensors_of(plain) if name in stored]
+    key = "module" if _is_ordinary(buffer.getvalue()) else "foreign_module"
+    bytes_ = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return {key: bytes_, "hollow": hollow}
+
+
+def unpack(
+    module_bytes: Tensor, content: Mapping[str, Any], path: PathLike, *, trust: bool = False
+) -> nn.Module:
+    """The module that ``pack`` made these bytes of, with the state of ``content`` in it.
+
+    Raises:
+        FileError: it is damaged, or of classes that must not be unpickled.
+    """
+    module = load_bytes(module_bytes.numpy().tobytes(), str(path), trust=trust)
+    if not isinstance(module, nn.Module):
+        raise FileError(f"{path} holds a {type(module).__name__} where a module should be.")
+    tensors, state = dict(tensors_of(module)), content["state"]
+    for name in content["hollow"]:
+        if tensors[name].shape != state[name].shape:
+            raise ValueError(f"{name} has the wrong shape")
+        tensors[name].data = state[name]
+    return module
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by its first name, each once."""
+    return chain(module.named_parameters(), module.named_buffers())
+
+
+def check_fits(state: Mapping[str, Any], model: nn.Module, path: PathLike) -> None:
+    """Refuse a state that is not one of this very model.
+
+    Raises:
+        FileError: names or shapes differ.
+    """
+    wanted, found = _shapes(model.state_dict()), _shapes(state)
+    differing = [n for n in {**wanted, **found} if wanted.get(n, "none") != found.get(n, "none")]
+    if differing:
+        lines = [
+            f"  {n}: {found.get(n, 'none')} in the file, {wanted.get(n, 'none')} in the model"
+            for n in differing[:5]
+        ]
+        more = [f"  and {len(differing) - 5} more"] if len(differing) > 5 else []
+        raise FileError(
+            f"the weights in {path} do not fit this model:\n" + "\n".join([*lines, *more])
+        )
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: tuple(v.shape) if isinstance(v, Tensor) else "data" for n, v in state.items()}
+
+
+def fill(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state that fits, and take over its dtypes."""
+    for name, tensor in tensors_of(model):
+        if name in state and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
+    model.load_state_dict(state)
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers whose values the state_dict holds as they are."""
+    state = model.state_dict(keep_vars=True)
+    return {name: t for name, t in tensors_of(model) if state.get(name) is t}
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and kind that takes no room: one zero, seen many times."""
+    value = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _is_ordinary(content: bytes) -> bool:
+    """Can anybody load it without running foreign code?"""
+    try:
+        load_bytes(content, "")
+    except FileError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""The user's own Python files: ``file.py:name`` names what one of them defines."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from l0prune.errors import FileError, L0pruneError, UsageError
+
+# Besides the current folder: this package, and the recipes beside it in a source checkout.
+_PACKAGE = Path(__file__).resolve().parent
+_OURS = (_PACKAGE, _PACKAGE.parent / "recipes")
+
+
+def is_code(spec: str) -> bool:
+    """Does the spec have the form ``file.py:name``?"""
+    path, _, name = spec.rpartition(":")
+    return path.endswith(".py") and bool(name)
+
+
+def named(spec: str) -> Any:
+    """What ``file.py:name`` names. The file is run, once as long as it does not change.
+
+    Its folder is put at the front of ``sys.path``, as Python does for a script.
+
+    Raises:
+        FileError: there is no such file, or it fails while it runs.
+        UsageError: it defines no such name.
+    """
+    path, _, name = spec.rpartition(":")
+    module = _imported(Path(path))
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise UsageError(f"{path} has no {name!r}; it defines {', '.join(own) or 'no function'}.")
+    return getattr(module, name)
+
+
+def called(function: Any, spec: str) -> Any:
+    """What the user's function returns when it is called without arguments.
+
+    Raises:
+        UsageError: it is no function, or fails.
+    """
+    if not callable(function):
+        raise UsageError(f"{spec} is a {type(function).__name__}, not a function to call.")
+    try:
+        return function()
+    except L0pruneError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = _place(error, spec.rpartition(":")[0])
+        raise UsageError(
+            f"{spec} failed when it was called without arguments: {error!r}{where}"
+        ) from error
+
+
+def check_recorded(spec: str, file: Any) -> None:
+    """Refuse to run code far away only because ``file`` asks for it.
+
+    Code in the current folder, or below it, is taken for the user's own.
+
+    Raises:
+        FileError: the spec names a Python file elsewhere.
+    """
+    if not is_code(spec):
+        return
+    path = Path(spec.rpartition(":")[0]).resolve()
+    if not any(path.is_relative_to(folder) for folder in (Path.cwd().resolve(), *_OURS)):
+        raise FileError(
+            f"{file} asks to run {spec}, which lies outside the current folder. Go to the folder "
+            "of that code, if it is yours; or, if you trust whoever made the file, add "
+            "--trust-pickle (trust_pickle=True)."
+        )
+
+
+def _imported(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileError(f"{path} does not exist.")
+    path = path.resolve()
+    stat = path.stat()
+    # Pickles find a class by the name of its module, so one content must have one module.
+    version = hashlib.sha256(f"{path} {stat.st_mtime_ns} {stat.st_size}".encode()).hexdigest()[:8]
+    name = f"l0prune_user_{path.stem}_{version}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FileError(f"{path} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        where = _place(error, str(path))
+        raise FileError(f"{path} failed while it was imported: {error!r}{where}") from error
+    return module
+
+
+def _place(error: BaseException, path: str) -> str:
+    """The last line of the user's file that the error came through."""
+    if isinstance(error, SyntaxError):
+        return ""  # says itself where it is
+    file = str(Path(path).resolve())
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({path}, line {lines[-1]})" if lines else ""
