@@ -191,7 +191,7 @@ def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> A
     """The network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
-        return l0prune.load(path)
+        return _reload(recipe, path)
     torch.manual_seed(recipe.seed)
     model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
     if recipe.dense is None:
@@ -200,6 +200,11 @@ def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> A
     history = l0prune.train_dense(model, data, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
+
+
+def _reload(recipe: Recipe, path: Path) -> Any:
+    """What an earlier stage wrote, into a network that the recipe's own source builds."""
+    return l0prune.load(path, load_model(recipe.model.source))
 
 
 def _weights(path: str | None, data_root: str | None) -> str | None:
@@ -226,7 +231,7 @@ def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
 
 
 def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
-    model = l0prune.load(gated)
+    model = _reload(recipe, gated)
     settings = {"out": folder / "finetune", "resume": True, "seed": recipe.seed, **recipe.finetune}
     history = l0prune.finetune(model, data, **settings)
     info = {**l0prune.read_info(gated), "history": history.last}
@@ -248,7 +253,7 @@ class _OnnxFile(nn.Module):
 
 
 def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
-    model = l0prune.load(tuned)
+    model = _reload(recipe, tuned)
     dense = l0prune.export(model)
     onnx = folder / f"{recipe.name}.onnx"
     dense.save_onnx(onnx)
