@@ -90,6 +90,8 @@ def _gated_parameter(name: str) -> property:
         link: Link | None = module.__dict__.get(LINK)
         if parameter is None or link is None or link.gates.bypassed:
             return parameter
+        if not link.gates.in_forward and hasattr(parameter, "placements"):
+            return parameter  # FSDP2 asks for the shard that it keeps between the forwards
         link.gates.refresh()
         result: Tensor = parameter
         for multiplier, dim in link.sites[name]:

@@ -126,6 +126,11 @@ class Gates(nn.Module):
         if torch.compiler.is_compiling():
             self._forget()  # a tracer's tensors mean nothing outside its graph
 
+    @property
+    def in_forward(self) -> bool:
+        """Is the model in its forward right now?"""
+        return self._now.in_forward
+
     def refresh(self) -> None:
         """Compute the multipliers unless what there is still holds."""
         now = self._now
