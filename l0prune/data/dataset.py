@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from l0prune.data.augment import shifted_and_mirrored
-from l0prune.errors import DataError
+from l0prune.errors import DataError, UsageError
 
 Batch = tuple[Any, Tensor]
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Split(Protocol):
@@ -34,26 +34,41 @@ class Split(Protocol):
         """Batches of inputs and targets on ``device``.
 
         With a generator the order is shuffled by it and the last, smaller batch is left out
-        where there is a full one; without one every example comes once, in order.
+        where there is a full one; without one every example comes once, in order. With
+        ``augment`` the examples are varied at random, by the same generator.
+
+        Raises:
+            DataError: an example cannot be read.
+            UsageError: the source has no way to augment.
         """
         ...
 
     def example(self, count: int) -> Any:
-        """The inputs of the first ``count`` examples, on the CPU."""
+        """The inputs of the first ``count`` examples, on the CPU, never augmented."""
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensors:
     """Examples that fit into memory: a batch is one ``index_select``.
 
     Attributes:
-        inputs: float32, ready for the model, shape (examples, …).
+        inputs: ready for the model, shape (examples, …).
         targets: int64 class numbers, shape (examples,).
+        augmentation: what varies a batch of inputs at random, if anything does.
     """
 
     inputs: Tensor
     targets: Tensor
+    augmentation: Augmentation | None = None
+    _moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.inputs.dim() == 0 or len(self.inputs) != len(self.targets):
+            raise DataError(
+                f"there are {len(self.targets)} targets for inputs of shape "
+                f"{tuple(self.inputs.shape)}; each example needs one"
+            )
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -67,7 +82,8 @@ class Tensors:
         augment: bool = False,
     ) -> Iterator[Batch]:
         """See ``Split.batches``."""
-        inputs, targets = self.inputs.to(device), self.targets.to(device)
+        augmentation = _wanted(self.augmentation, augment)
+        inputs, targets = self._on(torch.device(device))
         if generator is None:
             yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
             return
@@ -76,21 +92,38 @@ class Tensors:
             if len(index) < min(batch_size, len(self)):
                 return
             batch = inputs.index_select(0, index)
-            if augment:
-                batch = shifted_and_mirrored(batch, generator)
+            if augmentation is not None:
+                batch = augmentation(batch, generator)
             yield batch, targets.index_select(0, index)
 
     def example(self, count: int) -> Tensor:
-        """The first ``count`` inputs."""
-        return self.inputs[:count]
+        """See ``Split.example``."""
+        return self.inputs[:count].cpu()
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """All examples on the device, where they stay until another one is asked for."""
+        if str(device) not in self._moved:
+            self._moved.clear()
+            with torch.inference_mode(False):  # else no later training step could use them
+                self._moved[str(device)] = self.inputs.to(device), self.targets.to(device)
+        return self._moved[str(device)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Loaded:
-    """Examples read one by one from a torch dataset, by a DataLoader with ``workers`` processes."""
+    """Examples read one by one from a torch dataset, by a DataLoader.
+
+    Attributes:
+        dataset: a map-style dataset of (inputs, target).
+        workers: processes that read; 0 to read in this one.
+        augmented: the same examples with random changes, if there are such.
+        collate: what makes a batch of a list of examples.
+    """
 
     dataset: Dataset
     workers: int = 0
+    augmented: Dataset | None = None
+    collate: Callable[[list[Any]], Any] = default_collate
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -103,33 +136,56 @@ class Loaded:
         device: torch.device | str = "cpu",
         augment: bool = False,
     ) -> Iterator[Batch]:
-        """See ``Split.batches``; augmentation is the dataset's own affair."""
+        """See ``Split.batches``."""
         shuffled = generator is not None
         loader: DataLoader = DataLoader(
-            self.dataset,
+            _wanted(self.augmented, augment) or self.dataset,
             batch_size,
             shuffle=shuffled,
             drop_last=shuffled and len(self) >= batch_size,
-            generator=generator,
+            # A loader without one would draw from the global generator, that of the gates' noise.
+            generator=generator or torch.Generator(),
             num_workers=self.workers,
+            collate_fn=self.collate,
+            pin_memory=torch.device(device).type == "cuda",
         )
-        for inputs, targets in loader:
-            yield _moved(inputs, device), torch.as_tensor(targets).to(device)
+        batches = iter(loader)
+        while True:
+            try:
+                inputs, targets = next(batches)
+            except StopIteration:
+                return
+            except OSError as error:
+                raise DataError(f"an example cannot be read: {error}") from error
+            yield _moved(inputs, device), torch.as_tensor(targets).to(device, non_blocking=True)
 
     def example(self, count: int) -> Any:
-        """The first ``count`` inputs."""
-        return next(self.batches(count))[0]
+        """See ``Split.example``."""
+        examples = [self.dataset[index] for index in range(min(count, len(self)))]
+        return _moved(self.collate(examples)[0], "cpu")
+
+
+def _wanted(augmentation: Any, augment: bool) -> Any:
+    """What to augment with, None for nothing."""
+    if augment and augmentation is None:
+        raise UsageError(
+            "this data source has no augmentation of its own: leave augment out, or let your own "
+            "dataset augment"
+        )
+    return augmentation if augment else None
 
 
 def _moved(inputs: Any, device: torch.device | str) -> Any:
     if isinstance(inputs, Tensor):
-        return inputs.to(device)
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, dict):
+        return {name: _moved(part, device) for name, part in inputs.items()}
     if isinstance(inputs, list | tuple):
         return tuple(_moved(part, device) for part in inputs)
     return inputs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """A data source.
 
@@ -149,6 +205,20 @@ class Data:
         for part, split in (("training", self.train), ("test", self.test)):
             if not len(split):
                 raise DataError(f"{self.name} holds no {part} examples.")
+            if isinstance(split, Tensors) and not split.targets.is_floating_point():
+                self._check_labels(part, int(split.targets.max()))
+
+    def _check_labels(self, part: str, largest: int) -> None:
+        if largest >= self.classes:
+            raise DataError(
+                f"{self.name} is said to have {self.classes} classes, but a {part} label is "
+                f"{largest}; the last class is number {self.classes - 1}."
+            )
+
+    @property
+    def n_train(self) -> int:
+        """N, the number of training examples."""
+        return len(self.train)
 
     def check_fits(self, outputs: int) -> None:
         """Refuse a model with fewer outputs than there are classes.

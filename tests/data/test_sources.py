@@ -105,7 +105,7 @@ def test_an_empty_source(tmp_path):
 
 def test_a_function_that_returns_nonsense(tmp_path):
     (tmp_path / "d.py").write_text("def load():\n    return 3\n")
-    with pytest.raises(DataError, match="two datasets"):
+    with pytest.raises(DataError, match=r"must return \(train, test\)"):
         load_data(f"{tmp_path}/d.py:load")
 
 

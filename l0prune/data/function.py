@@ -1,0 +1,83 @@
+"""Data that a function in the user's own file returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from l0prune.data.dataset import Data, Loaded, Split, Tensors
+from l0prune.errors import DataError
+from l0prune.usercode import called, named
+
+_WANTED = "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets)"
+
+
+def from_function(spec: str) -> Data:
+    """What ``file.py:function`` returns: a ``Data``, or training and test data.
+
+    Raises:
+        DataError: it returns something else, nothing, or labels that are no class numbers.
+        FileError: the file is missing, or fails.
+        UsageError: the function fails, or does not exist.
+    """
+    found = called(named(spec), spec)
+    if isinstance(found, Data):
+        return found
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise DataError(f"{spec} must return {_WANTED}, not a {type(found).__name__}.")
+    train, test = (_split(part, spec) for part in found)
+    return Data(spec, train, test, max(_class_count(train, spec), _class_count(test, spec)))
+
+
+def _split(part: Any, spec: str) -> Split:
+    if isinstance(part, Tensors | Loaded):
+        return part
+    if isinstance(part, tuple | list) and len(part) == 2:
+        inputs, targets = part
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            return Tensors(inputs, targets if targets.is_floating_point() else targets.long())
+    if isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset):
+        return Loaded(part.dataset, part.num_workers, collate=part.collate_fn)
+    if hasattr(part, "__getitem__") and hasattr(part, "__len__"):
+        return Loaded(part)
+    raise DataError(
+        f"{spec} returned a {type(part).__name__} where a dataset with a length should be. It must "
+        f"return {_WANTED}."
+    )
+
+
+def _class_count(split: Split, spec: str) -> int:
+    """Number of classes as far as this part of the data shows."""
+    if not len(split):
+        return 0  # Data says so in its own words
+    if isinstance(split, Tensors):
+        return _largest(split.targets, spec) + 1
+    assert isinstance(split, Loaded)
+    classes = getattr(split.dataset, "classes", None)
+    if isinstance(classes, list | tuple):
+        return len(classes)
+    known = _known_targets(split.dataset)
+    if known is not None:
+        return _largest(known, spec) + 1
+    return max(_largest(targets, spec) for _, targets in split.batches(256)) + 1
+
+
+def _known_targets(dataset: Any) -> Tensor | None:
+    """All labels of a dataset that has them at hand, so that no example need be read."""
+    if isinstance(dataset, Subset):
+        whole = _known_targets(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    targets = getattr(dataset, "targets", None)
+    if isinstance(targets, Tensor):
+        return targets
+    is_numbers = isinstance(targets, list) and all(isinstance(t, int) for t in targets)
+    return torch.tensor(targets) if is_numbers else None
+
+
+def _largest(targets: Tensor, spec: str) -> int:
+    if targets.is_floating_point() or int(targets.min()) < 0:
+        raise DataError(f"{spec}: labels must be class numbers: whole, from 0 up.")
+    return int(targets.max())

@@ -1,0 +1,114 @@
+"""The small sets that everybody knows, whole in memory: digits, MNIST and its like, CIFAR."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from l0prune.data.augment import shifted_and_mirrored
+from l0prune.data.dataset import Augmentation, Data, Tensors
+from l0prune.errors import DataError
+
+# torchvision's class, and the mean and deviation of each channel that its networks are fed with.
+_KNOWN: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
+    "mnist": ("MNIST", (0.1307,), (0.3081,)),
+    "fashion-mnist": ("FashionMNIST", (0.2860,), (0.3530,)),
+    "cifar10": ("CIFAR10", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "cifar100": ("CIFAR100", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+_DIGITS_TRAIN = 1437  # four of five
+
+
+def digits(name: str, root: Path) -> Data:
+    """1,797 handwritten digits of 8×8 pixels that scikit-learn brings along, from −1 to 1."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("The digits come with scikit-learn: pip install 'l0prune[demo]'") from error
+    images, labels = load_digits(return_X_y=True)
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    targets = torch.tensor(labels, dtype=torch.int64)
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
+    train, test = order[:_DIGITS_TRAIN], order[_DIGITS_TRAIN:]
+    return Data(
+        name, Tensors(inputs[train], targets[train]), Tensors(inputs[test], targets[test]), 10
+    )
+
+
+def mnist(name: str, root: Path) -> Data:
+    """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
+    sets = [_torchvision(name, root, train) for train in (True, False)]
+    train, test = (_scaled(name, found.data[:, None], found.targets) for found in sets)
+    return Data(name, train, test, 10)
+
+
+def cifar(name: str, root: Path) -> Data:
+    """Colour images of 32×32 pixels; CIFAR-10 also as JPEG files packed in ``cifar10-jpeg``."""
+    classes = 100 if name == "cifar100" else 10
+    packed = root / "cifar10-jpeg"
+    if name == "cifar10" and (packed / "train.npz").exists():
+        pairs = [_unpacked(packed / f"{part}.npz") for part in ("train", "test")]
+    else:
+        sets = [_torchvision(name, root, train) for train in (True, False)]
+        pairs = [(torch.from_numpy(found.data), torch.tensor(found.targets)) for found in sets]
+    train, test = (
+        _scaled(name, images.permute(0, 3, 1, 2), labels, shifted_and_mirrored)
+        for images, labels in pairs
+    )
+    return Data(name, train, test, classes)
+
+
+def _torchvision(name: str, root: Path, train: bool) -> Any:
+    """A torchvision dataset; downloaded only where it is not there yet."""
+    from torchvision import datasets
+
+    build = getattr(datasets, _KNOWN[name][0])
+    failure: Exception | None = None
+    for download in (False, True):
+        try:
+            with redirect_stdout(sys.stderr):  # stdout is for results
+                return build(str(root), train=train, download=download)
+        except Exception as error:  # torchvision raises whatever its parsers meet
+            failure = error
+    raise DataError(
+        f"{name} can neither be read from {root} nor downloaded to it ({failure}). Say where it is "
+        "with --data-root DIR or the environment variable L0PRUNE_DATA."
+    ) from failure
+
+
+def _scaled(
+    name: str, images: Tensor, labels: Tensor, augmentation: Augmentation | None = None
+) -> Tensors:
+    """Bytes to floats of about zero mean and unit deviation; in place, the sets are large.
+
+    Shape: images ``(n, channels, height, width)``, uint8.
+    """
+    _, mean, std = _KNOWN[name]
+    inputs = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    shape = (1, -1, 1, 1)
+    inputs.sub_(torch.tensor(mean).view(shape)).div_(torch.tensor(std).view(shape))
+    return Tensors(inputs, labels.to(torch.int64), augmentation)
+
+
+def _unpacked(path: Path) -> tuple[Tensor, Tensor]:
+    """Images packed as JPEG files one after another (arrays jpeg, length, label).
+
+    Shape: images ``(n, height, width, channels)``, uint8; labels ``(n,)``.
+    """
+    try:
+        with np.load(path) as arrays:
+            jpeg, lengths, labels = arrays["jpeg"], arrays["length"], arrays["label"]
+        files = np.split(jpeg, np.cumsum(lengths)[:-1])
+        pixels = [np.asarray(Image.open(io.BytesIO(file.tobytes()))) for file in files]
+        images = torch.from_numpy(np.stack(pixels))
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        raise DataError(f"{path} is missing or damaged: {error}") from error
+    return images, torch.from_numpy(labels)
