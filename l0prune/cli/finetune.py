@@ -15,6 +15,7 @@ from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle
 from l0prune.cli.project import chosen, defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
+from l0prune.usercode import check_recorded
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -60,6 +61,8 @@ def finetune(
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = artifact.read_info(path)
+    if data is None and not trust_pickle:
+        check_recorded(str(info.get("data", "")), path)
     source = load_data(_data_spec(data, info), chosen(data_root, "data_root", info))
     model = l0prune.load(path, trust_pickle=trust_pickle)
     given = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ def from_function(spec: str) -> Data:
     """
     found = called(named(spec), spec)
     if isinstance(found, Data):
-        return found
+        return replace(found, name=spec)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise DataError(f"{spec} must return {_WANTED}, not a {type(found).__name__}.")
     train, test = (_split(part, spec) for part in found)
