@@ -42,7 +42,8 @@ def _split(part: Any, spec: str) -> Split:
             return Tensors(inputs, targets if targets.is_floating_point() else targets.long())
     if isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset):
         return Loaded(part.dataset, part.num_workers, collate=part.collate_fn)
-    if hasattr(part, "__getitem__") and hasattr(part, "__len__"):
+    is_dataset = hasattr(part, "__getitem__") and hasattr(part, "__len__")
+    if is_dataset and not isinstance(part, Tensor | dict | str):
         return Loaded(part)
     raise DataError(
         f"{spec} returned a {type(part).__name__} where a dataset with a length should be. It must "

@@ -7,6 +7,7 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -104,11 +105,11 @@ def _unpacked(path: Path) -> tuple[Tensor, Tensor]:
     Shape: images ``(n, height, width, channels)``, uint8; labels ``(n,)``.
     """
     try:
-        with np.load(path) as arrays:
+        with path.open("rb") as archive, np.load(archive) as arrays:
             jpeg, lengths, labels = arrays["jpeg"], arrays["length"], arrays["label"]
         files = np.split(jpeg, np.cumsum(lengths)[:-1])
         pixels = [np.asarray(Image.open(io.BytesIO(file.tobytes()))) for file in files]
         images = torch.from_numpy(np.stack(pixels))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
         raise DataError(f"{path} is missing or damaged: {error}") from error
     return images, torch.from_numpy(labels)

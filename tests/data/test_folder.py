@@ -1,0 +1,84 @@
+"""Folders of images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from l0prune.data import load_data
+from l0prune.errors import DataError
+
+
+def make(folder, parts=("train", "val"), labels=("cat", "dog"), count=3):
+    for part in parts:
+        for number, label in enumerate(labels):
+            (folder / part / label).mkdir(parents=True)
+            for index in range(count):
+                colour = (200 * number, 20 * index, 0)
+                Image.new("RGB", (40, 30), colour).save(folder / part / label / f"{index}.png")
+
+
+def test_images_and_their_classes(tmp_path):
+    make(tmp_path)
+    data = load_data(f"imagefolder:{tmp_path}")
+    assert (data.classes, data.n_train, len(data.test)) == (2, 6, 6)
+    assert data.name == f"imagefolder:{tmp_path}"
+    example = data.train.example(1)
+    assert example.shape == (1, 3, 224, 224)
+    expected = (0.0 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(example[0, :, 100, 100], expected)
+
+
+def test_images_of_another_size_come_from_worker_processes(tmp_path):
+    make(tmp_path, parts=("train", "test"))
+    data = load_data(f"imagefolder:{tmp_path}:16")
+    inputs, targets = next(data.test.batches(6))
+    assert inputs.shape == (6, 3, 16, 16)
+    assert targets.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_augmented_images_are_reproducible_and_vary(tmp_path):
+    make(tmp_path, count=1)
+    ramp = Image.linear_gradient("L").convert("RGB")
+    for label in ("cat", "dog"):
+        ramp.save(tmp_path / "train" / label / "0.png")
+    split = load_data(f"imagefolder:{tmp_path}:16").train
+    batches = [
+        next(split.batches(2, generator=torch.Generator().manual_seed(seed), augment=augment))[0]
+        for seed, augment in ((3, True), (3, True), (4, True), (3, False))
+    ]
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+    assert torch.equal(batches[3][0], batches[3][1])
+
+
+def test_an_image_that_cannot_be_read(tmp_path):
+    make(tmp_path)
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing more")
+    data = load_data(f"imagefolder:{tmp_path}:16")
+    with pytest.raises(DataError, match="cannot be read"):
+        list(data.test.batches(2))
+
+
+def test_folders_that_are_no_data(tmp_path):
+    with pytest.raises(DataError, match="needs two folders, train and test"):
+        load_data(f"imagefolder:{tmp_path}")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "test").mkdir()
+    with pytest.raises(DataError, match="one folder of images per class"):
+        load_data(f"imagefolder:{tmp_path}")
+
+
+def test_parts_of_different_classes(tmp_path):
+    make(tmp_path, parts=("train",))
+    make(tmp_path, parts=("test",), labels=("cat", "cow"))
+    with pytest.raises(DataError, match=r"different classes \(cow, dog\)"):
+        load_data(f"imagefolder:{tmp_path}")
+
+
+def test_a_class_without_images(tmp_path):
+    make(tmp_path)
+    (tmp_path / "train" / "eel").mkdir()
+    with pytest.raises(DataError, match="eel"):
+        load_data(f"imagefolder:{tmp_path}")
