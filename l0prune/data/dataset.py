@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -149,20 +150,31 @@ class Loaded:
             collate_fn=self.collate,
             pin_memory=torch.device(device).type == "cuda",
         )
-        batches = iter(loader)
-        while True:
-            try:
-                inputs, targets = next(batches)
-            except StopIteration:
-                return
-            except OSError as error:
-                raise DataError(f"an example cannot be read: {error}") from error
+        for inputs, targets in _read(loader):
             yield _moved(inputs, device), torch.as_tensor(targets).to(device, non_blocking=True)
 
     def example(self, count: int) -> Any:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
         return _moved(self.collate(examples)[0], "cpu")
+
+
+def _read(loader: DataLoader) -> Iterator[Batch]:
+    batches, failure = iter(loader), ""
+    while not failure:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except OSError as error:
+            # A worker process sends its whole traceback, with the error itself at the end.
+            failure = str(error).strip().splitlines()[-1]
+            # Its frames hold on to the workers, which end at once only if nothing does.
+            traceback.clear_frames(error.__traceback__)
+        else:
+            yield batch
+    del batches
+    raise DataError(f"an example cannot be read: {failure}")
 
 
 def _wanted(augmentation: Any, augment: bool) -> Any:
