@@ -118,6 +118,7 @@ def _parse(text: str, n: int | None) -> Lambda:
     return Lambda(defaults[0] if defaults else 0.0, tuple(rules))
 
 
+@lru_cache(maxsize=256)  # a training loop asks for the same number at every step
 def _value(expression: float | str, n: int | None) -> float:
     """One λ, checked."""
     text = str(expression).strip()

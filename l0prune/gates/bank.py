@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates.current import Current, Multiplier, Origin
+from l0prune.gates.current import Current, Multiplier
 from l0prune.gates.gate import Gate
 from l0prune.gates.spreader import Spreader
 from l0prune.layout import Layout
@@ -66,9 +66,8 @@ class Gates(nn.Module):
         self.fixed = False
         self.bypassed = False
         self.log_alpha = nn.Parameter(log_alpha)
-        layouts = tuple(dict.fromkeys(site.layout for site in plan.sites))
-        self._multipliers = {layout: Multiplier() for layout in layouts}
-        self._spreader = Spreader(plan, layouts)
+        self._multipliers = {site.layout: Multiplier() for site in plan.sites}
+        self._spreader = Spreader(plan, tuple(self._multipliers))
         self._now = Current()
 
     @property
@@ -140,18 +139,16 @@ class Gates(nn.Module):
     @torch.compiler.disable
     def _refresh_outside(self) -> None:
         """``refresh`` for a part of the model that runs on its own, or once more for backward."""
-        now = self._now
-        if now.origin is None or not now.origin.same_value(self._origin()):
+        now, value = self._now, self.log_alpha
+        if now.value is not value or now.version != _version(value):
             now.noise = None
-        elif now.origin.mode == self._origin().mode:
+        elif now.mode == self._mode():
             return
         self._compute()
 
-    def _origin(self) -> Origin:
-        value = self.log_alpha
-        version = None if value.is_inference() else value._version
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return Origin(value, version, (self.training, self.fixed, grad, inference))
+    def _mode(self) -> tuple[bool, ...]:
+        inference = torch.is_inference_mode_enabled()
+        return (self.training, self.fixed, torch.is_grad_enabled(), inference)
 
     def _compute(self) -> None:
         now, value = self._now, self.log_alpha
@@ -161,11 +158,13 @@ class Gates(nn.Module):
             now.z = self.gate.sample(value, now.noise)
         else:
             now.z = self.gate.estimate(value.detach() if self.fixed else value)
-        now.grad = torch.is_grad_enabled()
-        now.origin = None if torch.compiler.is_compiling() else self._origin()
-        spread = self._spreader(now.z)
-        for multiplier, values in zip(self._multipliers.values(), spread, strict=True):
+        for multiplier, values in zip(
+            self._multipliers.values(), self._spreader(now.z), strict=True
+        ):
             multiplier.values = values
+        now.grad = torch.is_grad_enabled()
+        if not torch.compiler.is_compiling():
+            now.value, now.version, now.mode = value, _version(value), self._mode()
 
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
@@ -188,6 +187,11 @@ class Gates(nn.Module):
     def extra_repr(self) -> str:
         """What ``print(model)`` shows of the bank."""
         return f"{self.plan.size} gates on {len(self.plan.axes)} axes, {self.gate}"
+
+
+def _version(value: Tensor) -> int | None:
+    """Changes with every write into the tensor that autograd can see."""
+    return None if value.is_inference() else value._version
 
 
 def _uniform(like: Tensor) -> Tensor:

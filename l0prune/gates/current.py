@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-
-
-class Origin(NamedTuple):
-    """What the current multipliers were computed from."""
-
-    value: Tensor
-    version: int | None
-    mode: tuple[bool, ...]
-
-    def same_value(self, other: Origin) -> bool:
-        """Is it the same parameter, unchanged? Then its noise still counts."""
-        return self.value is other.value and self.version == other.version
 
 
 class Current:
@@ -26,7 +14,10 @@ class Current:
     Attributes:
         noise: what they were drawn with; None where the next are to be drawn afresh.
         z: the multipliers, flat.
-        origin: what they were computed from.
+        value: the parameter that they were computed from. While it is the same, unchanged, its
+            noise still counts.
+        version: of that parameter then.
+        mode: what else they depend on.
         grad: whether gradients were on.
         in_forward: the model is in its forward, so that they hold without a further look.
     """
@@ -34,7 +25,9 @@ class Current:
     def __init__(self) -> None:
         self.noise: Tensor | None = None
         self.z: Tensor | None = None
-        self.origin: Origin | None = None
+        self.value: Tensor | None = None
+        self.version: int | None = None
+        self.mode: tuple[bool, ...] = ()
         self.grad = False
         self.in_forward = False
 

@@ -41,13 +41,13 @@ class Spreader:
         table = self._groups[0][1]
         return table.shape == (1, size) and torch.equal(table[0], torch.arange(size))
 
-    def __call__(self, z: Tensor) -> list[Tensor]:
+    def __call__(self, z: Tensor) -> Sequence[Tensor]:
         """One vector per layout, of z's dtype and device; differentiable any number of times over.
 
         Shape: z ``(plan.size,)``; results ``(size_of(layout),)`` each.
         """
         if self._is_split:
-            return list(z.split(self._sizes))
+            return z.split_with_sizes(self._sizes)
         if self._groups and self._groups[0][1].device != z.device:
             self._groups = [(numbers, table.to(z.device)) for numbers, table in self._groups]
         padded = torch.cat([z, z.new_ones(1)])
@@ -55,7 +55,7 @@ class Spreader:
         for numbers, table in self._groups:
             values = _ProductGather.apply(padded, table)
             for number, part in zip(
-                numbers, values.split([self._sizes[n] for n in numbers]), strict=True
+                numbers, values.split_with_sizes([self._sizes[n] for n in numbers]), strict=True
             ):
                 parts[number] = part
         return parts
