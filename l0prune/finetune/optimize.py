@@ -10,6 +10,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from l0prune.errors import UsageError
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.settings import Settings
 
 Groups = list[dict[str, Any]]
@@ -40,10 +41,10 @@ def _can_fuse(parameter: torch.Tensor) -> bool:
 class Schedule:
     """Sets every group's learning rate from the fraction of the steps that are done."""
 
-    def __init__(self, settings: Settings, optimizer: Optimizer, total: int) -> None:
-        self._factor = _factor(settings.schedule)
+    def __init__(self, settings: Settings, optimizer: Optimizer, phases: Phases) -> None:
+        self._factor = _factor(settings.schedule, 1 - phases.settle / phases.total)
         self._optimizer = optimizer
-        self._total = total
+        self._total = phases.total
         self._base = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
@@ -53,9 +54,15 @@ class Schedule:
             group["lr"] = base * factor
 
 
-def _factor(schedule: str | Callable[[float], float]) -> Callable[[float], float]:
+def _factor(schedule: str | Callable[[float], float], pruned: float) -> Callable[[float], float]:
+    """From the fraction of the steps done to a factor; pruning ends at fraction ``pruned``."""
     if callable(schedule):
         return schedule
-    if schedule == "cosine":
-        return lambda done: 0.5 * (1 + math.cos(math.pi * done))
-    return lambda done: 1.0
+    if schedule == "constant":
+        return lambda done: 1.0
+    start = pruned if schedule == "settle" else 0.0
+    return lambda done: _cosine((done - start) / (1 - start)) if done > start else 1.0
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))

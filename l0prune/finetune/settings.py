@@ -37,7 +37,8 @@ class Settings:
         optimizer: ``"adam"``, ``"adamw"``, ``"sgd"`` (momentum 0.9), or a function that takes
             the parameter groups and returns an optimizer.
         weight_decay: of the weights; gates are never decayed.
-        schedule: ``"constant"``, ``"cosine"`` (to zero at the end), or a function from the
+        schedule: ``"settle"`` (constant, then to zero along a cosine while settling),
+            ``"constant"``, ``"cosine"`` (to zero over the whole run), or a function from the
             fraction of the steps done to a factor. It applies to every learning rate.
         clip: largest norm of the weights' gradient, or None. The gates' gradient is left alone.
         ema: β of the moving average of weights, buffers and gates that is evaluated and kept
@@ -66,7 +67,7 @@ class Settings:
     gate_lr: float = 0.1
     optimizer: str | OptimizerFactory = "adam"
     weight_decay: float = 0.0
-    schedule: str | Callable[[float], float] = "constant"
+    schedule: str | Callable[[float], float] = "settle"
     clip: float | None = None
     ema: float = 0.999
     warmup: float | None = None
@@ -99,7 +100,7 @@ class Settings:
         if not callable(self.optimizer):
             _choice("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
         if not callable(self.schedule):
-            _choice("schedule", self.schedule, ("constant", "cosine"))
+            _choice("schedule", self.schedule, ("settle", "constant", "cosine"))
         if self.resume and self.out is None:
             raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
 

@@ -47,7 +47,7 @@ class Stepper:
         gates = None if pruning is None else pruning.gates.log_alpha
         self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
         self.optimizer = make_optimizer(settings, self._groups())
-        self._schedule = Schedule(settings, self.optimizer, self.phases.total)
+        self._schedule = Schedule(settings, self.optimizer, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
         self.optimizer.zero_grad(set_to_none=True)

@@ -8,6 +8,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.finetune.optimize import Schedule, make_optimizer
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.settings import Settings
 from l0prune.objective import param_groups
 
@@ -62,7 +63,7 @@ def test_schedules_scale_every_rate():
     def rates(schedule, step):
         settings = Settings(schedule=schedule)
         optimizer = make_optimizer(settings, [dict(group) for group in groups])
-        Schedule(settings, optimizer, total=8).set(step)
+        Schedule(settings, optimizer, Phases(total=8, warmup=0, settle=4)).set(step)
         return [group["lr"] for group in optimizer.param_groups]
 
     assert rates("constant", 7) == [1, 4]
@@ -70,3 +71,15 @@ def test_schedules_scale_every_rate():
     assert rates("cosine", 4) == pytest.approx([0.5, 2])
     assert rates("cosine", 2) == pytest.approx([f * (2 + math.sqrt(2)) / 4 for f in (1, 4)])
     assert rates(lambda done: 1 - done, 2) == [0.75, 3]
+    assert rates("settle", 4) == [1, 4]
+    assert rates("settle", 6) == pytest.approx([0.5, 2])
+    assert rates("settle", 7) == pytest.approx([f * (2 - math.sqrt(2)) / 4 for f in (1, 4)])
+
+
+@pytest.mark.parametrize("name", ["settle", "constant"])
+def test_without_settling_rates_stay(name):
+    weight = nn.Parameter(torch.ones(1))
+    settings = Settings(schedule=name)
+    optimizer = make_optimizer(settings, [{"params": [weight], "lr": 0.5}])
+    Schedule(settings, optimizer, Phases.dense(epochs=2, steps_per_epoch=4)).set(7)
+    assert optimizer.param_groups[0]["lr"] == 0.5
