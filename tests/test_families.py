@@ -14,8 +14,8 @@ def check(name: str, side: int) -> None:
     result = measure(name, side)
     assert result.signal > 1e-3  # an output that hardly depends on the input proves nothing
     assert result.float64 <= 1e-10
-    assert result.float32 <= 1e-5
-    assert result.onnx <= 1e-5
+    # A deep network with random weights may round by more than 1e-5 all by itself.
+    assert max(result.float32, result.onnx) <= min(result.allowed, 2e-5)
     assert result.found == result.predicted < 0.8 * result.before
     # The file stores weights, what BatchNorm statistics are not folded away, and a few scalars.
     assert result.in_file <= result.predicted + result.buffers + 64

@@ -131,7 +131,7 @@ class Export:
         yield sizes
         proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
         for c in self.certificate.checks:
-            row = (c.dtype, str(c.batch), f"{c.error:.1e}", f"{c.tolerance:.0e}")
+            row = (c.dtype, str(c.batch), f"{c.error:.1e}", f"{c.tolerance:.1e}")
             proof.add_row(f"gated and {c.what}", *row)
         yield proof
 
