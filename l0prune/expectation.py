@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from l0prune.moments import Monomial, Sums
+from l0prune.once import once
 
 _SMALL = 128  # sums, up to which a product with a dense matrix costs no more than one operation
 
@@ -141,15 +141,14 @@ Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def _quadratic(columns: Sequence[Tensor], coefficients: Tensor, size: int) -> Form:
-    """A polynomial of degree 2 as ½·xᵀMx: one product with a small matrix."""
+    """A polynomial of degree 2 as xᵀMx: products with small matrices."""
     first, last = columns[0], columns[-1] if len(columns) == 2 else torch.zeros_like(columns[0])
     matrix = coefficients.new_zeros(size, size)
     matrix.index_put_((first, last), coefficients, accumulate=True)
-    matrix = matrix + matrix.T
+    symmetric = matrix + matrix.T
 
     def evaluate(sums: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = torch.mv(matrix, sums)
-        return torch.dot(gradient, sums) / 2, gradient
+        return torch.dot(torch.mv(matrix, sums), sums), torch.mv(symmetric, sums)
 
     return evaluate
 
@@ -182,7 +181,7 @@ class _Evaluate(Function):
         return value.to(dtype)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.gradient, None, None
 

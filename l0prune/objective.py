@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,7 +57,7 @@ def penalty(
     if not l2 >= 0:
         raise UsageError(f"l2 must be 0 or more, not {l2}")
     gates = gates_of(model)
-    with torch.autocast(gates.log_alpha.device.type, enabled=False):
+    with _full_precision(gates.log_alpha.device.type):
         p = gates.open_probability()
         prices = _prices(gates)
         total = prices.penalty(p, Lambda.of(lam, n), counting)
@@ -84,6 +85,13 @@ def param_groups(
         {"name": "gates", "params": [gates], "lr": gate_lr, "weight_decay": 0.0},
     ]
     return [group for group in groups if any(p.requires_grad for p in group["params"])]
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[None]:
+    """Keeps counts out of an autocast; where there is none, it costs nothing."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
 
 
 class _Prices:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from l0prune.errors import UsageError
 from l0prune.gates.gate import register
+from l0prune.once import once
 
 
 @register
@@ -106,10 +106,10 @@ class _HardSigmoid(Function):
         logits = log_alpha if logistic is None else log_alpha + logistic
         ctx.s = s = (logits * rate).sigmoid_()
         ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
-        return (s * (zeta - gamma)).add_(gamma).clamp_(0, 1)
+        return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         stretch = ctx.zeta - ctx.gamma
         # s inside these bounds is z strictly inside (0, 1); outside, the clamp has no slope.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
 
 
 def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
@@ -20,7 +17,7 @@ def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
     """
     if values.device != tensor.device:
         values = values.to(tensor.device)
-    product: Tensor = _Scale.apply(tensor, _along(tensor, values, dim))
+    product = tensor * _along(tensor, values, dim)
     return product if product.dtype == tensor.dtype else product.to(tensor.dtype)
 
 
@@ -39,29 +36,3 @@ def _along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
         return values.view(shape)
     shape[dim + 1 :] = after
     return values.unsqueeze(1).expand(-1, prod(after)).reshape(shape)
-
-
-class _Scale(Function):
-    """A product whose backward pass makes one temporary of the tensor's size, not two.
-
-    On the CPU that is what a gated step costs: memory newly mapped, written and given back.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor, values)
-        return tensor * values
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        tensor, values = ctx.saved_tensors
-        to_tensor, to_values = ctx.needs_input_grad
-        of_tensor = of_values = each = None
-        if to_values:
-            each = grad * tensor
-            of_values = each.sum_to_size(values.shape)
-        if to_tensor:
-            # A graph of this pass still needs ``each``; where nothing was summed it is a result.
-            reused = None if torch.is_grad_enabled() or of_values is each else each
-            of_tensor = torch.mul(grad, values, out=reused)
-        return of_tensor, of_values

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from l0prune.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
+from l0prune.once import once
 from l0prune.plan import Plan
 
 
@@ -71,7 +71,7 @@ class _ProductGather(Function):
         return gathered[0] if table.shape[0] == 1 else gathered.prod(0)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         result = grad.new_zeros(ctx.size)
         for row, indices in enumerate(ctx.table):
