@@ -24,6 +24,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.scramble import scramble
 from l0prune.cost import CostModel
 from l0prune.errors import CertificateError
 
@@ -75,52 +76,12 @@ def build(name: str, side: int) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, side, side)
 
 
-@torch.no_grad()
-def scramble(model: nn.Module, example: tuple[Tensor, ...], seed: int = 0) -> nn.Module:
-    """Gate the model, close half of its gates, and make nothing in it trivial.
-
-    The gated weights are rescaled so that signals neither vanish nor explode, and BatchNorm's
-    statistics are those of the gated model on random data: else an error could hide.
-    """
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        elif "layer_scale" in name:
-            parameter.fill_(0.5)
-        elif not parameter.any():  # a ViT's head starts at zero, and would hide everything
-            parameter.normal_(std=0.05)
-    l0prune.gate(model, example)
-    bank = l0prune.gates(model)
-    is_closed = torch.rand(bank.plan.size) < 0.5
-    fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
-    bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
-    z, parameters = bank.z(), dict(model.named_parameters())
-    for site in bank.plan.sites:
-        if site.role == "read":
-            scale = bank.plan.spread(site.layout, z).square().mean().sqrt().clamp(min=0.05)
-            parameters[site.tensor].div_(scale)
-    _settle_statistics(model, example)
-    return model.eval()
-
-
-def _settle_statistics(model: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """BatchNorm statistics of a few random images, with every gate at its eval value."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    model.eval()
-    for norm in norms:
-        norm.train()
-        norm.momentum = 0.5
-    for _ in range(3):
-        model(*(torch.randn_like(x).repeat(4, *[1] * (x.ndim - 1)) for x in example))
-
-
 def measure(name: str, side: int, seed: int = 0) -> Result:
     """Gate, close, export and compare one model; its ONNX file is written and read again."""
     start = time.perf_counter()
     torch.manual_seed(seed)
     model, images = build(name, side)
-    scramble(model, (images,), seed)
+    scramble(model, ((images,), {}), seed)
     bank = l0prune.gates(model)
     dense = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:

@@ -72,7 +72,8 @@ def capture(
     """
     kwargs = kwargs or {}
     batch = batch_of(args, kwargs)
-    with evaluating(model), warnings.catch_warnings():
+    # Without gradients: a part of a forward that switches them off itself is then no special case.
+    with evaluating(model), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program, dynamic = None, False
         if dynamic_batch and batch:

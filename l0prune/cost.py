@@ -21,7 +21,7 @@ from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.expectation import Polynomial, SumTable, Terms, precision
-from l0prune.layout import size_of
+from l0prune.layout import axes_of, size_of
 from l0prune.moments import Monomial, Sums, multiply
 from l0prune.plan import Plan
 
@@ -57,6 +57,16 @@ class CostModel:
         return round(
             sum(c.scale * prod(map(size_of, c.dims)) for c in self.plan.costs if c.unit == unit)
         )
+
+    def reachable(self, unit: Unit) -> float:
+        """The share of the dense count that depends on a gate, from 0 to 1."""
+        total = cut = 0.0
+        for cost in self.plan.costs:
+            if cost.unit == unit:
+                count = cost.scale * prod(map(size_of, cost.dims))
+                total += count
+                cut += count if any(axes_of(dim) for dim in cost.dims) else 0
+        return cut / total if total else 0.0
 
     def actual(self, open_: Tensor, unit: Unit) -> int:
         """The count of the model that an export with these open gates makes.

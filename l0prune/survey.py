@@ -13,7 +13,7 @@ from torch import nn
 
 from l0prune.axes import analyse
 from l0prune.capture import batch_of, capture
-from l0prune.cost import CostModel
+from l0prune.cost import CostModel, Unit
 from l0prune.errors import UsageError
 from l0prune.layout import axes_of
 from l0prune.plan import Axis, Pin, Plan
@@ -53,12 +53,18 @@ class Survey:
         """Multiply-accumulates of the dense model for one example (1 MAC = 2 FLOPs)."""
         return CostModel(self.plan).dense("macs")
 
+    def reachable(self, unit: Unit) -> float:
+        """The share of the model's ``"params"`` or ``"macs"`` that some axis can take away."""
+        return CostModel(self.plan).reachable(unit)
+
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data for machines."""
         return {
             "params": self.params,
             "macs": self.macs,
             "gates": self.plan.size,
+            "params_reachable": self.reachable("params"),
+            "macs_reachable": self.reachable("macs"),
             "axes": [
                 {"name": a.name, "kind": a.kind, "size": a.size, "group_size": a.group_size}
                 for a in self.axes
@@ -78,7 +84,9 @@ class Survey:
         """Tables of the axes and of what is pinned."""
         yield (
             f"{self.params:,} params, {self.macs:,} MACs an example; "
-            f"{self.plan.size:,} gates on {len(self.axes)} axes"
+            f"{self.plan.size:,} gates on {len(self.axes)} axes reach "
+            f"{self.reachable('params'):.1%} of the params and {self.reachable('macs'):.1%} of the "
+            "MACs"
         )
         axes = Table("axis", "kind", "size", "read or written at", title="Can be cut", expand=False)
         for number, axis in enumerate(self.axes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import CertificateError
+from l0prune.export.doubles import InDoubles
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -125,9 +127,7 @@ def compare(gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs]) -> Cer
     for dtype in (torch.float64, torch.float32):
         first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
         for given in inputs:
-            args, kwargs = cast(given, dtype)
-            with torch.no_grad():
-                error = difference(first(*args, **kwargs), second(*args, **kwargs))
+            error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
             allowed = TOLERANCE[name] if dtype == torch.float64 else _allowed(gated, given, error)
             checks.append(Check("dense", name, _batch(given), error, allowed))
@@ -141,11 +141,9 @@ def compare_onnx(
     model = copy.deepcopy(gated).to("cpu", torch.float32)
     checks = []
     for given in inputs:
-        args, kwargs = cast(given, torch.float32)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with torch.no_grad():
-            expected = model(*args, **kwargs)
-        error = difference(expected, run(leaves))
+        leaves = pytree.tree_leaves(cast(given, torch.float32))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        error = difference(_output(model, given, torch.float32), run(tensors))
         allowed = _allowed(gated, given, error)
         checks.append(Check("onnx", "float32", _batch(given), error, allowed))
     return checks
@@ -156,13 +154,19 @@ def _allowed(gated: nn.Module, given: Inputs, error: float) -> float:
     usual = TOLERANCE["float32"]
     if error <= usual:
         return usual
-    outputs = []
-    for dtype in (torch.float64, torch.float32):
-        args, kwargs = cast(given, dtype)
-        with torch.no_grad():
-            outputs.append(copy.deepcopy(gated).to("cpu", dtype)(*args, **kwargs))
+    outputs = [
+        _output(copy.deepcopy(gated).to("cpu", dtype), given, dtype)
+        for dtype in (torch.float64, torch.float32)
+    ]
     both = 2 * difference(*outputs)
     return min(both, LARGEST) if both > usual else usual
+
+
+def _output(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
+    """What a model that is in ``dtype`` computes, in that dtype throughout."""
+    args, kwargs = cast(given, dtype)
+    with torch.no_grad(), InDoubles() if dtype == torch.float64 else nullcontext():
+        return model(*args, **kwargs)
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -18,6 +18,9 @@ from l0prune.export.literals import rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
 
+# What the capture noted about this example's dtypes and strides; no part of the function.
+_ASSERTIONS = ("aten._assert_tensor_metadata",)
+
 
 def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> GraphModule:
     """The captured graph with cut tensors and rewritten shapes.
@@ -93,7 +96,10 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
 
 
 def _drop_stale(module: GraphModule) -> None:
-    """Remove what nobody reads, and the old shapes that export would believe."""
+    """Remove what nobody reads, and the old shapes and dtypes that export would believe."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and operator_name(node.target) in _ASSERTIONS:
+            module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

@@ -1,0 +1,72 @@
+"""A gated model in which nothing is trivial, so that no error of an export can hide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import l0prune
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@torch.no_grad()
+def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
+    """Gate the model and close half of its gates; the open ones take fractional values.
+
+    The gated weights are rescaled so that signals neither vanish nor explode, and BatchNorm's
+    statistics are those of the gated model on random data: else an error could hide.
+
+    Args:
+        model: with random weights.
+        example: positional and keyword inputs of its forward.
+        seed: of everything that is drawn.
+    """
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        elif "layer_scale" in name:
+            parameter.fill_(0.5)
+        elif not parameter.any():  # a ViT's head starts at zero, and would hide everything
+            parameter.normal_(std=0.05)
+    l0prune.gate(model, *example)
+    bank = l0prune.gates(model)
+    is_closed = torch.rand(bank.plan.size) < 0.5
+    fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
+    bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
+    z, parameters = bank.z(), dict(model.named_parameters())
+    for site in bank.plan.sites:
+        if site.role == "read":
+            scale = bank.plan.spread(site.layout, z).square().mean().sqrt().clamp(min=0.05)
+            parameters[site.tensor].div_(scale)
+    _settle_statistics(model, example)
+    return model.eval()
+
+
+def _settle_statistics(model: nn.Module, example: Example) -> None:
+    """BatchNorm statistics of a few random inputs, with every gate at its eval value."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    model.eval()
+    if not norms:
+        return
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over what comes, so that nothing of the ones is left
+    for _ in range(3):
+        args, kwargs = pytree.tree_map(_another, example)
+        model(*args, **kwargs)
+
+
+def _another(leaf: Any) -> Any:
+    """Four times as many examples, random where they are numbers and not indices."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    more = leaf.repeat(4, *[1] * (leaf.ndim - 1)) if leaf.ndim else leaf
+    return torch.randn_like(more) if leaf.is_floating_point() else more

@@ -1,0 +1,32 @@
+"""Running a model in float64 throughout, also where its code asks for something less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LESS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class InDoubles(TorchDispatchMode):
+    """Within the context, whoever asks for a floating-point dtype gets float64.
+
+    Many networks cast to float32 inside (``hidden.to(torch.float32)`` before a norm). In a
+    comparison in float64 that would show rounding where an error of the cut is looked for.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, with ``dtype=torch.float64`` where the dtype is a smaller float."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in _LESS:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
