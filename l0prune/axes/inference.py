@@ -17,7 +17,7 @@ from l0prune.axes.nodes import (
     operator_name,
     shape_of,
 )
-from l0prune.axes.registry import RULES, Value
+from l0prune.axes.registry import RULES, Value, registered
 from l0prune.axes.rules.pointwise import pointwise
 from l0prune.axes.solver import Const, Expr, Solver
 from l0prune.capture import Captured, module_of
@@ -97,14 +97,12 @@ class Inference:
 
     def _call(self, node: Node) -> Value:
         name = operator_name(node.target)
-        rule = RULES.get(name)
-        if rule is None and is_pointwise(node):
-            rule = pointwise
-        if rule is None and name.endswith("_"):
-            rule = RULES.get(name[:-1])  # an in-place twin does the same to the axes
-        if rule is None:
-            return self._unknown(node, name)
-        return rule(self, node)
+        known = registered(name)
+        if known is not None:
+            return RULES[known](self, node)
+        if is_pointwise(node):
+            return pointwise(self, node)
+        return self._unknown(node, name)
 
     def _unknown(self, node: Node, name: str) -> Value:
         """An operator without a rule: nothing that touches it may be cut."""

@@ -4,7 +4,7 @@ A rule is a function of the inference and a graph node that returns the node's v
 expression per dim of its output (or a list of such values for an operator with many outputs).
 It unifies what the operator ties, pins what it forbids, and records what it contracts.
 
-    @rule("aten.glu", zero=every)
+    @rule("aten.glu", zero=some)
     def glu(infer: Inference, node: Node) -> Value:
         ...
 """
@@ -39,20 +39,9 @@ def each(node: Node, operands: Sequence[bool | None]) -> bool:
     return all(operand is not False for operand in operands)
 
 
-def every(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Zero where every operand is, and nothing else is added: sums."""
-    tensors = all(operand is True for operand in operands)
-    return tensors and not any(isinstance(arg, int | float) and arg for arg in node.args[:2])
-
-
 def some(node: Node, operands: Sequence[bool | None]) -> bool:
     """Zero where any operand is: products."""
     return any(operand is True for operand in operands)
-
-
-def first(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Zero where the first operand is: quotients."""
-    return bool(operands) and operands[0] is True
 
 
 RULES: dict[str, Rule] = {}
@@ -60,7 +49,10 @@ ZEROS: dict[str, Zero] = {}
 
 
 def rule(*operators: str, zero: Zero = never) -> Callable[[Rule], Rule]:
-    """Register a rule for operators, by qualified name without overload: ``aten.conv2d``."""
+    """Register a rule for operators, by qualified name without overload: ``aten.conv2d``.
+
+    A rule serves the in-place twin of its operator (``aten.relu_``), too.
+    """
 
     def register(function: Rule) -> Rule:
         for operator in operators:
@@ -71,6 +63,6 @@ def rule(*operators: str, zero: Zero = never) -> Callable[[Rule], Rule]:
     return register
 
 
-def zero_of(node: Node) -> Zero:
-    """How the operator of this node treats slots that are exactly zero."""
-    return ZEROS.get(operator_name(node.target), never)
+def registered(name: str) -> str | None:
+    """The name under which there is a rule for an operator: its own, or its out-of-place twin's."""
+    return next((n for n in (name, name.removesuffix("_")) if n in RULES), None)

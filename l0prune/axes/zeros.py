@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch.fx import Node
 
 from l0prune.axes.inference import Inference, Place
-from l0prune.axes.registry import zero_of
+from l0prune.axes.nodes import is_pointwise, operator_name
+from l0prune.axes.registry import ZEROS, Zero, never, registered
+from l0prune.axes.rules.pointwise import zero_when_tried
 from l0prune.axes.solver import Var, variables
 
 
@@ -60,3 +62,11 @@ class Zeros:
                 if any(self.var is v for v in variables(self.infer.solver.resolve(dim))):
                     return True
         return False
+
+
+def zero_of(node: Node) -> Zero:
+    """How the operator of this node treats slots that are exactly zero."""
+    known = registered(operator_name(node.target))
+    if known is not None:
+        return ZEROS[known]
+    return zero_when_tried if is_pointwise(node) else never

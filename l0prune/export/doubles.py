@@ -18,6 +18,18 @@ class InDoubles(TorchDispatchMode):
     comparison in float64 that would show rounding where an error of the cut is looked for.
     """
 
+    def __enter__(self) -> InDoubles:
+        """Also what is made without a dtype (``torch.ones(8)``) is float64 from here."""
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """The default dtype is what it was."""
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from l0prune.axes.nodes import operands_of, shape_of
-from l0prune.axes.registry import Value, each, every, first, rule, some
+from l0prune.axes.registry import Value, rule
 from l0prune.axes.solver import Const, Expr
 
 if TYPE_CHECKING:
@@ -33,17 +37,59 @@ def pointwise(infer: Inference, node: Node) -> Value:
     return tuple(dim if dim is not None else Const(1) for dim in out)
 
 
-# Elementwise operators that torch tags are found by their tag; those below are named to say how
-# they treat zeros, or because they carry no tag (composite ones, and dropout in eval mode).
-_SAME_AT_ZERO = (
-    "relu relu6 leaky_relu prelu elu selu celu gelu silu mish tanh hardtanh hardswish softshrink "
-    "hardshrink tanhshrink softsign neg abs sign sin sinh asin asinh tan atan atanh erf sqrt "
-    "square expm1 log1p floor ceil round trunc frac positive dropout alpha_dropout feature_dropout "
-    "feature_alpha_dropout relu_ relu6_ leaky_relu_ elu_ silu_ gelu_ mish_ hardtanh_ hardswish_ "
-    "dropout_ tanh_ nan_to_num rrelu threshold_"
+def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Is the output exactly zero where the zero operands are? The operator itself is asked.
+
+    It runs on a few numbers, with the node's own settings: zeros for the operands that are zero,
+    and anything for the others. So ``masked_fill(x, mask, 0)`` keeps zeros, and with a 1 it does
+    not; a clamp to (0, 6) does, to (0.2, 1) it does not.
+    """
+    if not any(operand is True for operand in operands):
+        return False
+    zero = {o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero}
+    numbers = torch.Generator().manual_seed(0)
+    try:
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), lambda operand: _numbers(operand, operand in zero, numbers)
+        )
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            result = node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
+    except Exception:  # an operator that does not run on these shapes is not known to keep zeros
+        return False
+    return isinstance(result, Tensor) and not bool(result.any())
+
+
+def _numbers(operand: Node, is_zero: bool, generator: torch.Generator) -> Tensor:
+    """Numbers of an operand's dtype."""
+    value = operand.meta.get("val")
+    dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+    drawn = torch.randn(8, 8, generator=generator) * 3
+    if is_zero:
+        return torch.zeros(8, 8, dtype=dtype)
+    return (drawn > 0) if dtype == torch.bool else drawn.to(dtype)
+
+
+# Elementwise operators are found by torch's tag for them; these are, and carry none.
+_UNTAGGED = (
+    "dropout alpha_dropout feature_dropout feature_alpha_dropout multiply true_divide subtract "
+    "rrelu selu relu6 celu hardswish mish silu tanhshrink softsign masked_fill where lerp "
+    "logical_and logical_or logical_not clip square positive nan_to_num threshold"
 )
-rule(*(f"aten.{name}" for name in _SAME_AT_ZERO.split()), zero=each)(pointwise)
-rule("aten.add", "aten.sub", "aten.add_", "aten.sub_", "aten.maximum", zero=every)(pointwise)
-rule("aten.minimum", "aten.where", "aten.lerp", zero=every)(pointwise)
-rule("aten.mul", "aten.mul_", "aten.multiply", "aten.logical_and", zero=some)(pointwise)
-rule("aten.div", "aten.div_", "aten.masked_fill", zero=first)(pointwise)
+rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
+
+
+def _of_input(node: Node, operands: Sequence[bool | None]) -> bool:
+    return operands[0] is True
+
+
+@rule("aten.prelu", zero=_of_input)
+def prelu(infer: Inference, node: Node) -> Value:
+    """One slope for all, or one for each channel, which is dim 1."""
+    x, slope = node.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(slope, Node)
+    dims = infer.dims(x)
+    (slopes,) = infer.dims(slope) or (Const(1),)
+    if slopes.size > 1:
+        infer.solver.unify(dims[1], slopes)
+    return dims
