@@ -134,7 +134,7 @@ def _read(path: PathLike, *, mmap: bool = False) -> dict[str, Any]:
     """The content of an artifact, of a version and of types that this version knows."""
     content = load_pickle(path, mmap=mmap)
     version = content.get("l0prune") if isinstance(content, dict) else None
-    if not isinstance(version, int):
+    if not isinstance(version, int) or version < 1:
         raise FileError(
             f"{path} holds no gated model. `l0prune gate {path} --input …` makes one of a "
             "pickled module."

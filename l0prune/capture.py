@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import traceback
 import warnings
@@ -21,6 +22,10 @@ from l0prune.errors import CaptureError
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
+_CONTRACTIONS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm")
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,7 @@ def capture(
     kwargs = kwargs or {}
     batch = batch_of(args, kwargs)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(model), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with evaluating(model), torch.no_grad(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(model, *widened(args, kwargs))
@@ -84,6 +88,7 @@ def capture(
                 program = torch.export.export(model, args, kwargs, strict=False)
             except Exception as error:
                 raise CaptureError(_explain(error)) from error
+    _check_dtypes(program.graph)
     return _index(model, program, batch or 1, dynamic)
 
 
@@ -96,6 +101,40 @@ def _try_dynamic(
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception:  # whatever the cause, the static capture comes next and reports it
         return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own log of what went wrong: the error says it, in the user's terms."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_dtypes(graph: Graph) -> None:
+    """torch.export lets inputs pass whose dtype the weights cannot be multiplied with.
+
+    Raises:
+        CaptureError: the example has such a dtype.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _CONTRACTIONS:
+            continue
+        values = [operand.meta.get("val") for operand in node.all_input_nodes[:2]]
+        dtypes = [value.dtype for value in values if isinstance(value, Tensor)]
+        if len(set(dtypes)) > 1:
+            what, weight = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+            where = module_of(node) or "the model"
+            raise CaptureError(
+                f"{where} gets {what} to multiply with its {weight} weights. The example input "
+                f"probably has the wrong dtype: give it as {weight}, or as the model takes it "
+                "(--input 2x16:int64 is for token ids)."
+            )
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -36,9 +36,13 @@ def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
     ``write`` gets a binary file in the same folder; it is flushed to disk and renamed.
 
     Raises:
-        FileError: the folder does not exist, is not writable, or the disk is full.
+        FileError: the folder does not exist, is not writable, or the disk is full, or the path
+            is a folder or a device.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "no ordinary file"
+        raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:

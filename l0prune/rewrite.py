@@ -76,6 +76,22 @@ def gates_of(model: nn.Module) -> Gates:
     return _holder(model)[1]
 
 
+def check_intact(model: nn.Module) -> None:
+    """Raise UsageError where a module that carried gates has been replaced since."""
+    root, gates = _holder(model)
+    for site in gates.plan.sites:
+        path, _, leaf = site.tensor.rpartition(".")
+        try:
+            link = root.get_submodule(path).__dict__.get(LINK)
+        except AttributeError:
+            link = None
+        if link is None or link.gates is not gates or leaf not in link.sites:
+            raise UsageError(
+                f"{path or 'the model'} has been replaced since the model was gated, and the new "
+                "one carries no gates. Ungate the model (l0prune.ungate) and gate it again."
+            )
+
+
 @contextmanager
 def bypass(model: nn.Module) -> Iterator[None]:
     """Within the context, ``model`` reads its plain parameters, as if it had no gates.

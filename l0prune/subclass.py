@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from l0prune.gates.bank import Gates
+from l0prune.gates.computed import Computed
 from l0prune.gates.current import Multiplier
 from l0prune.gates.scale import scale
 
@@ -97,7 +99,9 @@ def _gated_parameter(name: str) -> property:
         for multiplier, dim in link.sites[name]:
             assert multiplier.values is not None
             result = scale(result, multiplier.values, dim)
-        return result
+        if link.gates.in_forward or torch.compiler.is_compiling():
+            return result
+        return Computed.of(result, parameter)
 
     return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
 

@@ -136,6 +136,11 @@ def survey(
         CaptureError: torch.export cannot follow the model's forward on these inputs.
         UsageError: the example holds no tensor.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"survey takes an nn.Module, not a {type(model).__name__}. l0prune.load_model(...) "
+            "builds one from a file or a name."
+        )
     args = args if isinstance(args, tuple) else (args,)
     by_name = dict(kwargs or {})
     if not batch_of(args, by_name):

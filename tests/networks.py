@@ -265,4 +265,34 @@ CASES = {
         TOKENS,
         {},
     ),
+    # Found by strangers.
+    "prelu_of_each_channel": (
+        Fn(
+            lambda m, x: m.b(m.p(m.a(x))).mean((2, 3)),
+            a=conv(3, 6),
+            p=nn.PReLU(6, init=0.3),
+            b=conv(6, 2),
+        ),
+        IMAGE,
+        {"a": 6},
+    ),
+    "computed_and_thrown_away": (
+        Fn(
+            lambda m, x: (m.c(m.b(x)), m.c(m.a(x).relu()))[1],
+            a=nn.Linear(10, 8),
+            b=nn.Linear(10, 8),
+            c=nn.Linear(8, 3),
+        ),
+        FLAT,
+        {"a": 8, "a.in": 10},
+    ),
+    "weight_read_both_ways": (
+        Fn(
+            lambda m, x: F.linear(m.e(x).relu(), m.e.weight.t(), m.b),
+            e=nn.Linear(10, 8),
+            b=nn.Parameter(torch.randn(10)),
+        ),
+        FLAT,
+        {"e": 8},
+    ),
 }

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import operator_name
 from l0prune.axes.solver import Expr
 
 if TYPE_CHECKING:

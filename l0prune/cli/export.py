@@ -26,7 +26,7 @@ def export(
         bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Path without ending; default: MODEL here.")
+        Path | None, typer.Option(help="Path without ending, or a folder; default: MODEL here.")
     ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -42,7 +42,9 @@ def export(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     say(f"exporting {path}")
     dense = l0prune.export(model)
-    stem = out or output_path(None, str(path), "")
+    stem = output_path(None, str(path), "") if out is None else out
+    if stem.is_dir():  # a folder: the model's own name in it
+        stem = stem / output_path(None, str(path), "").name
     files = []
     if onnx or not (pt2 or state):
         files.append(Path(f"{stem}.onnx"))

@@ -34,7 +34,7 @@ from l0prune.export.program import dense_module, reexport
 from l0prune.export.slicing import cut, doubled, fold
 from l0prune.files import atomic_write
 from l0prune.plan import Plan
-from l0prune.rewrite import detach, gates_of
+from l0prune.rewrite import check_intact, detach, gates_of
 
 BATCHES = (2, 5)
 
@@ -147,6 +147,7 @@ def export(model: nn.Module) -> Export:
         CertificateError: the dense model differs from the gated one beyond rounding.
     """
     gates = gates_of(model)
+    check_intact(model)
     gated = copy.deepcopy(model).cpu().eval()
     plain = copy.deepcopy(gated)
     bank = detach(plain)

@@ -165,8 +165,18 @@ def _allowed(gated: nn.Module, given: Inputs, error: float) -> float:
 def _output(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
     """What a model that is in ``dtype`` computes, in that dtype throughout."""
     args, kwargs = cast(given, dtype)
-    with torch.no_grad(), InDoubles() if dtype == torch.float64 else nullcontext():
-        return model(*args, **kwargs)
+    name = str(dtype).removeprefix("torch.")
+    try:
+        with torch.no_grad(), InDoubles() if dtype == torch.float64 else nullcontext():
+            return model(*args, **kwargs)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CertificateError(
+            f"The exported model could not be compared with the gated one, because running in "
+            f"{name} failed with {type(error).__name__}: {first}. Nothing was written. The usual "
+            "cause is a tensor that model.double() does not convert: a plain attribute that should "
+            "be a buffer (register_buffer), or a dtype fixed in code the model calls."
+        ) from error
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -39,13 +39,21 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
             made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         raise L0pruneError(
-            f"torch's ONNX exporter failed on the sliced model: {error}. The model itself is fine: "
-            "`--pt2` or `--state` write it in torch's own formats."
+            f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
+            "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
     finally:
         logger.setLevel(level)
     assert made is not None
     return made.model_proto
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what is at the bottom of the exporter's pages."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 class Session:

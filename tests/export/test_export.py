@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from deadness import randomise
-from networks import CASES
+from networks import CASES, Fn
 from torch import nn
 
 import l0prune
@@ -189,4 +189,60 @@ def test_a_model_changed_since_gating_is_refused():
     model, _ = gated_case("mlp")
     model[1] = nn.Softmax(-1)
     with pytest.raises(UsageError, match="changed since"):
+        l0prune.export(model)
+
+
+FLOAT32 = {
+    # Models that ask for float32 inside: the comparison in float64 gives them float64 all the same.
+    "a cast": (
+        Fn(lambda m, x: m.c(m.a(x).to(torch.float32)), a=nn.Linear(10, 8), c=nn.Linear(8, 3)),
+        torch.randn(2, 10),
+    ),
+    "a constant": (
+        Fn(
+            lambda m, x: m.c(m.a(x).lerp(torch.ones(8), 0.5)), a=nn.Linear(10, 8), c=nn.Linear(8, 3)
+        ),
+        torch.randn(2, 10),
+    ),
+    "a state that torch makes": (
+        Fn(
+            lambda m, x: m.c(m.r(m.a(x))[0][:, -1]),
+            a=nn.Linear(10, 8),
+            r=nn.LSTM(8, 6, batch_first=True),
+            c=nn.Linear(6, 3),
+        ),
+        torch.randn(2, 5, 10),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_inside_a_model_is_no_error_of_the_cut(name):
+    module, x = FLOAT32[name]
+    model = close_some(l0prune.gate(copy.deepcopy(module), (x,)))
+    dense = l0prune.export(model)
+    assert dense.params < dense.params_before
+    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_model_that_does_not_run_in_float64_is_refused_with_the_reason():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.c = nn.Linear(6, 5), nn.Linear(5, 2)
+            self.mixing = torch.eye(5)  # no buffer: model.double() does not see it
+
+        def forward(self, x):
+            return self.c(self.a(x) @ self.mixing)
+
+    model = l0prune.gate(Fixed(), (torch.randn(2, 6),))
+    with pytest.raises(CertificateError, match=r"float64 failed .*register_buffer"):
+        l0prune.export(model)
+
+
+def test_a_layer_replaced_since_gating_is_named():
+    model, _ = gated_case("mlp")
+    model[2] = nn.Linear(8, 6)
+    with pytest.raises(UsageError, match="2 has been replaced"):
         l0prune.export(model)

@@ -1,0 +1,78 @@
+"""What users do to ``module.weight`` between the forwards of a gated model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+
+
+def gated():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, (torch.randn(2, 4),), open_probability=0.6, jitter=1.0)
+    return model.eval(), plain
+
+
+WRITES = {
+    "init": lambda w: nn.init.constant_(w, 0.5),
+    "in place": lambda w: w.mul_(2).clamp_(-0.1, 0.1),
+    "data": lambda w: w.data.fill_(0.25),
+    "item": lambda w: w.__setitem__(0, 7.0),
+    "copy": lambda w: w.copy_(torch.ones(3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_lands_in_the_parameter(name):
+    model, plain = gated()
+    with torch.no_grad():
+        WRITES[name](model[2].weight)
+        WRITES[name](plain[2].weight)
+    assert torch.equal(model[2]._parameters["weight"], plain[2].weight)
+
+
+def test_augmented_assignment():
+    model, plain = gated()
+    with torch.no_grad():
+        weight = model[2].weight
+        weight += 1
+    assert torch.equal(model[2]._parameters["weight"], plain[2].weight + 1)
+
+
+def test_reading_gives_the_product():
+    model, plain = gated()
+    bank = l0prune.gates(model)
+    z = bank.z()[bank.axes[0].slice]
+    assert not torch.equal(z, torch.ones_like(z))
+    assert torch.equal(model[2].weight.detach(), plain[2].weight.detach() * z)
+    assert type(model[2].weight + 1) is torch.Tensor
+    assert type(model[2].weight.detach()) is torch.Tensor
+
+
+def test_gradients_and_freezing_are_the_parameters():
+    model, _ = gated()
+    model(torch.randn(2, 4)).sum().backward()
+    assert model[2].weight.grad is model[2]._parameters["weight"].grad is not None
+    model[2].weight.grad = None
+    assert model[2]._parameters["weight"].grad is None
+    model[2].weight.requires_grad_(False)
+    assert not model[2]._parameters["weight"].requires_grad
+    model[2].weight.requires_grad = True
+    assert model[2]._parameters["weight"].requires_grad
+
+
+def test_a_part_of_the_model_on_its_own_is_gated_and_learns():
+    model, _ = gated()
+    hidden = torch.randn(5, 6)
+    bank = l0prune.gates(model)
+    out = model[2](hidden)
+    assert type(out) is torch.Tensor
+    z = bank.z()[bank.axes[0].slice]
+    expected = nn.functional.linear(hidden * z, model[2]._parameters["weight"], model[2].bias)
+    torch.testing.assert_close(out, expected)
+    out.sum().backward()
+    assert bank.log_alpha.grad.abs().sum() > 0
