@@ -10,7 +10,7 @@ from torch import nn
 KEEPS = {
     "relu6": F.relu6,
     "clamp from 0": lambda x: x.clamp(0, 6),
-    "masked_fill with 0": lambda x: x.masked_fill(torch.ones(4, 1, dtype=torch.bool), 0.0),
+    "masked_fill with 0": lambda x: x.masked_fill(torch.eye(4, 1).bool(), 0.0),
     "masked_fill where it is large": lambda x: x.masked_fill(x > 0.2, 1.0),
     "hardtanh around 0": lambda x: F.hardtanh(x, -0.5, 0.5),
     "product": lambda x: x * 3 - x / 2,
