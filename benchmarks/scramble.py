@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import l0prune
+from l0prune.export.certificate import difference
+
+# How much an output must depend on the input, relative to its scale, to prove anything.
+SIGNAL = 2e-3
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,18 +60,30 @@ def _settle_statistics(model: nn.Module, example: Example) -> None:
     if not norms:
         return
     for norm in norms:
-        norm.train()
-        # Some of the initial ones stays: without it deep random networks are chaotic, and double
-        # every rounding from layer to layer; with more of it the signal dies out.
-        norm.momentum = 0.75
-    for _ in range(3):
-        args, kwargs = pytree.tree_map(_another, example)
-        model(*args, **kwargs)
+        norm.momentum = 0.5
+    args, kwargs = example
+    # Each round leaves less of the initial ones. With all of them gone deep random networks are
+    # chaotic, and double every rounding from layer to layer; so no more than the output needs.
+    for _ in range(6):
+        for norm in norms:
+            norm.train()
+        for _ in range(3):
+            other_args, other_kwargs = pytree.tree_map(_another, example)
+            model(*other_args, **other_kwargs)
+        model.eval()
+        first = pytree.tree_map(_like, example)
+        if difference(model(*args, **kwargs), model(*first[0], **first[1])) > SIGNAL:
+            return
+
+
+def _like(leaf: Any) -> Any:
+    """As many examples, random where they are numbers and not indices."""
+    is_number = isinstance(leaf, Tensor) and leaf.is_floating_point()
+    return torch.randn_like(leaf) if is_number else leaf
 
 
 def _another(leaf: Any) -> Any:
     """Four times as many examples, random where they are numbers and not indices."""
     if not isinstance(leaf, Tensor):
         return leaf
-    more = leaf.repeat(4, *[1] * (leaf.ndim - 1)) if leaf.ndim else leaf
-    return torch.randn_like(more) if leaf.is_floating_point() else more
+    return _like(leaf.repeat(4, *[1] * (leaf.ndim - 1)) if leaf.ndim else leaf)
