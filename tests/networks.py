@@ -77,6 +77,7 @@ IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
 inputs = {f"{n}.in": 32 for n in "qkv"}
 
+torch.manual_seed(0)  # the networks below are the same in every run
 CASES = {
     # name: (module, input shape, sizes of the axes in order)
     "mlp": (
@@ -294,5 +295,28 @@ CASES = {
         ),
         FLAT,
         {"e": 8},
+    ),
+    "weight_norm_inside": (
+        Fn(
+            lambda m, x: m.c(m.b(m.a(x).relu()).relu()),
+            a=nn.Linear(10, 8),
+            b=weight_norm(nn.Linear(8, 6)),
+            c=nn.Linear(6, 3),
+        ),
+        FLAT,
+        {"b.parametrizations.weight.original0": 6, "a.in": 10},
+    ),
+    "weights_transposed_in_every_way": (
+        Fn(
+            lambda m, x: (
+                ((x @ m.a.T).tanh() @ m.b.mT).tanh() @ m.c.swapaxes(0, 1) @ m.d.movedim(0, 1)
+            ),
+            a=nn.Parameter(torch.randn(8, 10)),
+            b=nn.Parameter(torch.randn(6, 8)),
+            c=nn.Parameter(torch.randn(5, 6)),
+            d=nn.Parameter(torch.randn(3, 5)),
+        ),
+        FLAT,
+        {"a": 8, "b": 6, "c": 5},
     ),
 }

@@ -250,3 +250,12 @@ def test_a_link_stays_a_link_and_permissions_are_the_usual_ones(tmp_path):
     assert (tmp_path / "store" / "real.pt").read_bytes() == b"new"
     (tmp_path / "plain").touch()
     assert link.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_a_device_or_folder_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FileError, match="not written"):
+            atomic_write(tmp_path / name, lambda file: file.write(b"x"))
+    assert (tmp_path / "pipe").is_fifo()

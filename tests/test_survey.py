@@ -9,6 +9,7 @@ import torch
 import torchvision
 from networks import CASES
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
@@ -113,3 +114,32 @@ def test_a_model_that_cannot_be_captured_says_where():
 def test_an_example_without_tensors():
     with pytest.raises(UsageError, match="hold no tensor"):
         l0prune.survey(nn.Linear(2, 2), (3,))
+
+
+def test_weights_that_the_forward_computes_are_accounted_for():
+    layers = [spectral_norm(nn.Linear(10, 8)), nn.ReLU(), spectral_norm(nn.Linear(8, 3))]
+    found = l0prune.survey(nn.Sequential(*layers), (torch.randn(4, 10),))
+    assert found.axes == ()
+    reasons = {pin.where: pin.reason for pin in found.pins if "(computed weight)" in pin.where}
+    assert {where.partition(".")[0] for where in reasons} == {"0", "2"}
+    assert any("aten.mv is unknown" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("what", ["model.pt", None])
+def test_what_is_no_module_is_refused(what):
+    with pytest.raises(UsageError, match="load_model"):
+        l0prune.survey(what, (torch.randn(2, 3),))
+
+
+def test_an_example_of_the_wrong_dtype_is_refused():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(CaptureError, match="int64"):
+        l0prune.survey(model, (torch.ones(2, 4, dtype=torch.int64),))
+
+
+def test_reachable_is_the_share_that_an_axis_can_take():
+    model = nn.Sequential(nn.Conv2d(3, 5, 1, bias=False), nn.Conv2d(5, 2, 1, bias=False))
+    found = l0prune.survey(model, (torch.randn(2, 3, 4, 4),))
+    assert found.reachable("params") == found.reachable("macs") == 1
+    pinned = nn.Sequential(nn.Conv2d(3, 5, 1, bias=False), nn.Softmax(1), nn.Conv2d(5, 2, 1))
+    assert l0prune.survey(pinned, (torch.randn(2, 3, 4, 4),)).reachable("macs") == 0

@@ -248,23 +248,27 @@ class Builder:
 
     def _pins(self) -> list[Pin]:
         """Every dim of a weight that no gate reaches, with the reason."""
-        pins = []
         events = [(w.place, w.expr, w.node) for w in self.infer.writes]
         events += [(r.place, r.expr, r.node) for r in self.infer.reads if r.place]
-        seen: set[Place] = set(self.fine)
+        pins, seen = [], set(self.fine)
         for place, expr, node in events:
-            if place in seen or place is None or len(self.infer.tensors[place[0]]) < 2:
+            if place is None or place in seen or len(self.infer.tensors[place[0]]) < 2:
                 continue
             seen.add(place)
-            reason = self._reason(self.infer.solver.resolve(expr))
-            if reason is not None:
-                author = reason.node or node
-                operator = operator_name(author.target) if author.op == "call_function" else ""
-                path = module_of(author)
-                text = f"{reason.text} ({path})" if path else reason.text
-                where = f"{place[0]} dim {place[1]}"
-                pins.append(Pin(where, text, operator, source_of(author)))
-        return pins
+            pins.append(self._pin_of(f"{place[0]} dim {place[1]}", expr, node))
+        pins += [self._pin_of(c.where, c.expr, c.node) for c in self.infer.computed]
+        return list(dict.fromkeys(pin for pin in pins if pin is not None))
+
+    def _pin_of(self, where: str, expr: Expr, node: Node) -> Pin | None:
+        """The pin of a dim, unless an axis reaches it."""
+        reason = self._reason(self.infer.solver.resolve(expr))
+        if reason is None:
+            return None
+        author = reason.node or node
+        operator = operator_name(author.target) if author.op == "call_function" else ""
+        path = module_of(author)
+        text = f"{reason.text} ({path})" if path else reason.text
+        return Pin(where, text, operator, source_of(author))
 
     def _reason(self, expr: Expr) -> Reason | None:
         """Why no variable of the expression became an axis; None if one did."""

@@ -9,10 +9,13 @@ from torch.fx import Node
 
 from l0prune.axes import rules  # noqa: F401  (fills the registry)
 from l0prune.axes.nodes import (
+    IDENTITIES,
+    PERMUTATIONS,
     dim_order,
     has_tensor,
     hint,
     is_pointwise,
+    norm_dim,
     operands_of,
     operator_name,
     shape_of,
@@ -44,6 +47,15 @@ class Write:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A dim of a weight that the forward computes, from the parameters of a parametrization."""
+
+    expr: Expr
+    node: Node
+    where: str
+
+
 @dataclass(slots=True)
 class Work:
     """Multiply-accumulates of one node: ``scale × Π sizes`` of dims, for the whole example."""
@@ -68,13 +80,19 @@ class Inference:
     tensors: dict[str, tuple[Expr, ...]] = field(default_factory=dict)
     reads: list[Read] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     kinds: list[tuple[Expr, str]] = field(default_factory=list)
+    _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:
         """Apply one rule to each node, in order."""
         for node in self.captured.graph.nodes:
             self.solver.node = node
+            if node.name in self.captured.inputs or any(
+                operand in self._from_inputs for operand in node.all_input_nodes
+            ):
+                self._from_inputs.add(node)
             if node.op == "placeholder":
                 self.values[node] = self._placeholder(node)
             elif node.op == "call_function":
@@ -144,10 +162,14 @@ class Inference:
             name = operator_name(node.target)
             if not isinstance(source, Node):
                 return None
-            if name in ("aten.t", "aten.transpose", "aten.permute"):
+            if name in PERMUTATIONS:
                 order = dim_order(node, len(shape_of(source) or ()))
                 dim = order[dim]
-            elif name not in ("aten.detach", "aten.alias", "aten.contiguous", "aten.to"):
+            elif name == "aten._weight_norm" and dim == norm_dim(node):
+                source = node.args[1]  # a slice is as large as g says
+                if not isinstance(source, Node):
+                    return None
+            elif name not in IDENTITIES:
                 return None
             node = source
         stored = self.captured.names.get(node.name)
@@ -158,6 +180,8 @@ class Inference:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""
         place = self.place(*weight) if weight else None
         operands = (*others, weight[0]) if weight else others
+        if weight and place is None:
+            self._note_computed(expr, node, *weight)
         self.reads.append(Read(expr, node, place, operands))
 
     def write(self, expr: Expr, node: Node, weight: Node | None, dim: int) -> None:
@@ -165,6 +189,14 @@ class Inference:
         place = self.place(weight, dim) if weight is not None else None
         if place is not None:
             self.writes.append(Write(expr, node, place))
+        elif weight is not None:
+            self._note_computed(expr, node, weight, dim)
+
+    def _note_computed(self, expr: Expr, node: Node, weight: Node, dim: int) -> None:
+        """Remember a dim of a weight that is no parameter, so that the survey can speak of it."""
+        if weight not in self._from_inputs and len(shape_of(weight) or ()) > 1:
+            where = f"{module_of(weight) or module_of(node)} (computed weight) dim {dim}"
+            self.computed.append(Computed(expr, node, where))
 
     def work(self, node: Node, dims: tuple[Expr, ...], *places: Place | None) -> None:
         """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``."""

@@ -51,16 +51,48 @@ def is_pointwise(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
+def norm_dim(node: Node) -> int:
+    """For _weight_norm: the dim whose slices have norms of their own."""
+    return int(argument(node, 2, "dim", 0))
+
+
+# Operators that only put the dims into another order, and such as leave the tensor as it is.
+PERMUTATIONS = tuple(
+    f"aten.{name}"
+    for name in (
+        "t", "transpose", "swapaxes", "swapdims", "permute", "numpy_T", "mT", "adjoint",
+        "matrix_H", "movedim", "moveaxis",
+    )
+)  # fmt: skip
+IDENTITIES = tuple(
+    f"aten.{name}"
+    for name in (
+        "contiguous", "clone", "detach", "detach_", "alias", "to", "_to_copy", "type_as", "float",
+        "half", "bfloat16", "double", "lift_fresh_copy", "lift_fresh", "resolve_conj",
+        "resolve_neg", "positive",
+    )
+)  # fmt: skip
+
+
 def dim_order(node: Node, rank: int) -> list[int]:
-    """For t, transpose and permute: which source dim each output dim is."""
-    name = operator_name(node.target)
-    if name == "aten.numpy_T":
-        return list(reversed(range(rank)))
-    if name == "aten.permute":
-        return [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    """For a permutation: which source dim each output dim is."""
+    name = operator_name(node.target).removeprefix("aten.")
     order = list(range(rank))
+    if name == "numpy_T":
+        return order[::-1]
+    if name == "permute":
+        return _dims(node.args[1], rank)
+    if name in ("movedim", "moveaxis"):
+        froms, tos = _dims(node.args[1], rank), _dims(node.args[2], rank)
+        rest = [dim for dim in order if dim not in froms]
+        moved = dict(zip(tos, froms, strict=True))
+        return [moved[place] if place in moved else rest.pop(0) for place in order]
     if rank > 1:
-        a, b = (0, 1) if name == "aten.t" else node.args[1:3]
-        a, b = int(a) % rank, int(b) % rank  # type: ignore[arg-type]
+        given = node.args[1:3] or (-2, -1)  # mT, t and adjoint name none
+        a, b = _dims(list(given), rank)
         order[a], order[b] = order[b], order[a]
     return order
+
+
+def _dims(given: Any, rank: int) -> list[int]:
+    return [int(dim) % rank for dim in (given if isinstance(given, list | tuple) else [given])]

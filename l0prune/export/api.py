@@ -15,9 +15,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from l0prune.axes import Analysis, analyse
-from l0prune.capture import Captured, capture, widened
+from l0prune.capture import Captured, capture, evaluating, widened
 from l0prune.cost import CostModel
 from l0prune.errors import CertificateError, UsageError
 from l0prune.export import onnx_file
@@ -148,7 +149,7 @@ def export(model: nn.Module) -> Export:
     """
     gates = gates_of(model)
     check_intact(model)
-    gated = copy.deepcopy(model).cpu().eval()
+    gated = _copy(model).cpu().eval()
     plain = copy.deepcopy(gated)
     bank = detach(plain)
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
@@ -189,6 +190,23 @@ def export(model: nn.Module) -> Export:
         _state=state,
         _manifest=shapes,
     )
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that keeps tensors of its last forward.
+
+    The hook of torch's old ``weight_norm`` leaves the weight that it computed on the module, and
+    torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
+    """
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError:
+        args, kwargs = gates_of(model).example
+        place = next(model.parameters()).device
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
+        with evaluating(model), torch.no_grad():
+            model(*args, **kwargs)
+        return copy.deepcopy(model)
 
 
 def _analysis(plain: nn.Module, example: Inputs, plan: Plan) -> Analysis:

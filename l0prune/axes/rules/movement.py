@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, dim_order, shape_of
+from l0prune.axes.nodes import IDENTITIES, PERMUTATIONS, argument, dim_order, shape_of
 from l0prune.axes.registry import Value, each, rule
 from l0prune.axes.solver import COPIES, Const, Expr, prod
 
@@ -21,13 +21,7 @@ def source(node: Node) -> Node:
     return operand
 
 
-_IDENTITIES = (
-    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh float half "
-    "bfloat16 double resolve_conj resolve_neg detach_"
-)
-
-
-@rule(*(f"aten.{name}" for name in _IDENTITIES.split()), zero=each)
+@rule(*IDENTITIES, zero=each)
 def identity(infer: Inference, node: Node) -> Value:
     """The same tensor, in another place, type or memory layout."""
     return infer.dims(source(node))
@@ -56,25 +50,11 @@ def squeeze(infer: Inference, node: Node) -> Value:
     return tuple(dims.pop(0) if size != 1 else Const(1) for size in shape_of(node) or [])
 
 
-@rule("aten.permute", "aten.transpose", "aten.t", "aten.swapaxes", "aten.numpy_T", zero=each)
+@rule(*PERMUTATIONS, zero=each)
 def permute(infer: Inference, node: Node) -> Value:
     """Dims in another order."""
     dims = infer.dims(source(node))
     return tuple(dims[d] for d in dim_order(node, len(dims)))
-
-
-@rule("aten.movedim", "aten.moveaxis", zero=each)
-def movedim(infer: Inference, node: Node) -> Value:
-    """Some dims to new places, the others in order."""
-    dims = infer.dims(source(node))
-    froms, tos = (_dims_of(node.args[i], len(dims)) for i in (1, 2))
-    rest = [d for d in range(len(dims)) if d not in froms]
-    moved = dict(zip(tos, froms, strict=True))
-    return tuple(dims[moved[p] if p in moved else rest.pop(0)] for p in range(len(dims)))
-
-
-def _dims_of(argument: Any, rank: int) -> list[int]:
-    return [int(d) % rank for d in (argument if isinstance(argument, list | tuple) else [argument])]
 
 
 @rule("aten.expand", "aten.expand_as", "aten.broadcast_to", zero=each)

@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, shape_of
+from l0prune.axes.nodes import argument, norm_dim, shape_of
 from l0prune.axes.registry import Value, rule
 from l0prune.axes.rules.movement import source
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from l0prune.axes.inference import Inference
+
+
+def _scaled_to_zero(node: Node, operands: Sequence[bool | None]) -> bool:
+    return len(operands) > 1 and operands[1] is True
 
 
 @rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm")
@@ -56,6 +62,21 @@ def softmax(infer: Inference, node: Node) -> Value:
     dim = dims[int(argument(node, 1, "dim", -1)) % len(dims)]
     infer.solver.pin(dim, "a softmax or running sum goes over it")
     return dims
+
+
+@rule("aten._weight_norm", "aten._weight_norm_interface", zero=_scaled_to_zero)
+def weight_norm(infer: Inference, node: Node) -> Value:
+    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries."""
+    v, g = node.args[:2]
+    assert isinstance(v, Node)
+    assert isinstance(g, Node)
+    own = norm_dim(node)
+    dims = infer.dims(v)
+    infer.solver.unify(dims[own], infer.dims(g)[own])
+    for number, dim in enumerate(dims):
+        if number != own:
+            infer.solver.pin(dim, "a weight norm is taken over it")
+    return infer.dims(v)
 
 
 @rule("aten.local_response_norm")

@@ -73,7 +73,7 @@ def _numbers(operand: Node, is_zero: bool, generator: torch.Generator) -> Tensor
 _UNTAGGED = (
     "dropout alpha_dropout feature_dropout feature_alpha_dropout multiply true_divide subtract "
     "rrelu selu relu6 celu hardswish mish silu tanhshrink softsign masked_fill where lerp "
-    "logical_and logical_or logical_not clip square positive nan_to_num threshold"
+    "logical_and logical_or logical_not clip square nan_to_num threshold"
 )
 rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
 
