@@ -42,9 +42,17 @@ def run(
 
 def _table(result: dict) -> Table:
     table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
-    for name, value in result.items():
-        if not isinstance(value, dict | list):
-            table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+    table.add_row("axes left", result["architecture"])
+    for name in ("params", "macs"):
+        after, before = result[name], result[f"{name}_before"]
+        table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
+    table.add_row("test error", f"{result['test_error']:.2%}")
+    table.add_row("of the ONNX file", f"{result['onnx_test_error']:.2%}")
+    for what, dtype in (("dense", "float64"), ("dense", "float32"), ("onnx", "float32")):
+        errors = [
+            c["error"] for c in result["certificate"] if (c["what"], c["dtype"]) == (what, dtype)
+        ]
+        table.add_row(f"certificate: {what}, {dtype}", f"{max(errors):.1e} of the output's scale")
     return table
 
 
