@@ -101,14 +101,12 @@ def _steps(which: str, name: str, with_onnx: bool) -> Any:
         yield {"onnx": dense.certificate.worst("onnx", "float32")}
 
 
-def run(which: str, names: list[str], limit: int) -> None:
-    """Measure each model that has no line yet, in a process of its own."""
+def run(which: str, names: list[str] | None, limit: int) -> None:
+    """Measure the models named, or all that have no line yet, each in a process of its own."""
     path = ROOT / "runs" / f"coverage-{which}.jsonl"
     path.parent.mkdir(exist_ok=True)
     known = {row["model"] for row in rows(path)}
-    for name in names:
-        if name in known:
-            continue
+    for name in names or [name for name in zoo.names(which) if name not in known]:
         command = [sys.executable, "-m", "benchmarks.coverage", "--one", f"{which}:{name}"]
         try:
             done = subprocess.run(
@@ -185,7 +183,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--zoo", choices=ZOOS)
-    parser.add_argument("--models", nargs="+", help="by default all of the zoo")
+    parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--limit", type=int, default=900, help="seconds for one model")
     parser.add_argument("--page", type=Path, help="write the documentation page, and no more")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -206,7 +204,7 @@ def main() -> None:
     if not options.zoo:
         parser.error("which --zoo?")
     torch.set_num_threads(1)
-    run(options.zoo, options.models or zoo.names(options.zoo), options.limit)
+    run(options.zoo, options.models, options.limit)
 
 
 if __name__ == "__main__":

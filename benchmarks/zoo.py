@@ -125,7 +125,17 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "vit": ("image", {**_SMALL, **_BACKBONE}),
     "deit": ("image", {**_SMALL, **_BACKBONE}),
-    "swin": ("image", {"image_size": 32, "patch_size": 2, "embed_dim": 12, "window_size": 4}),
+    "swin": (
+        "image",
+        {
+            "image_size": 32,
+            "patch_size": 2,
+            "embed_dim": 16,
+            "window_size": 4,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+        },
+    ),
     "convnext": ("image", {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 2, 1]}),
     "segformer": ("image", {"hidden_sizes": [8, 16, 32, 64], "decoder_hidden_size": 32}),
     "detr": ("detr", {"d_model": 32}),

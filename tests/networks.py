@@ -319,4 +319,13 @@ CASES = {
         FLAT,
         {"a": 8, "b": 6, "c": 5},
     ),
+    "starts_from_zeros": (
+        Fn(
+            lambda m, x: m.c((torch.zeros(2, 8, dtype=x.dtype) + m.a(x)).relu()),
+            a=nn.Linear(10, 8),
+            c=nn.Linear(8, 3),
+        ),
+        FLAT,
+        {"a": 8, "a.in": 10},
+    ),
 }

@@ -45,11 +45,21 @@ def _source(node: Node) -> Node:
     return source
 
 
-@rewrites("aten.view", "aten.reshape", "aten._unsafe_view", "aten.expand", "aten.broadcast_to")
+@rewrites(
+    *(f"aten.{name}" for name in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")),
+    *(f"aten.new_{name}" for name in ("ones", "zeros", "full", "empty")),
+)
 def sizes_of_output(sizes: Sizes, node: Node) -> None:
     """The second argument lists the output's sizes."""
     pairs = zip(node.args[1], sizes.dims(node), strict=True)  # type: ignore[arg-type]
     node.update_arg(1, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
+
+
+@rewrites(*(f"aten.{name}" for name in ("ones", "zeros", "full", "empty")))
+def sizes_of_made(sizes: Sizes, node: Node) -> None:
+    """The first argument lists the output's sizes."""
+    pairs = zip(node.args[0], sizes.dims(node), strict=True)  # type: ignore[arg-type]
+    node.update_arg(0, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
 @rewrites("aten.unflatten")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.axes.nodes import shape_of
 from l0prune.axes.registry import Value, rule
 
 if TYPE_CHECKING:
@@ -18,15 +19,24 @@ def _always(node: Node, operands: Sequence[bool | None]) -> bool:
     return True
 
 
-_MADE = (
-    "arange linspace eye tril_indices triu_indices rand randn scalar_tensor ones full new_ones "
-    "new_full empty new_empty tensor zeros new_zeros"
-)
+# Tensors whose entries are all alike can be made as large as what they meet turns out to be.
+_ALIKE = "ones new_ones full new_full empty new_empty"
+_ZEROS = "zeros new_zeros"
+_MADE = "arange linspace eye tril_indices triu_indices rand randn scalar_tensor tensor"
+
+
+def alike(infer: Inference, node: Node) -> Value:
+    """A tensor of equal entries: each dim is whatever it meets."""
+    return tuple(infer.solver.fresh(size) for size in shape_of(node) or [])
+
+
+rule(*(f"aten.{name}" for name in _ALIKE.split()))(alike)
+rule(*(f"aten.{name}" for name in _ZEROS.split()), zero=_always)(alike)
 
 
 @rule(*(f"aten.{name}" for name in _MADE.split()))
 def made(infer: Inference, node: Node) -> Value:
-    """A tensor of fixed size: what it meets keeps its size."""
+    """A tensor with a pattern: what it meets keeps its size."""
     return infer.opaque(node, "a tensor made inside forward")
 
 
