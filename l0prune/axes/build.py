@@ -78,10 +78,9 @@ class Builder:
         for read in self.infer.reads:
             for var in set(self._variables(read.expr)):
                 self.reads[var].append(read)
-        for write in self.infer.writes:
-            for var in self._variables(write.expr):
-                if write not in self.writes[var]:
-                    self.writes[var].append(write)
+        for write in dict.fromkeys(self.infer.writes):
+            for var in dict.fromkeys(self._variables(write.expr)):
+                self.writes[var].append(write)
 
     def _variables(self, expr: Expr) -> list[Var]:
         return list(variables(self.infer.solver.resolve(expr)))

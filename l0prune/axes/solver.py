@@ -137,9 +137,15 @@ class Solver:
             case Var(binding=None) | Const():
                 return expr
             case Var():
-                assert expr.binding is not None
-                expr.binding = self.resolve(expr.binding)
-                return expr.binding
+                chain, end = [expr], expr.binding
+                while isinstance(end, Var) and end.binding is not None:
+                    chain.append(end)  # a loop: a deep network's chains are longer than the stack
+                    end = end.binding
+                assert end is not None
+                found = self.resolve(end)
+                for var in chain:
+                    var.binding = found
+                return found
             case Cat(parts, _):
                 news = [self.resolve(p) for p in parts]
                 same = all(a is b for a, b in zip(news, parts, strict=True))

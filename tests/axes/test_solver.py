@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,3 +146,11 @@ def test_unified_dims_die_together(sizes, copies):
     solver.unify(left, right)
     dead = close_something(solver, left)
     assert alive(solver, left, dead) == alive(solver, right, dead)
+
+
+def test_chains_longer_than_the_stack_are_resolved():
+    solver = Solver()
+    links = [solver.fresh(4) for _ in range(5000)]
+    for first, second in pairwise(links):
+        solver.unify(first, second)
+    assert solver.resolve(links[0]) is solver.resolve(links[-1])

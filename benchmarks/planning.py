@@ -1,0 +1,135 @@
+"""Planning without a big machine: time against the size of the graph, and a model of 70 billion.
+
+    python -m benchmarks.planning [--layers 80]
+
+First the survey of plain networks of 10², 10³ and 10⁴ graph nodes, with the seconds that the
+inference of axes takes on top of torch.export, in all and per node. Then the survey of a
+Llama-shaped transformer on the meta device (8192 wide, 64 heads in groups of 8, 28672 in the MLP),
+with its parameters, graph nodes, seconds and the process' peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import l0prune
+from l0prune.axes import analyse
+from l0prune.capture import capture
+
+
+class Block(nn.Module):
+    """One residual block of a Llama: grouped-query attention and a gated MLP, RMSNorm before."""
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.groups = heads, groups
+        head = width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, groups * head, bias=False)
+        self.v = nn.Linear(width, groups * head, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        h = self.norm1(x)
+        q = _rotated(_heads(self.q(h), self.heads), cos, sin)
+        k = _rotated(_heads(self.k(h), self.groups), cos, sin)
+        v = _heads(self.v(h), self.groups)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+class Llama(nn.Module):
+    """A Llama-shaped language model."""
+
+    def __init__(self, layers: int, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128_256, width)
+        self.blocks = nn.ModuleList(Block(width, heads, groups, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, 128_256, bias=False)
+        half = width // heads // 2
+        self.register_buffer("frequency", 500_000.0 ** (-torch.arange(half) / half))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Token ids (batch, time) to logits (batch, time, vocabulary)."""
+        frequency = torch.cat([self.frequency, self.frequency])
+        angle = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequency
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, angle.cos(), angle.sin())
+        return self.head(self.norm(x))
+
+
+def chain(nodes: int) -> nn.Module:
+    """Residual convolution blocks that make about as many graph nodes."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *(_Residual() for _ in range(nodes // 7)))
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block with a skip connection: three operators, four parameters."""
+        return x + self.b(self.a(x))
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=80)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'graph nodes':>12}{'torch.export s':>16}{'axes s':>10}{'axes ms a node':>16}")
+    for size in (100, 1_000, 10_000):
+        model = chain(size).eval()
+        start = time.perf_counter()
+        captured = capture(model, (torch.randn(2, 3, 16, 16),))
+        between = time.perf_counter()
+        analyse(captured)
+        took = time.perf_counter() - between
+        nodes = len(captured.graph.nodes)
+        print(
+            f"{nodes:12}{between - start:16.2f}{took:10.2f}{1e3 * took / nodes:16.3f}", flush=True
+        )
+    with torch.device("meta"):
+        llama = Llama(options.layers, 8192, 64, 8, 28_672).eval()
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    start = time.perf_counter()
+    found = l0prune.survey(llama, (tokens,))
+    took = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(
+        f"Llama of {found.params:,} parameters on the meta device: {len(found.axes)} axes, "
+        f"{found.plan.size:,} gates reach {found.reachable('params'):.1%} of the parameters; "
+        f"survey {took:.1f} s, peak memory of the process {peak:.2f} GiB"
+    )
+
+
+if __name__ == "__main__":
+    main()
