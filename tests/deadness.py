@@ -29,6 +29,7 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+@torch.no_grad()
 def relative_effect_of_dead_slots(
     model: nn.Module, args: tuple, seed: int = 0
 ) -> tuple[Plan, float]:
@@ -53,8 +54,14 @@ def relative_effect_of_dead_slots(
                 noise = torch.rand(noisy[name].shape, generator=generator, dtype=torch.float64) + 1
                 noisy[name].index_add_(dim, index, noise.index_select(dim, index))
     other = functional_call(model, gated(plan, noisy, z), args, tie_weights=True)
-    plain, other = (o[0] if isinstance(o, tuple) else o for o in (plain, other))
-    return plan, float((plain - other).abs().max() / plain.abs().max())
+    pairs = zip(_outputs(plain), _outputs(other), strict=True)
+    return plan, max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs)
+
+
+def _outputs(result: torch.Tensor | tuple) -> list[torch.Tensor]:
+    """All tensors of a result."""
+    parts = result if isinstance(result, tuple) else (result,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def gated(plan: Plan, state: dict[str, torch.Tensor], z: torch.Tensor) -> dict[str, torch.Tensor]:

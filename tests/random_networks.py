@@ -1,0 +1,257 @@
+"""Networks at random: branches, concats, residuals, shared layers, of every family at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Choose = Callable[[int], int]  # a number below the one given
+Step = Callable[..., Tensor]  # from the values before and the step's own layers
+
+
+class Values:
+    """The values of one forward, each computed when it is first asked for."""
+
+    def __init__(self, network: RandomNetwork, x: Tensor) -> None:
+        self.network, self.known = network, {0: x}
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number not in self.known:
+            _, run, layers = self.network.steps[number - 1]
+            self.known[number] = run(self, *(self.network.layers[i] for i in layers))
+        return self.known[number]
+
+
+class RandomNetwork(nn.Module):
+    """Steps that each make one more value from those before; some values are the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.steps: list[tuple[str, Step, list[int]]] = []
+        self.outputs: list[int] = []
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        values = Values(self, x)
+        return tuple(values[number] for number in self.outputs)
+
+    def __repr__(self) -> str:
+        lines = [f"{number}: {text}" for number, (text, *_) in enumerate(self.steps, start=1)]
+        return "\n".join([*lines, f"outputs {self.outputs}", repr(self.layers)])
+
+
+class Author:
+    """Writes a network step by step, with the values at hand, so that all shapes fit."""
+
+    def __init__(self, choose: Choose) -> None:
+        self.choose = choose
+        self.network = RandomNetwork()
+        self.values = [torch.randn(2, (2, 3, 4)[choose(3)], 6, 6)]
+
+    def write(self, steps: int) -> RandomNetwork:
+        """A network of about so many steps, in eval mode."""
+        self.add_layer()
+        for _ in range(steps):
+            getattr(self, f"add_{KINDS[self.choose(len(KINDS))]}")()
+        for _ in range(1 + self.choose(2)):
+            self.end()
+        return self.network.eval()
+
+    # --- helpers ------------------------------------------------------------------------------
+
+    def step(self, text: str, run: Step, *layers: nn.Module) -> int:
+        mine = self.network.layers
+        for layer in layers:
+            if all(layer is not other for other in mine):
+                mine.append(layer)
+        numbers = [next(i for i, m in enumerate(mine) if m is layer) for layer in layers]
+        self.network.steps.append((text, run, numbers))
+        with torch.no_grad():
+            self.values.append(run(self.values, *layers))
+        return len(self.values) - 1
+
+    def pick(self, rank: int | None = None, even: bool = False) -> int | None:
+        """A value that may be worked on; the newest is chosen by 0."""
+        fitting = [
+            number
+            for number, value in enumerate(self.values)
+            if value.ndim == (rank or value.ndim) and not (even and value.shape[1] % 2)
+        ]
+        return fitting[-1 - self.mostly_small(len(fitting))] if fitting else None
+
+    def mostly_small(self, size: int) -> int:
+        """A number below ``size``, more often a small one: networks are deep, not only wide."""
+        return self.choose(self.choose(self.choose(size) + 1) + 1)
+
+    def pair(self) -> tuple[int, int] | None:
+        """Two values of one shape."""
+        a = self.pick()
+        same = [n for n, v in enumerate(self.values) if v.shape == self.values[a].shape]
+        return a, same[self.choose(len(same))]
+
+    def width(self) -> int:
+        return (2, 3, 4, 6, 8)[self.choose(5)]
+
+    def apply(self, number: int, layer: nn.Module) -> int:
+        name = type(layer).__name__
+        return self.step(f"{name} of {number}", lambda v, m: m(v[number]), layer)
+
+    def end(self) -> None:
+        """One output: a value as it is, or what a last layer makes of it."""
+        number = self.pick()
+        if self.choose(4):
+            size = self.values[number].shape[1]
+            last = nn.Linear(size, 3) if self.values[number].ndim == 2 else nn.Conv2d(size, 3, 1)
+            number = self.apply(number, last)
+        self.network.outputs.append(number)
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def add_layer(self) -> None:
+        number = self.pick()
+        size = self.values[number].shape[1]
+        if self.values[number].ndim == 2:
+            self.apply(number, nn.Linear(size, self.width(), bias=bool(self.choose(2))))
+            return
+        kind = self.choose(5)
+        if kind == 1 and size % 2 == 0:
+            layer: nn.Module = nn.Conv2d(size, 2 * self.width(), 3, padding=1, groups=2)
+        elif kind == 2:
+            multiplier = 1 + self.choose(2)
+            layer = nn.Conv2d(size, size * multiplier, 3, padding=1, groups=size)
+        elif kind == 3:
+            layer = nn.ConvTranspose2d(size, self.width(), 3, padding=1)
+        else:
+            layer = nn.Conv2d(size, self.width(), 1 + 2 * self.choose(2), padding="same")
+        self.apply(number, layer)
+
+    def add_shared(self) -> None:
+        """A layer once more, on another value that it takes."""
+        convolutions = [layer for layer in self.network.layers if isinstance(layer, nn.Conv2d)]
+        if not convolutions:
+            return
+        layer = convolutions[self.choose(len(convolutions))]
+        fits = [
+            number
+            for number, value in enumerate(self.values)
+            if value.ndim == 4 and value.shape[1] == layer.in_channels
+        ]
+        self.apply(fits[-1 - self.choose(len(fits))], layer)
+
+    def add_activation(self) -> None:
+        number = self.pick()
+        size = self.values[number].shape[1]
+        kinds = (nn.ReLU(), nn.Sigmoid(), nn.GELU(), nn.Hardswish(), nn.PReLU(size), nn.Tanh())
+        self.apply(number, kinds[self.choose(len(kinds))])
+
+    def add_norm(self) -> None:
+        number = self.pick(rank=4)
+        size = self.values[number].shape[1]
+        kinds = (nn.BatchNorm2d(size), nn.InstanceNorm2d(size, affine=True), nn.GroupNorm(1, size))
+        self.apply(number, kinds[self.choose(3)])
+
+    def add_pool(self) -> None:
+        number = self.pick(rank=4)
+        if min(self.values[number].shape[2:]) >= 2:
+            kinds = (nn.MaxPool2d(2), nn.AvgPool2d(2), nn.Upsample(scale_factor=2))
+            self.apply(number, kinds[self.choose(3)])
+
+    def add_sum(self) -> None:
+        a, b = self.pair()
+        kinds = {"sum": torch.add, "product": torch.mul, "maximum": torch.maximum}
+        name = list(kinds)[self.choose(3)]
+        self.step(f"{name} of {a}, {b}", lambda v: kinds[name](v[a], v[b]))
+
+    def add_concat(self) -> None:
+        a = self.pick()
+        shape = self.values[a].shape
+        fits = [
+            n
+            for n, v in enumerate(self.values)
+            if v.ndim == len(shape) and v.shape[2:] == shape[2:]
+        ]
+        b = fits[self.choose(len(fits))]
+        if shape[1] + self.values[b].shape[1] <= 24:
+            self.step(f"concat of {a}, {b}", lambda v: torch.cat([v[a], v[b]], 1))
+
+    def add_glu(self) -> None:
+        number = self.pick(even=True)
+        if number is not None:
+            self.step(f"GLU of {number}", lambda v: F.glu(v[number], 1))
+
+    def add_slice(self) -> None:
+        number = self.pick()
+        size = self.values[number].shape[1]
+        at = 1 + self.choose(max(size - 1, 1))
+        kinds = (
+            (f"first {at} of {number}", lambda v: v[number][:, :at]),
+            (f"uneven split of {number}", lambda v: v[number].split([at, size - at], 1)[0]),
+            (f"every other of {number}", lambda v: v[number][:, ::2]),
+            (f"flip of {number}", lambda v: v[number].flip(1)),
+        )
+        self.step(*kinds[self.choose(4)])
+
+    def add_shuffle(self) -> None:
+        number = self.pick(rank=4, even=True)
+        if number is None:
+            return
+        _, c, h, w = self.values[number].shape
+
+        def run(values: Values) -> Tensor:
+            x = values[number].reshape(-1, 2, c // 2, h, w).transpose(1, 2)
+            return x.reshape(-1, c, h, w)
+
+        self.step(f"channel shuffle of {number}", run)
+
+    def add_excite(self) -> None:
+        number = self.pick(rank=4)
+        size, hidden = self.values[number].shape[1], self.width()
+        layers = nn.Linear(size, hidden), nn.Linear(hidden, size)
+
+        def run(values: Values, down: nn.Module, up: nn.Module) -> Tensor:
+            squeezed = up(F.relu(down(values[number].mean((2, 3)))))
+            return values[number] * squeezed.sigmoid()[:, :, None, None]
+
+        self.step(f"squeeze-excite of {number}", run, *layers)
+
+    def add_last(self) -> None:
+        """Channels last, a Linear over them, and back."""
+        number = self.pick(rank=4)
+        self.step(
+            f"Linear over the channels of {number}",
+            lambda v, m: m(v[number].permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
+            nn.Linear(self.values[number].shape[1], self.width()),
+        )
+
+    def add_flat(self) -> None:
+        number = self.pick(rank=4)
+        if self.values[number][0].numel() <= 300 and self.choose(2):
+            self.step(f"flatten of {number}", lambda v: v[number].flatten(1))
+        else:
+            self.step(f"mean over positions of {number}", lambda v: v[number].mean((2, 3)))
+
+    def add_attention(self) -> None:
+        number = self.pick(rank=4)
+        size, width = self.values[number].shape[1], 8
+        shape = self.values[number].shape
+        layers = (*(nn.Linear(size, width) for _ in range(3)), nn.Linear(width, size))
+
+        def run(values: Values, *layers: nn.Module) -> Tensor:
+            *projections, out = layers
+            x = values[number].flatten(2).transpose(1, 2)
+            heads = [layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in projections]
+            y = F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+            return out(y).transpose(1, 2).reshape(-1, *shape[1:])
+
+        self.step(f"attention over the positions of {number}", run, *layers)
+
+    def add_softmax(self) -> None:
+        number = self.pick()
+        self.step(f"softmax over the channels of {number}", lambda v: v[number].softmax(1))
+
+
+KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
+KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat"]

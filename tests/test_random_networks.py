@@ -1,0 +1,87 @@
+"""Random networks: whatever is closed is dead, what is counted is there, what is cut is exact."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from deadness import randomise, relative_effect_of_dead_slots
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_networks import Author, RandomNetwork
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import l0prune
+from l0prune.cost import CostModel
+from l0prune.errors import NothingToPrune
+
+SLOW = {"suppress_health_check": list(HealthCheck), "deadline": None}
+
+
+def written(choose, steps: int) -> tuple[RandomNetwork, torch.Tensor]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        try:
+            author = Author(choose)
+            network = author.write(steps)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return randomise(network), author.values[0]
+
+
+def check_dead(network: nn.Module, x: torch.Tensor) -> None:
+    plan, error = relative_effect_of_dead_slots(network, (x,))
+    assert error <= 1e-10
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(x)
+    assert 2 * CostModel(plan).dense("macs") * len(x) == counter.get_total_flops()
+
+
+@settings(max_examples=200, **SLOW)
+@given(st.data(), st.integers(1, 10))
+def test_closed_slots_of_random_networks_are_dead(data, steps):
+    network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)
+    check_dead(network, x)
+
+
+@settings(max_examples=15, **SLOW)
+@given(st.data(), st.integers(2, 8))
+def test_random_networks_are_exported_exactly(data, steps):
+    network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)
+    check_export(network, x)
+
+
+def check_export(network: nn.Module, x: torch.Tensor) -> None:
+    model = copy.deepcopy(network)
+    try:
+        l0prune.gate(model, (x,))
+    except NothingToPrune:
+        return
+    bank = l0prune.gates(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        bank.log_alpha.uniform_(-1.5, 2.5, generator=generator)
+        bank.log_alpha[torch.rand(bank.plan.size, generator=generator) < 0.5] = -5.0
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dense = l0prune.export(model.eval())
+    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert sum(p.numel() for p in dense.module.parameters()) == dense.params
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    l0prune.ungate(model)
+    assert all(torch.equal(a, b) for a, b in zip(model(x), network(x), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(100))
+def test_ten_thousand_networks(part):
+    for number in range(100):
+        source = random.Random(100 * part + number)
+        network, x = written(source.randrange, source.randint(1, 14))
+        check_dead(network, x)
+        if number % 10 == 0:
+            check_export(network, x)
