@@ -328,4 +328,26 @@ CASES = {
         FLAT,
         {"a": 8, "a.in": 10},
     ),
+    "sampled_on_a_grid": (
+        Fn(
+            lambda m, x: m.b(
+                F.grid_sample(m.a(x), m.grid.to(x).expand(2, -1, -1, -1), align_corners=False)
+            ),
+            a=conv(3, 8),
+            b=conv(8, 2),
+            grid=torch.rand(1, 4, 5, 2) * 2.4 - 1.2,
+        ),
+        IMAGE,
+        {"a": 8},
+    ),
+    "recurrent": (
+        Fn(
+            lambda m, x: m.c(m.r(m.a(x), x.new_zeros(1, 2, 6))[0]),
+            a=nn.Linear(32, 8),
+            r=nn.GRU(8, 6, batch_first=True),
+            c=nn.Linear(6, 3),
+        ),
+        TOKENS,
+        {"a.in": 32},
+    ),
 }

@@ -8,6 +8,7 @@ from l0prune.axes.rules import (  # noqa: F401
     normalisation,
     pointwise,
     pooling,
+    recurrent,
     reduction,
     slicing,
 )

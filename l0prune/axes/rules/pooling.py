@@ -42,3 +42,16 @@ def pool(infer: Inference, node: Node) -> Value:
     rest = [Const(int(size), "a spatial dimension") for size in (shape or [])[carried:]]
     out = (*dims[:carried], *rest)
     return out if isinstance(value, Tensor) else [out for _ in value]
+
+
+@rule("aten.grid_sampler", "aten.grid_sampler_2d", "aten.grid_sampler_3d", zero=each)
+def grid_sampler(infer: Inference, node: Node) -> Value:
+    """Each channel read at the places that a grid names."""
+    x, grid = node.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(grid, Node)
+    batch, channel, *spatial = infer.dims(x)
+    for dim in (*spatial, *infer.dims(grid)):
+        infer.solver.pin(dim, "its positions are sampled on a grid")
+    places = [Const(size, "a spatial dimension") for size in (shape_of(node) or [])[2:]]
+    return (batch, channel, *places)
