@@ -150,8 +150,10 @@ class Author:
     def add_norm(self) -> None:
         number = self.pick(rank=4)
         size = self.values[number].shape[1]
-        kinds = (nn.BatchNorm2d(size), nn.InstanceNorm2d(size, affine=True), nn.GroupNorm(1, size))
-        self.apply(number, kinds[self.choose(3)])
+        kinds = [nn.BatchNorm2d(size), nn.GroupNorm(1, size)]
+        if self.values[number][0, 0].numel() > 1:  # torch refuses single positions
+            kinds.append(nn.InstanceNorm2d(size, affine=True))
+        self.apply(number, kinds[self.choose(len(kinds))])
 
     def add_pool(self) -> None:
         number = self.pick(rank=4)
