@@ -149,9 +149,10 @@ def page(which: str) -> str:
     found = rows(ROOT / "runs" / f"coverage-{which}.jsonl")
     exact = [r for r in found if is_exact(r)]
     refused = [r for r in found if "refused" in r]
+    every = len(zoo.names(which))
     parts = [
         f"## {which}\n",
-        f"{len(found)} models: {len(exact)} exact and at parity with ONNX Runtime, "
+        f"{len(found)} of {every} models measured: {len(exact)} exact and at parity with ONNX Runtime, "
         f"{len(refused)} refused with a reason, {len(found) - len(exact) - len(refused)} else.\n",
         "| model | axes | params | MACs | capture, s | plan, s | float64 | ONNX | peak MiB |",
         "|---|---|---|---|---|---|---|---|---|",
