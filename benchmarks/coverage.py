@@ -152,8 +152,8 @@ def page(which: str) -> str:
     every = len(zoo.names(which))
     parts = [
         f"## {which}\n",
-        f"{len(found)} of {every} models measured: {len(exact)} exact and at parity with ONNX Runtime, "
-        f"{len(refused)} refused with a reason, {len(found) - len(exact) - len(refused)} else.\n",
+        f"{len(found)} of {every} models measured: {len(exact)} exact and at parity with ONNX "
+        f"Runtime, {len(refused)} refused with a reason, {len(found) - len(exact) - len(refused)} else.\n",
         "| model | axes | params | MACs | capture, s | plan, s | float64 | ONNX | peak MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
