@@ -149,11 +149,11 @@ def page(which: str) -> str:
     found = rows(ROOT / "runs" / f"coverage-{which}.jsonl")
     exact = [r for r in found if is_exact(r)]
     refused = [r for r in found if "refused" in r]
-    every = len(zoo.names(which))
+    every, rest = len(zoo.names(which)), len(found) - len(exact) - len(refused)
     parts = [
         f"## {which}\n",
         f"{len(found)} of {every} models measured: {len(exact)} exact and at parity with ONNX "
-        f"Runtime, {len(refused)} refused with a reason, {len(found) - len(exact) - len(refused)} else.\n",
+        f"Runtime, {len(refused)} refused with a reason, {rest} else.\n",
         "| model | axes | params | MACs | capture, s | plan, s | float64 | ONNX | peak MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
