@@ -48,11 +48,11 @@ output's scale; *peak* is the whole process, export in float64 and ONNX included
 """
 
 
-def measure(which: str, name: str, with_onnx: bool = True) -> dict[str, Any]:
+def measure(which: str, name: str) -> dict[str, Any]:
     """One model, step by step; what fails is recorded with the step at which it did."""
     row: dict[str, Any] = {"model": name, "step": "build"}
     try:
-        for done in _steps(which, name, with_onnx):
+        for done in _steps(which, name):
             row |= done
         row["step"] = "done"
     except L0pruneError as error:
@@ -63,7 +63,7 @@ def measure(which: str, name: str, with_onnx: bool = True) -> dict[str, Any]:
     return row
 
 
-def _steps(which: str, name: str, with_onnx: bool) -> Any:
+def _steps(which: str, name: str) -> Any:
     model, (args, kwargs) = zoo.build(which, name)
     yield {"step": "survey"}
     start = time.perf_counter()
@@ -95,10 +95,9 @@ def _steps(which: str, name: str, with_onnx: bool) -> Any:
         "float32": dense.certificate.worst("dense", "float32"),
         "step": "onnx",
     }
-    if with_onnx:
-        with tempfile.TemporaryDirectory() as folder:
-            dense.save_onnx(Path(folder) / "model.onnx")
-        yield {"onnx": dense.certificate.worst("onnx", "float32")}
+    with tempfile.TemporaryDirectory() as folder:
+        dense.save_onnx(Path(folder) / "model.onnx")
+    yield {"onnx": dense.certificate.worst("onnx", "float32")}
 
 
 def run(which: str, names: list[str] | None, limit: int) -> None:

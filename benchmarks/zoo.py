@@ -190,25 +190,25 @@ def _config(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _tokens(config: Any, length: int = 12) -> Tensor:
+def _tokens(length: int = 12) -> Tensor:
     return torch.randint(5, 90, (2, length))
 
 
 _READS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "text": lambda config: {"input_ids": _tokens(config)},
+    "text": lambda config: {"input_ids": _tokens()},
     "pair": lambda config: {
-        "input_ids": _tokens(config),
-        "decoder_input_ids": _tokens(config, 7),
+        "input_ids": _tokens(),
+        "decoder_input_ids": _tokens(7),
     },
     "image": lambda config: {"pixel_values": torch.randn(2, 3, 32, 32)},
     "detr": lambda config: {"pixel_values": torch.randn(2, 3, 64, 64)},
     "clip": lambda config: {
-        "input_ids": _tokens(config),
+        "input_ids": _tokens(),
         "pixel_values": torch.randn(2, 3, 32, 32),
     },
     "sound": lambda config: {"input_values": torch.randn(2, 1600)},
     "speech": lambda config: {
         "input_features": torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions),
-        "decoder_input_ids": _tokens(config, 7),
+        "decoder_input_ids": _tokens(7),
     },
 }

@@ -126,21 +126,24 @@ class Builder:
 
     def _add_fine_axes(self) -> None:
         """One gate per column of a Linear that reads a flattened map or the model's input."""
+        users = self._users()
         for read in self.infer.reads:
             place = read.place
             if place is None or operator_name(read.node.target) != "aten.linear":
                 continue
-            if self._users(place[0]) != {read.node}:
+            if users[place[0]] != {read.node}:
                 continue  # whoever else uses the weight reads its columns, too
             activation = self.infer.dims(read.operands[0])[-1]
             if activation.size > 1 and self._is_worth_a_fine_axis(activation):
                 self.fine[place] = len(self.sizes)
                 self.sizes.append(activation.size)
 
-    def _users(self, tensor: str) -> set[Node]:
-        """Every node that takes a stored tensor as it is."""
-        stored = (n for n in self.infer.values if self.infer.captured.names.get(n.name) == tensor)
-        return {user for node in stored if node.op == "placeholder" for user in node.users}
+    def _users(self) -> dict[str, set[Node]]:
+        """For each stored tensor every node that takes it as it is."""
+        users: dict[str, set[Node]] = defaultdict(set)
+        for node in self.infer.captured.graph.find_nodes(op="placeholder"):
+            users[self.infer.captured.names.get(node.name, "")].update(node.users)
+        return users
 
     def _is_worth_a_fine_axis(self, activation: Expr) -> bool:
         if isinstance(activation, Const):

@@ -51,15 +51,19 @@ def _source(node: Node) -> Node:
 )
 def sizes_of_output(sizes: Sizes, node: Node) -> None:
     """The second argument lists the output's sizes."""
-    pairs = zip(node.args[1], sizes.dims(node), strict=True)  # type: ignore[arg-type]
-    node.update_arg(1, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
+    _fit(sizes, node, 1)
 
 
 @rewrites(*(f"aten.{name}" for name in ("ones", "zeros", "full", "empty")))
 def sizes_of_made(sizes: Sizes, node: Node) -> None:
     """The first argument lists the output's sizes."""
-    pairs = zip(node.args[0], sizes.dims(node), strict=True)  # type: ignore[arg-type]
-    node.update_arg(0, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
+    _fit(sizes, node, 0)
+
+
+def _fit(sizes: Sizes, node: Node, position: int) -> None:
+    """Make the output's sizes right that stand in this argument."""
+    pairs = zip(node.args[position], sizes.dims(node), strict=True)  # type: ignore[arg-type]
+    node.update_arg(position, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
 @rewrites("aten.unflatten")
