@@ -43,6 +43,15 @@ def some(node: Node, operands: Sequence[bool | None]) -> bool:
     return any(operand is True for operand in operands)
 
 
+def of_operand(number: int) -> Zero:
+    """Zero where the operand of this number is, whatever the others are."""
+
+    def zero(node: Node, operands: Sequence[bool | None]) -> bool:
+        return len(operands) > number and operands[number] is True
+
+    return zero
+
+
 RULES: dict[str, Rule] = {}
 ZEROS: dict[str, Zero] = {}
 

@@ -7,21 +7,15 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument
-from l0prune.axes.registry import Value, rule
+from l0prune.axes.registry import Value, of_operand, rule
 from l0prune.axes.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from l0prune.axes.inference import Inference
 
 
-def _values_zero(node: Node, operands: Sequence[bool | None]) -> bool:
-    """The output mixes rows of v, so it is zero exactly where v is."""
-    return len(operands) > 2 and operands[2] is True
-
-
-@rule("aten.scaled_dot_product_attention", zero=_values_zero)
+# The output mixes rows of v, so it is zero exactly where v is.
+@rule("aten.scaled_dot_product_attention", zero=of_operand(2))
 def attention(infer: Inference, node: Node) -> Value:
     """``softmax(q·kᵀ)·v`` over dims (…, head, position, head dim)."""
     q, k, v = node.args[:3]

@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, rule
+from l0prune.axes.registry import Value, of_operand, rule
 from l0prune.axes.rules.movement import source
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from l0prune.axes.inference import Inference
-
-
-def _scaled_to_zero(node: Node, operands: Sequence[bool | None]) -> bool:
-    return len(operands) > 1 and operands[1] is True
 
 
 @rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm")
@@ -64,7 +58,7 @@ def softmax(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten._weight_norm", "aten._weight_norm_interface", zero=_scaled_to_zero)
+@rule("aten._weight_norm", "aten._weight_norm_interface", zero=of_operand(1))
 def weight_norm(infer: Inference, node: Node) -> Value:
     """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries."""
     v, g = node.args[:2]

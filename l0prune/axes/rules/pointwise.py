@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from l0prune.axes.nodes import operands_of, shape_of
-from l0prune.axes.registry import Value, rule
+from l0prune.axes.registry import Value, of_operand, rule
 from l0prune.axes.solver import Const, Expr
 
 if TYPE_CHECKING:
@@ -78,11 +78,7 @@ _UNTAGGED = (
 rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
 
 
-def _of_input(node: Node, operands: Sequence[bool | None]) -> bool:
-    return operands[0] is True
-
-
-@rule("aten.prelu", zero=_of_input)
+@rule("aten.prelu", zero=of_operand(0))
 def prelu(infer: Inference, node: Node) -> Value:
     """One slope for all, or one for each channel, which is dim 1."""
     x, slope = node.args[:2]
