@@ -56,7 +56,7 @@ def _torchvision(name: str) -> Built:
         options = {"init_weights": False}
     model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
     if is_detection:
-        return model, (([torch.rand(3, 160, 160), torch.rand(3, 160, 160)],), {})
+        return model, ((torch.rand(2, 3, 160, 160),), {})
     if name.startswith("raft"):
         return model, ((torch.randn(2, 3, 128, 128), torch.randn(2, 3, 128, 128)), {})
     for start, (frames, side) in _VIDEO.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import os
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,8 @@ class Captured:
         unused: parameters of the model that the eval graph never touches.
         batch: size of the example's batch.
         dynamic: whether dim 0 of the inputs stayed symbolic.
+        path: of the submodule that was captured, empty for the whole model; all names are the
+            whole model's.
     """
 
     program: ExportedProgram
@@ -52,12 +55,18 @@ class Captured:
     unused: tuple[str, ...]
     batch: int
     dynamic: bool
+    path: str = ""
 
     @property
     def graph(self) -> Graph:
         """The fx graph."""
         graph: Graph = self.program.graph
         return graph
+
+    def stored(self, target: str) -> str:
+        """The name in ``names`` of a tensor that the program's own module calls ``target``."""
+        name = within(self.path, target)
+        return self.aliases.get(name, name)
 
 
 def capture(
@@ -66,8 +75,9 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic_batch: bool = False,
+    path: str = "",
 ) -> Captured:
-    """The model's eval-mode graph; the model itself is left as it was.
+    """The eval-mode graph of the model, or of its submodule at ``path``; both stay as they were.
 
     With ``dynamic_batch`` dim 0 of every tensor input that shares the first one's size becomes
     symbolic where the model allows it; where it does not, the shapes are static.
@@ -77,19 +87,21 @@ def capture(
     """
     kwargs = kwargs or {}
     batch = batch_of(args, kwargs)
+    part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(model), torch.no_grad(), _quiet():
+    with evaluating(part), torch.no_grad(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
-            program = _try_dynamic(model, *widened(args, kwargs))
+            program = _try_dynamic(part, *widened(args, kwargs))
             dynamic = program is not None
         if program is None:
             try:
-                program = torch.export.export(model, args, kwargs, strict=False)
+                program = torch.export.export(part, args, kwargs, strict=False)
             except Exception as error:
                 raise CaptureError(_explain(error)) from error
     _check_dtypes(program.graph)
-    return _index(model, program, batch or 1, dynamic)
+    _check_shapes(program.graph)
+    return _index(model, program, batch or 1, dynamic, path)
 
 
 def _try_dynamic(
@@ -105,11 +117,15 @@ def _try_dynamic(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's own log of what went wrong: the error says it, in the user's terms."""
+    """Without torch's own log of what went wrong: the error says it, in the user's terms.
+
+    Of a graph that it gave up it prints everything so far, too.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
+    nowhere = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -134,6 +150,23 @@ def _check_dtypes(graph: Graph) -> None:
                 f"{where} gets {what} to multiply with its {weight} weights. The example input "
                 f"probably has the wrong dtype: give it as {weight}, or as the model takes it "
                 "(--input 2x16:int64 is for token ids)."
+            )
+
+
+def _check_shapes(graph: Graph) -> None:
+    """torch.export follows some models into tensors whose shape the data decide.
+
+    Raises:
+        CaptureError: this is one.
+    """
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        shape = value.shape if isinstance(value, Tensor) else ()
+        if any(not isinstance(size, int) and size.node.hint is None for size in shape):
+            place = " at ".join(filter(None, (module_of(node) or "the model", source_of(node))))
+            raise CaptureError(
+                f"the values of the input decide how large a tensor is in {place}, so that there "
+                "is no one graph of the model to cut"
             )
 
 
@@ -186,20 +219,21 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _index(model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool) -> Captured:
+def _index(
+    model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool, path: str
+) -> Captured:
     canonical, aliases = _canonical_names(model)
     signature = program.graph_signature
-    names: dict[str, str] = {}
-    parameters: set[str] = set()
-    for placeholder, name in signature.inputs_to_parameters.items():
-        names[placeholder] = canonical.get(name, name)
-        parameters.add(names[placeholder])
-    for placeholder, name in signature.inputs_to_buffers.items():
-        names[placeholder] = canonical.get(name, name)
-    names |= dict(signature.inputs_to_lifted_tensor_constants)
+    stored = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    stored |= signature.inputs_to_lifted_tensor_constants
+    whole = {placeholder: within(path, name) for placeholder, name in stored.items()}
+    names = {placeholder: canonical.get(name, name) for placeholder, name in whole.items()}
+    parameters = {names[placeholder] for placeholder in signature.inputs_to_parameters}
     program.graph.eliminate_dead_code()  # what is computed and thrown away is no part of it
+    _name_modules(program.graph, path)
     used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
-    unused = tuple(name for name, _ in model.named_parameters() if name not in used)
+    own = (within(path, name) for name, _ in model.get_submodule(path).named_parameters())
+    unused = tuple(name for name in own if canonical[name] not in used)
     return Captured(
         program=program,
         names=names,
@@ -209,7 +243,21 @@ def _index(model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool
         unused=unused,
         batch=batch,
         dynamic=dynamic,
+        path=path,
     )
+
+
+def within(path: str, name: str) -> str:
+    """A name inside the submodule at ``path`` as the whole model knows it."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _name_modules(graph: Graph, path: str) -> None:
+    """Let the nodes of a submodule's graph say where in the whole model they are."""
+    for node in graph.nodes if path else ():
+        stack = node.meta.get("nn_module_stack") or {}
+        moved = {key: (within(path, inner), kind) for key, (inner, kind) in stack.items()}
+        node.meta["nn_module_stack"] = moved
 
 
 def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:

@@ -103,6 +103,8 @@ class Plan:
         sites: where gates act on parameters.
         costs: the terms of the parameter and MAC counts (MACs for one example).
         aliases: other names of tied tensors, each with the name used in ``tensors``.
+        parts: the submodules that were captured one by one, as the whole model could not be;
+            ``("",)`` where it could.
     """
 
     axes: tuple[Axis, ...]
@@ -111,6 +113,7 @@ class Plan:
     sites: tuple[Site, ...]
     costs: tuple[Cost, ...]
     aliases: dict[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = ("",)
 
     @property
     def size(self) -> int:
@@ -223,6 +226,7 @@ class Plan:
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
             "costs": [[c.owner, c.unit, c.scale, [to_json(d) for d in c.dims]] for c in self.costs],
             "aliases": self.aliases,
+            "parts": list(self.parts),
         }
         return json.dumps(data)
 
@@ -245,6 +249,7 @@ class Plan:
                     for owner, unit, scale, dims in data["costs"]
                 ),
                 aliases=dict(data["aliases"]),
+                parts=tuple(data.get("parts", ("",))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

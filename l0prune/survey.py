@@ -11,11 +11,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from torch import nn
 
-from l0prune.axes import analyse
-from l0prune.capture import batch_of, capture
+from l0prune.capture import batch_of
 from l0prune.cost import CostModel, Unit
 from l0prune.errors import UsageError
 from l0prune.layout import axes_of
+from l0prune.parts import parts_of
 from l0prune.plan import Axis, Pin, Plan
 
 
@@ -74,6 +74,7 @@ class Survey:
                 for p in self.pins
             ],
             "unused": list(self.unused),
+            "parts": list(self.plan.parts),
         }
 
     def to_json(self) -> str:
@@ -88,6 +89,12 @@ class Survey:
             f"{self.reachable('params'):.1%} of the params and {self.reachable('macs'):.1%} of the "
             "MACs"
         )
+        if self.plan.parts != ("",):
+            yield (
+                "torch.export cannot follow the whole model, so it is captured in parts: "
+                f"{', '.join(self.plan.parts)}. The code between them runs on as it is, and its "
+                "MACs are not counted."
+            )
         axes = Table("axis", "kind", "size", "read or written at", title="Can be cut", expand=False)
         for number, axis in enumerate(self.axes):
             axes.add_row(axis.name, axis.kind, str(axis.size), self._sites(number))
@@ -128,7 +135,8 @@ def survey(
     """Find every axis of the model that can be cut, without changing the model.
 
     Args:
-        model: any module that torch.export can capture; it may live on the meta device.
+        model: any module that torch.export can capture, as a whole or in parts; it may live on
+            the meta device.
         args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
         kwargs: further example inputs by name.
 
@@ -148,5 +156,5 @@ def survey(
             "The example inputs hold no tensor with a batch dimension. Give them as the model "
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
-    captured = capture(model, args, by_name)
-    return Survey(analyse(captured).plan, (args, by_name), captured.unused)
+    parts = parts_of(model, (args, by_name))
+    return Survey(parts.plan, (args, by_name), parts.unused)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+import l0prune
 from l0prune.axes import analyse
 from l0prune.capture import capture
 from l0prune.layout import axes_of
@@ -72,3 +73,14 @@ def gated(plan: Plan, state: dict[str, torch.Tensor], z: torch.Tensor) -> dict[s
         shape[site.dim] = -1
         out[site.tensor] = out[site.tensor] * plan.spread(site.layout, z).view(shape)
     return out
+
+
+def close_some(model: nn.Module, seed: int = 0, closed: float = 0.5) -> nn.Module:
+    """Gates at random: some closed, the open ones fractional."""
+    bank = l0prune.gates(model)
+    generator = torch.Generator().manual_seed(seed)
+    shut = torch.rand(bank.plan.size, generator=generator) < closed
+    opened = torch.rand(bank.plan.size, generator=generator) * 4 - 1.5
+    with torch.no_grad():
+        bank.log_alpha.copy_(torch.where(shut, -5.0, opened))
+    return model.eval()

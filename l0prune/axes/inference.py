@@ -116,19 +116,21 @@ class Inference:
     def _call(self, node: Node) -> Value:
         name = operator_name(node.target)
         known = registered(name)
-        if known is not None:
-            return RULES[known](self, node)
-        if is_pointwise(node):
-            return pointwise(self, node)
-        return self._unknown(node, name)
+        if known is None and not is_pointwise(node):
+            return self._unfollowed(node, f"operator {name} is unknown to l0prune")
+        try:
+            return RULES[known](self, node) if known else pointwise(self, node)
+        except Exception as error:  # any network: a use that no rule has thought of pins, too
+            what = f"this use of operator {name} is unknown to l0prune ({type(error).__name__})"
+            return self._unfollowed(node, what)
 
-    def _unknown(self, node: Node, name: str) -> Value:
-        """An operator without a rule: nothing that touches it may be cut."""
+    def _unfollowed(self, node: Node, why: str) -> Value:
+        """A call that no rule covers: nothing that touches it may be cut."""
         if not has_tensor(node):
             return None
         for operand in operands_of(node):
-            self.pin_all(operand, f"operator {name} is unknown to l0prune")
-        return self.opaque(node, f"a result of operator {name}, unknown to l0prune")
+            self.pin_all(operand, why)
+        return self.opaque(node, f"the result of a call that is not followed: {why}")
 
     # --- what rules use -------------------------------------------------------------------
 

@@ -1,39 +1,34 @@
-"""The public export: from a gated model to a dense one, proven and written."""
+"""The public export: from a gated model to a dense one, proven."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.axes import Analysis, analyse
-from l0prune.capture import Captured, capture, evaluating, widened
+from l0prune.axes import analyse
+from l0prune.calls import Inputs, filled, record
+from l0prune.capture import capture, evaluating, within
 from l0prune.cost import CostModel
 from l0prune.errors import CertificateError, UsageError
-from l0prune.export import onnx_file
 from l0prune.export.certificate import (
     Certificate,
-    Inputs,
+    Check,
     cast,
     compare,
-    compare_onnx,
+    compare_in_parts,
     fresh_inputs,
 )
-from l0prune.export.manifest import manifest, verdict
-from l0prune.export.program import dense_module, reexport
+from l0prune.export.own_class import Candidate, candidates, choose, note_on
+from l0prune.export.program import dense_module, reexport, reexport_part
+from l0prune.export.resize import Changes, manifest
+from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
-from l0prune.files import atomic_write
+from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
 from l0prune.rewrite import check_intact, detach, gates_of
 
@@ -41,100 +36,29 @@ BATCHES = (2, 5)
 
 
 @dataclass
-class Export:
-    """A dense model that computes what the gated one does in eval mode.
+class _Cut:
+    """A model before and after the cut, in float64 where it was cut.
 
     Attributes:
-        module: the dense network, an ``nn.Module`` for evaluation.
-        program: the same as a ``torch.export`` program.
-        certificate: the measured errors.
-        params, macs: of the dense network; MACs for one example.
-        params_before, macs_before: of the network before the cut.
-        widths: for each axis (kept slots, all slots).
-        dynamic: whether the batch size is free.
+        gated: the gated model, on the CPU, in eval mode.
+        own: what the model's own class may be at the new sizes.
+        graphs: by path, the captured parts at the new sizes.
     """
 
+    gated: nn.Module
+    own: list[Candidate]
+    graphs: dict[str, nn.Module]
+
+
+@dataclass
+class _Proven:
+    """What is left to hand out once the certificate stands."""
+
     module: nn.Module
-    program: ExportedProgram
-    certificate: Certificate
-    params: int
-    macs: int
-    params_before: int
-    macs_before: int
-    widths: dict[str, tuple[int, int]]
-    dynamic: bool
-    _gated: nn.Module = field(repr=False)
-    _inputs: tuple[Inputs, ...] = field(repr=False)
-    _state: Mapping[str, Tensor] = field(repr=False)
-    _manifest: dict[str, Any] = field(repr=False)
-
-    def save_onnx(self, path: str | os.PathLike[str]) -> None:
-        """Write ONNX, after ONNX Runtime has shown that it computes the same.
-
-        The certificate gains the comparison, and the file's metadata carries it.
-
-        Raises:
-            CertificateError: it does not; nothing is written.
-            FileError: the file cannot be written.
-        """
-        proto = onnx_file.to_onnx(self.program)
-        session = onnx_file.Session(proto.SerializeToString())
-        checks = compare_onnx(self._gated, session, self._inputs)
-        certificate = Certificate(
-            tuple(c for c in self.certificate.checks if c.what != "onnx")
-        ).with_checks(checks)
-        facts = {
-            "certificate": json.dumps(certificate.to_dict()),
-            "params": self.params,
-            "macs": self.macs,
-            "widths": json.dumps(self.widths),
-        }
-        onnx_file.describe(proto, facts)
-        onnx_file.write(proto, path)
-        self.certificate = certificate
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
-
-        The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
-        tensor, attributes of each module that have changed, and under ``rebuild`` whether the
-        model's own class, resized like that, was found to compute the same, or why not.
-
-        Raises:
-            FileError: the file cannot be written.
-        """
-        if Path(path).suffix == ".pt2":
-            atomic_write(path, lambda file: torch.export.save(self.program, file))
-            return
-        content = {"state_dict": dict(self._state), "manifest": json.dumps(self._manifest)}
-        atomic_write(path, lambda file: torch.save(content, file))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Sizes and certificate as plain data."""
-        return {
-            "params": self.params,
-            "params_before": self.params_before,
-            "macs": self.macs,
-            "macs_before": self.macs_before,
-            "dynamic_batch": self.dynamic,
-            "widths": {name: list(width) for name, width in self.widths.items()},
-            "certificate": self.certificate.to_dict(),
-        }
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Sizes before and after, and the certificate, for people."""
-        sizes = Table("", "before", "after", "kept", title="Cut")
-        for name, before, after in (
-            ("params", self.params_before, self.params),
-            ("MACs", self.macs_before, self.macs),
-        ):
-            sizes.add_row(name, f"{before:,}", f"{after:,}", f"{after / before:.1%}")
-        yield sizes
-        proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
-        for c in self.certificate.checks:
-            row = (c.dtype, str(c.batch), f"{c.error:.1e}", f"{c.tolerance:.1e}")
-            proof.add_row(f"gated and {c.what}", *row)
-        yield proof
+    pieces: list[Piece]
+    checks: list[Check]
+    reasons: dict[str, str]
+    changes: Changes
 
 
 def export(model: nn.Module) -> Export:
@@ -154,42 +78,86 @@ def export(model: nn.Module) -> Export:
     bank = detach(plain)
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
     example = cast(bank.example, dtype)
-    analysis = _analysis(plain, example, gates.plan)
-    plan = analysis.plan
+    parts = _parts(plain, example, gates.plan)
     # In float64 throughout, so that the certificate sees the cut and not the rounding of a fold.
-    z = _on_plan(plan, gates.plan, bank.double().z())
-    kept = plan.kept(z > 0)
-    named = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    constants = {n: t for n, t in analysis.captured.program.constants.items() if n in plan.tensors}
-    stored = {n: t.detach() for n, t in {**named, **constants}.items() if isinstance(t, Tensor)}
-    stored = {name: t for name, t in stored.items() if name in plan.tensors}
-    exact = cut(plan, fold(plan, doubled(stored), z), kept)
-    module = dense_module(analysis, exact, kept)
-    batches = BATCHES if analysis.captured.dynamic else (analysis.captured.batch,)
-    inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
-    certificate = compare(gated, module, inputs)
-    module.to(dtype)
-    state = _state_dict(plain, plan, exact)
-    shapes = manifest(plain, state)
-    shapes["rebuild"] = verdict(plain, module, shapes, state, inputs[0])
-    program, dynamic = reexport(module, *widened(*example), analysis.captured.dynamic)
-    cost = CostModel(plan)
-    _check_count(module, cost.actual(z > 0, "params"))
+    z = bank.double().z()
+    full = {p.path: _on_plan(p.analysis.plan, gates.plan, z) for p in parts.found}
+    tensors: dict[str, Tensor] = {}
+    for part in parts.found:
+        tensors |= _cut(plain, part, full[part.path])
+    graphs = {p.path: _graph(p, tensors, full[p.path]) for p in parts.found}
+    state = _state_dict(plain, parts.plan, tensors)
+    is_open = _on_plan(parts.plan, gates.plan, z) > 0
+    kept = parts.plan.kept(is_open)
+    both = _Cut(gated, candidates(plain, parts.plan, kept, tensors, state), graphs)
+    cost = CostModel(parts.plan)
+    _check_count(both, parts, cost.actual(is_open, "params"))
+    prove = _prove_whole if "" in both.graphs else _prove_parts
+    proven = prove(both, parts, example, dtype)
+    reason = " ".join(filter(None, proven.reasons.values()))
     return Export(
-        module=module,
-        program=program,
-        certificate=certificate,
-        params=cost.actual(z > 0, "params"),
-        macs=cost.actual(z > 0, "macs"),
+        module=proven.module,
+        rebuilt=not reason,
+        note=note_on(proven.reasons, parts.unused),
+        pieces=tuple(proven.pieces),
+        certificate=Certificate(tuple(proven.checks)),
+        params=cost.actual(is_open, "params"),
+        macs=cost.actual(is_open, "macs"),
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
-        widths={a.name: (int(kept[a.slice].sum()), a.size) for a in plan.axes},
-        dynamic=dynamic,
-        _gated=gated,
-        _inputs=inputs,
+        widths={a.name: (int(kept[a.slice].sum()), a.size) for a in parts.plan.axes},
         _state=state,
-        _manifest=shapes,
+        _manifest={
+            **manifest(plain, state, proven.changes),
+            "rebuild": {"verified": not reason, "reason": reason},
+        },
     )
+
+
+def _prove_whole(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) -> _Proven:
+    """A model of one piece: its graph must be right, its own class may be."""
+    captured = parts.found[0].analysis.captured
+    graph = both.graphs[""]
+    batches = BATCHES if captured.dynamic else (captured.batch,)
+    inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
+    certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
+    own, verdict = choose(both.own, "", both.gated, inputs)
+    graph.to(dtype)
+    program, dynamic = reexport(graph, example, captured.dynamic)
+    return _Proven(
+        module=graph if verdict.reason else own.module.to(dtype),
+        pieces=[Piece("", program, dynamic, both.gated, inputs)],
+        checks=[*certificate.checks, *verdict.checks],
+        reasons={"": verdict.reason},
+        changes=own.changes,
+    )
+
+
+def _prove_parts(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) -> _Proven:
+    """A model of which only islands were captured: their own classes, or else their graphs."""
+    paths, dense = list(both.graphs), both.own[0].module
+    reasons: dict[str, str] = {}
+    changes: Changes = {}
+    for part in parts.found:
+        path, graph = part.path, both.graphs[part.path]
+        own, verdict = choose(both.own, path, graph, [part.example])
+        reasons[path] = verdict.reason
+        dense.set_submodule(path, graph if verdict.reason else own.module.get_submodule(path))
+        changes |= {p: c for p, c in own.changes.items() if f"{p}.".startswith(f"{path}.")}
+    inputs = [fresh_inputs(example, None, seed) for seed in range(2)]
+    checks = compare_in_parts(both.gated, dense, paths, inputs)
+    certificate = Certificate(tuple(checks))
+    dense.to(dtype)
+    received: dict[str, list[Inputs]] = {path: [] for path in paths}
+    for given in inputs:
+        for call in record(both.gated, paths, cast(given, dtype)):
+            received[call.path].append(filled(call.inputs))
+    pieces = []
+    for path in paths:
+        program, dynamic = reexport_part(dense.get_submodule(path), received[path][0])
+        submodule = both.gated.get_submodule(path)
+        pieces.append(Piece(path, program, dynamic, submodule, tuple(received[path])))
+    return _Proven(dense, pieces, list(certificate.checks), reasons, changes)
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -209,21 +177,45 @@ def _copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
 
 
-def _analysis(plain: nn.Module, example: Inputs, plan: Plan) -> Analysis:
-    """The model's analysis, with a free batch size where that finds the plan it was gated by.
+def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
+    """The model's parts, the whole with a free batch size where that finds the same plan.
 
     Raises:
         UsageError: the model has changed since it was gated.
     """
-    for dynamic in (True, False):
-        captured: Captured = capture(plain, *example, dynamic_batch=dynamic)
-        analysis = analyse(captured)
-        if analysis.plan.select(plan.names).sites == plan.sites:
-            return analysis
+    if gated_by.parts == ("",):
+        for dynamic in (True, False):
+            analysis = analyse(capture(plain, *example, dynamic_batch=dynamic))
+            if _same_gates(analysis.plan, gated_by):
+                unused = analysis.captured.unused
+                return Parts(analysis.plan, [Part("", analysis, example)], unused)
+    else:
+        parts = parts_of(plain, example)
+        if _same_gates(parts.plan, gated_by):
+            return parts
     raise UsageError(
         "The model's forward has changed since it was gated: its gates no longer fit. Ungate it "
         "(l0prune.ungate) and gate it again."
     )
+
+
+def _same_gates(plan: Plan, gated_by: Plan) -> bool:
+    return plan.parts == gated_by.parts and plan.select(gated_by.names).sites == gated_by.sites
+
+
+def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
+    """The stored tensors of a part, folded and cut, in float64, by name."""
+    plan = part.analysis.plan
+    constants = part.analysis.captured.program.constants
+    stored = {within(part.path, name): value for name, value in constants.items()}
+    stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
+    return cut(plan, fold(plan, doubled(tensors), z), plan.kept(z > 0))
+
+
+def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> nn.Module:
+    """The captured graph of a part at its new sizes."""
+    return dense_module(part.analysis, tensors, part.analysis.plan.kept(z > 0))
 
 
 def _state_dict(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -238,14 +230,18 @@ def _state_dict(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> di
 def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:
     """Gate values for every axis of ``plan``: 1 where ``gated`` has none."""
     full = torch.ones(plan.size, dtype=z.dtype)
-    slices = {axis.name: axis.slice for axis in plan.axes}
-    for axis in gated.axes:
-        full[slices[axis.name]] = z[axis.slice].cpu()
+    slices = {axis.name: axis.slice for axis in gated.axes}
+    for axis in plan.axes:
+        if axis.name in slices:
+            full[axis.slice] = z[slices[axis.name]].cpu()
     return full
 
 
-def _check_count(module: nn.Module, predicted: int) -> None:
-    found = sum(p.numel() for p in module.parameters())
+def _check_count(both: _Cut, parts: Parts, predicted: int) -> None:
+    """Raise CertificateError where the parameters left are not those that the plan counts."""
+    module = both.graphs.get("", both.own[0].module)
+    named = module.named_parameters()
+    found = sum(p.numel() for name, p in named if name not in parts.unused)
     if found != predicted:
         raise CertificateError(
             f"The sliced model has {found:,} parameters where the plan predicts {predicted:,}: "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from l0prune.calls import Call, Inputs, filled, record
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
 
@@ -21,8 +22,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-Compared = Literal["dense", "onnx"]
+Compared = Literal["dense", "class", "onnx"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Check:
     """One comparison with the gated model.
 
     Attributes:
-        what: ``dense`` (the sliced module) or ``onnx`` (the file, run by ONNX Runtime).
+        what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes) or
+            ``onnx`` (the file, run by ONNX Runtime).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output.
@@ -88,8 +89,8 @@ class Certificate:
         return [asdict(check) for check in self.checks]
 
 
-def fresh_inputs(example: Inputs, batch: int, seed: int) -> Inputs:
-    """Random inputs like the example's, with another batch size.
+def fresh_inputs(example: Inputs, batch: int | None, seed: int) -> Inputs:
+    """Random inputs like the example's, with another batch size where one is given.
 
     Floats are normal with the example's mean and deviation; other numbers are drawn from those
     that occur in the example, since only they are sure to be valid (token ids, masks).
@@ -102,7 +103,7 @@ def fresh_inputs(example: Inputs, batch: int, seed: int) -> Inputs:
         if not isinstance(leaf, Tensor):
             return leaf
         shape = list(leaf.shape)
-        if shape and shape[0] == size:
+        if batch and shape and shape[0] == size:
             shape[0] = batch
         if not leaf.is_floating_point():
             chosen = torch.randint(leaf.numel(), shape, generator=generator)
@@ -115,13 +116,15 @@ def fresh_inputs(example: Inputs, batch: int, seed: int) -> Inputs:
     return args, kwargs
 
 
-def compare(gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs]) -> Certificate:
+def compare(
+    gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs], what: Compared = "dense"
+) -> list[Check]:
     """Compare two models on the CPU in float64 and float32.
 
     In float32 they may differ by 1e-5, or by twice what rounding alone does to the gated model.
 
     Raises:
-        CertificateError: they differ beyond rounding.
+        CertificateError: one of them cannot be run.
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
@@ -129,9 +132,46 @@ def compare(gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs]) -> Cer
         for given in inputs:
             error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
-            allowed = TOLERANCE[name] if dtype == torch.float64 else _allowed(gated, given, error)
-            checks.append(Check("dense", name, _batch(given), error, allowed))
-    return Certificate(tuple(checks))
+            allowed = _allowed(gated, given, error, dtype)
+            checks.append(Check(what, name, _batch(given), error, allowed))
+    return checks
+
+
+def compare_in_parts(
+    gated: nn.Module, dense: nn.Module, paths: Sequence[str], inputs: Sequence[Inputs]
+) -> list[Check]:
+    """Compare two models of which only the submodules at ``paths`` differ.
+
+    In float64 they run as a whole: all that those submodules return on the way, and the output.
+    Then each submodule is given what it receives in the gated model, since in float32 the code
+    between them may turn a rounding into another decision (a threshold, a sort).
+
+    Raises:
+        CertificateError: one of them cannot be run.
+    """
+    checks = []
+    for dtype in (torch.float64, torch.float32):
+        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        name = str(dtype).removeprefix("torch.")
+        for given in inputs:
+            calls = _calls(first, paths, given, dtype)
+            if dtype == torch.float64:
+                other = _calls(second, paths, given, dtype)
+                error = difference([c.output for c in calls], [c.output for c in other])
+                checks.append(Check("dense", name, _batch(given), error, TOLERANCE[name]))
+            for call in calls[:-1]:
+                received = filled(call.inputs)
+                parts = [model.get_submodule(call.path) for model in (first, second)]
+                error = difference(*(_output(part, received, dtype) for part in parts))
+                allowed = _allowed(parts[0], received, error, dtype)
+                checks.append(Check("dense", name, _batch(received), error, allowed))
+    return checks
+
+
+def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.dtype) -> list[Call]:
+    """Every call of the submodules and, last, that of the model."""
+    with _running_in(dtype):
+        return record(model, [*paths, ""], cast(given, dtype))
 
 
 def compare_onnx(
@@ -144,19 +184,19 @@ def compare_onnx(
         leaves = pytree.tree_leaves(cast(given, torch.float32))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         error = difference(_output(model, given, torch.float32), run(tensors))
-        allowed = _allowed(gated, given, error)
+        allowed = _allowed(gated, given, error, torch.float32)
         checks.append(Check("onnx", "float32", _batch(given), error, allowed))
     return checks
 
 
-def _allowed(gated: nn.Module, given: Inputs, error: float) -> float:
-    """The tolerance in float32; the model's own rounding is looked up where it matters."""
-    usual = TOLERANCE["float32"]
-    if error <= usual:
+def _allowed(gated: nn.Module, given: Inputs, error: float, dtype: torch.dtype) -> float:
+    """The tolerance; in float32 the model's own rounding is looked up where it matters."""
+    usual = TOLERANCE[str(dtype).removeprefix("torch.")]
+    if error <= usual or dtype == torch.float64:
         return usual
     outputs = [
-        _output(copy.deepcopy(gated).to("cpu", dtype), given, dtype)
-        for dtype in (torch.float64, torch.float32)
+        _output(copy.deepcopy(gated).to("cpu", each), given, each)
+        for each in (torch.float64, torch.float32)
     ]
     both = 2 * difference(*outputs)
     return min(both, LARGEST) if both > usual else usual
@@ -165,10 +205,17 @@ def _allowed(gated: nn.Module, given: Inputs, error: float) -> float:
 def _output(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
     """What a model that is in ``dtype`` computes, in that dtype throughout."""
     args, kwargs = cast(given, dtype)
+    with torch.no_grad(), _running_in(dtype):
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def _running_in(dtype: torch.dtype) -> Iterator[None]:
+    """Whatever a model raises while it runs in ``dtype``, as a CertificateError."""
     name = str(dtype).removeprefix("torch.")
     try:
-        with torch.no_grad(), InDoubles() if dtype == torch.float64 else nullcontext():
-            return model(*args, **kwargs)
+        with InDoubles() if dtype == torch.float64 else nullcontext():
+            yield
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise CertificateError(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from l0prune.axes import Analysis
 from l0prune.axes.nodes import operator_name
-from l0prune.capture import batch_shapes
+from l0prune.calls import Inputs
+from l0prune.capture import batch_shapes, widened
 from l0prune.export.literals import rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
@@ -41,7 +46,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             layouts[node.name] = analysis.layouts[name]
     for node in module.graph.nodes:
         if node.op == "get_attr":  # the program calls them placeholders, by other names
-            name = analysis.plan.aliases.get(str(node.target), str(node.target))
+            name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
     sizes = Sizes(analysis.plan, kept, layouts)
@@ -59,7 +64,7 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
         if node.op != "get_attr":
             continue
         target = str(node.target)
-        name = analysis.plan.aliases.get(target, target)
+        name = analysis.captured.stored(target)
         if name not in tensors:
             continue
         is_parameter = name in analysis.captured.parameters
@@ -113,16 +118,40 @@ def _drop_stale(module: GraphModule) -> None:
             node.meta.pop("val", None)
 
 
-def reexport(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
-) -> tuple[ExportedProgram, bool]:
+def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[ExportedProgram, bool]:
     """The dense module as a program of its own, and whether its batch is dynamic."""
-    with warnings.catch_warnings():
+    args, kwargs = widened(*example)
+    shapes = partial(batch_shapes, module, args, kwargs) if dynamic else None
+    return _exported(module, (args, kwargs), shapes)
+
+
+def reexport_part(module: nn.Module, example: Inputs) -> tuple[ExportedProgram, bool]:
+    """A part as a program of its own, with every dim free that its forward leaves free.
+
+    What a part receives has a size of the data's making: an image's, the number of proposals.
+    """
+
+    def free(leaf: Any) -> Any:
+        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None
+
+    def shapes(wide: Inputs) -> Any:
+        arguments = inspect.signature(module.forward).bind(*wide[0], **wide[1]).arguments
+        return {name: pytree.tree_map(free, value) for name, value in arguments.items()}
+
+    wide = widened(*example)
+    with suppress(Exception):  # one row may be all that it takes
+        return _exported(module, wide, partial(shapes, wide))
+    return _exported(module, example, partial(shapes, example))
+
+
+def _exported(
+    module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None
+) -> tuple[ExportedProgram, bool]:
+    """The program with these dynamic shapes, or static where the module does not allow them."""
+    args, kwargs = example
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        if dynamic:
-            try:
-                shapes = batch_shapes(module, args, kwargs)
-                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes), True
-            except Exception:  # static shapes are the fallback, and the result says so
-                return torch.export.export(module, args, kwargs), False
+        if shapes is not None:
+            with suppress(Exception):  # the static shapes come next, and the result says so
+                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes()), True
         return torch.export.export(module, args, kwargs), False

@@ -8,7 +8,7 @@ import json
 import onnx
 import pytest
 import torch
-from deadness import randomise
+from deadness import close_some, randomise
 from networks import CASES, Fn
 from torch import nn
 
@@ -17,17 +17,6 @@ from l0prune.errors import CertificateError, NotGated, UsageError
 from l0prune.export.doubles import InDoubles
 
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
-
-
-def close_some(model: nn.Module, seed: int = 0, closed: float = 0.5) -> nn.Module:
-    """Gates at random: some closed, the open ones fractional."""
-    bank = l0prune.gates(model)
-    generator = torch.Generator().manual_seed(seed)
-    shut = torch.rand(bank.plan.size, generator=generator) < closed
-    opened = torch.rand(bank.plan.size, generator=generator) * 4 - 1.5
-    with torch.no_grad():
-        bank.log_alpha.copy_(torch.where(shut, -5.0, opened))
-    return model.eval()
 
 
 def gated_case(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
@@ -174,7 +163,7 @@ def test_a_failed_onnx_comparison_writes_nothing(tmp_path):
     model, _ = gated_case("mlp", seed=3)
     dense = l0prune.export(model)
     with torch.no_grad():  # the gated model changes behind the export's back
-        for parameter in dense._gated.parameters():
+        for parameter in dense.pieces[0].gated.parameters():
             parameter.add_(1.0)
     with pytest.raises(CertificateError, match="onnx in float32"):
         dense.save_onnx(tmp_path / "model.onnx")

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 @rule("aten.cat", "aten.concat", "aten.concatenate", zero=each)
 def concatenate(infer: Inference, node: Node) -> Value:
     """One dim is the concatenation of the parts' dims, the others are tied."""
-    parts = [infer.dims(part) for part in _nodes(node.args[0]) if (shape_of(part) or [0]) != [0]]
+    # torch.cat takes an empty vector among tensors of any rank, and leaves it out
+    every = _nodes(node.args[0])
+    parts = [infer.dims(part) for part in every if (shape_of(part) or [0]) != [0]]
+    if not parts:
+        return infer.opaque(node, "a concatenation of nothing")
     dim = int(argument(node, 1, "dim", 0)) % len(parts[0])
     out = list(parts[0])
     for position in range(len(out)):

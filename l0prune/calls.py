@@ -1,0 +1,73 @@
+"""Noting what submodules receive and return while their model runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture import evaluating
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a submodule.
+
+    Attributes:
+        path: of the submodule; empty for the model itself.
+        inputs: what it received, copied before it could write into it.
+        output: what it returned.
+    """
+
+    path: str
+    inputs: Inputs
+    output: Any
+
+
+def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]:
+    """Run the model in eval mode; every call of the submodules at ``paths``, in order of return."""
+    calls: list[Call] = []
+    waiting: dict[str, list[Inputs]] = defaultdict(list)
+    handles = []
+    for path in paths:
+
+        def before(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            waiting[path].append(_copied((args, kwargs)))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            calls.append(Call(path, waiting[path].pop(), _copied(output)))
+
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, with_kwargs=True))
+    try:
+        with evaluating(model), torch.no_grad():
+            model(*inputs[0], **inputs[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def filled(inputs: Inputs, rows: int = 2) -> Inputs:
+    """The inputs with a few random rows where they had none: a detector that has found nothing."""
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(leaf: Tensor) -> Tensor:
+        if not leaf.ndim or leaf.shape[0]:
+            return leaf
+        return torch.randn(rows, *leaf.shape[1:], generator=generator).to(leaf)
+
+    args, kwargs = pytree.tree_map_only(Tensor, fill, inputs)
+    return args, kwargs
+
+
+def _copied(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, value)

@@ -1,0 +1,82 @@
+"""Sizes that a user's own modules remember: ``num_heads``, ``head_dim``, ``hidden_size``…
+
+Nothing says what such a number stands for, so it is guessed from its name and value. A guess
+costs nothing: the resized class counts only if it is shown to compute the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import Tensor, nn
+
+from l0prune.layout import axes_of, size_of
+from l0prune.plan import Plan
+
+# Kinds of sizes, each with what the name of an attribute for it contains.
+_NAMES = {
+    "head": ("head",),
+    "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim"),
+    "group": ("group",),
+    "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
+}
+
+
+def remembered_sizes(
+    model: nn.Module, plan: Plan, kept: Tensor, *, bold: bool
+) -> dict[str, dict[str, int]]:
+    """By module path, the integer attributes that seem to repeat a size, with the new size.
+
+    Where a number may stand for a size that stays as well as for one that changes (a width that
+    is also heads × head_dim), a ``bold`` guess is the one that changes.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        plan: its plan.
+        kept: the slots that stay, bool, flat.
+    """
+    below = _sizes_below(plan, kept)
+    found = {}
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("torch.nn."):
+            continue  # torch's own are known, not guessed
+        changes = {
+            name: new
+            for name, value in vars(module).items()
+            if type(value) is int and (new := _new_size(name, value, below[path], bold)) != value
+        }
+        if changes:
+            found[path] = changes
+    return found
+
+
+Sizes = set[tuple[str, int, int]]  # kind, old size, new size
+
+
+def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:
+    """For each module path the sizes of all axes and dims of the tensors in it and below."""
+    below: dict[str, Sizes] = defaultdict(set)
+    for tensor, dims in plan.tensors.items():
+        sizes: Sizes = set()
+        for dim in dims:
+            left = int(plan.mask(dim, kept).sum()) if axes_of(dim) else size_of(dim)
+            sizes.add(("", size_of(dim), left))
+            for number in axes_of(dim):
+                axis = plan.axes[number]
+                kind = axis.kind if axis.kind in _NAMES else ""
+                sizes.add((kind, axis.size, int(kept[axis.slice].sum())))
+        path = tensor
+        while path:
+            path = path.rpartition(".")[0]
+            below[path] |= sizes
+    return below
+
+
+def _new_size(name: str, value: int, sizes: Sizes, bold: bool) -> int:
+    """The size that the attribute has after the cut; its value where that is not clear."""
+    for kind in sorted(_NAMES, key=len, reverse=True):  # head_dim before head
+        if any(part in name.lower() for part in _NAMES[kind]):
+            news = {new for k, old, new in sizes if old == value and k == kind}
+            news -= {value} if bold else set()
+            return news.pop() if len(news) == 1 else value
+    return value

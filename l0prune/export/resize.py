@@ -1,0 +1,104 @@
+"""The user's own class at the new sizes: cut tensors, and attributes that repeat their sizes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
+_FROM_TENSORS: dict[str, tuple[str, int]] = {
+    "num_features": ("running_mean", 0),
+    "embedding_dim": ("weight", 1),
+}
+
+Changes = dict[str, dict[str, Any]]
+
+
+def changed_attributes(model: nn.Module, tensors: Mapping[str, Tensor]) -> Changes:
+    """By module path, the attributes that must follow the tensors, with their new values.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        tensors: the cut tensors under every name of the model's state_dict.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        sizes = _attributes(module, path, tensors)
+        changed = {name: size for name, size in sizes.items() if getattr(module, name) != size}
+        if changed:
+            found[path] = changed
+    return found
+
+
+def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of the module with these attributes and tensors; tied tensors stay tied.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        changes: as ``changed_attributes`` gives them.
+        tensors: the cut tensors by name; those that are equal objects become one.
+    """
+    replaced: dict[int, Any] = {}
+    for name, tensor in tensors.items():
+        old = _tensor(model, name)
+        if old is not None and id(old) not in replaced:
+            is_parameter = isinstance(old, nn.Parameter)
+            replaced[id(old)] = (
+                nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+            )
+    result = copy.deepcopy(model, replaced)
+    for path, attributes in changes.items():
+        for name, value in attributes.items():
+            setattr(result.get_submodule(path), name, value)
+    return result
+
+
+def manifest(model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes) -> dict[str, Any]:
+    """Old and new shape of each tensor, and the module attributes that follow, as JSON data."""
+    shapes = {
+        name: {"old": list(old.shape), "new": list(tensors[name].shape)}
+        for name, old in model.state_dict().items()
+        if name in tensors
+    }
+    return {"shapes": shapes, "attributes": changes}
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor | None:
+    """The parameter, buffer or plain attribute of this name; None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(path), leaf)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The attributes of one of torch's own layers that its tensors determine."""
+    prefix = f"{path}." if path else ""
+    sizes: dict[str, int] = {}
+    weight = tensors.get(f"{prefix}weight")
+    if isinstance(module, nn.Linear) and weight is not None:
+        sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1]}
+    elif isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
+        sizes = _convolution(module, weight)
+    for attribute, (tensor, dim) in _FROM_TENSORS.items():
+        found = tensors.get(f"{prefix}{tensor}")
+        if hasattr(module, attribute) and found is not None and found.ndim > dim:
+            sizes[attribute] = found.shape[dim]
+    return sizes
+
+
+def _convolution(module: nn.modules.conv._ConvNd, weight: Tensor) -> dict[str, int]:
+    """Sizes and groups; a depthwise layer has as many groups as channels are left."""
+    own, other = int(weight.shape[0]), int(weight.shape[1])
+    per_group = module.weight.shape[0] // module.groups
+    groups = own // per_group if module.weight.shape[1] == other and module.groups > 1 else None
+    groups = groups or module.groups
+    first, second = own, other * groups
+    if module.transposed:
+        first, second = second, first
+    return {"out_channels": first, "in_channels": second, "groups": groups}

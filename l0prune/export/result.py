@@ -1,0 +1,182 @@
+"""What an export gives: the smaller model, its proof, and the files that it can be written to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from l0prune.calls import Inputs
+from l0prune.errors import UsageError
+from l0prune.export import onnx_file
+from l0prune.export.certificate import Certificate, compare_onnx
+from l0prune.files import atomic_write
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One captured part of the exported model; the only one where the whole was captured.
+
+    Attributes:
+        path: of the submodule, empty for the whole model.
+        program: the dense part as a ``torch.export`` program.
+        dynamic: whether its batch size is free.
+        gated: the gated part that it stands for.
+        inputs: what they are compared on, in float32.
+    """
+
+    path: str
+    program: ExportedProgram
+    dynamic: bool
+    gated: nn.Module
+    inputs: tuple[Inputs, ...]
+
+
+@dataclass
+class Export:
+    """A dense model that computes what the gated one does in eval mode.
+
+    Attributes:
+        module: the dense network. It is of the model's own class at the new sizes, and may be
+            trained on, where the class allows them; else it is the captured graph, for evaluation.
+        rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
+        note: where it is not, why; or what else of its own class has to be known.
+        pieces: the captured parts, each with its program.
+        certificate: the measured errors.
+        params, macs: of the dense network; MACs for one example.
+        params_before, macs_before: of the network before the cut.
+        widths: for each axis (kept slots, all slots).
+    """
+
+    module: nn.Module
+    rebuilt: bool
+    note: str
+    pieces: tuple[Piece, ...]
+    certificate: Certificate
+    params: int
+    macs: int
+    params_before: int
+    macs_before: int
+    widths: dict[str, tuple[int, int]]
+    _state: Mapping[str, Tensor] = field(repr=False)
+    _manifest: dict[str, Any] = field(repr=False)
+
+    @property
+    def program(self) -> ExportedProgram:
+        """The dense network as a ``torch.export`` program.
+
+        Raises:
+            UsageError: the model was captured in parts; ``pieces`` have a program each.
+        """
+        if self.pieces[0].path:
+            raise UsageError(
+                "This model was captured in parts, so there is no one program of it: see .pieces."
+            )
+        return self.pieces[0].program
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the batch size is free."""
+        return all(piece.dynamic for piece in self.pieces)
+
+    def save_onnx(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Write ONNX, after ONNX Runtime has shown that it computes the same.
+
+        The certificate gains the comparison, and the file's metadata carries it. A model that
+        was captured in parts becomes a file for each: ``model.backbone.onnx`` for ``model.onnx``.
+
+        Returns:
+            The files written.
+
+        Raises:
+            CertificateError: it does not; nothing is written.
+            FileError: a file cannot be written.
+        """
+        protos, checks = {}, []
+        for piece in self.pieces:
+            proto = protos[self._file_of(piece, path)] = onnx_file.to_onnx(piece.program)
+            session = onnx_file.Session(proto.SerializeToString())
+            checks += compare_onnx(piece.gated, session, piece.inputs)
+        earlier = Certificate(tuple(c for c in self.certificate.checks if c.what != "onnx"))
+        certificate = earlier.with_checks(checks)
+        facts = {
+            "certificate": json.dumps(certificate.to_dict()),
+            "params": self.params,
+            "macs": self.macs,
+            "widths": json.dumps(self.widths),
+        }
+        for file, proto in protos.items():
+            onnx_file.describe(proto, facts)
+            onnx_file.write(proto, file)
+        self.certificate = certificate
+        return tuple(protos)
+
+    def save(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+        """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
+
+        The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
+        tensor, attributes of each module that have changed, and under ``rebuild`` whether the
+        model's own class, resized like that, was found to compute the same, or why not.
+
+        Returns:
+            The files written; more than one program where the model was captured in parts.
+
+        Raises:
+            FileError: a file cannot be written.
+        """
+        if Path(path).suffix == ".pt2":
+            for piece in self.pieces:
+                save = partial(torch.export.save, piece.program)
+                atomic_write(self._file_of(piece, path), save)
+            return tuple(self._file_of(piece, path) for piece in self.pieces)
+        content = {"state_dict": dict(self._state), "manifest": json.dumps(self._manifest)}
+        atomic_write(path, lambda file: torch.save(content, file))
+        return (Path(path),)
+
+    @staticmethod
+    def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:
+        """The file of a part: its own name before the ending."""
+        whole = Path(path)
+        return whole.with_stem(f"{whole.stem}.{piece.path}") if piece.path else whole
+
+    def to_dict(self) -> dict[str, Any]:
+        """Sizes and certificate as plain data."""
+        return {
+            "params": self.params,
+            "params_before": self.params_before,
+            "macs": self.macs,
+            "macs_before": self.macs_before,
+            "dynamic_batch": self.dynamic,
+            "own_class": self.rebuilt,
+            "note": self.note,
+            "parts": [piece.path for piece in self.pieces],
+            "widths": {name: list(width) for name, width in self.widths.items()},
+            "certificate": self.certificate.to_dict(),
+        }
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Sizes before and after, and the certificate, for people."""
+        sizes = Table("", "before", "after", "kept", title="Cut")
+        for name, before, after in (
+            ("params", self.params_before, self.params),
+            ("MACs", self.macs_before, self.macs),
+        ):
+            sizes.add_row(name, f"{before:,}", f"{after:,}", f"{after / before:.1%}")
+        yield sizes
+        proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
+        for c in self.certificate.checks:
+            row = (c.dtype, str(c.batch), f"{c.error:.1e}", f"{c.tolerance:.1e}")
+            proof.add_row(f"gated and {c.what}", *row)
+        yield proof
+        if self.note:
+            yield self.note

@@ -1,0 +1,210 @@
+"""The parts of a model that are captured on their own: the whole of it, or its islands.
+
+Where torch.export cannot follow a whole model (a detector, whose later steps depend on what the
+earlier ones found; a generation loop), it is run once on the example, and its largest submodules
+that can be captured are, each on the inputs that it really received. The borders of such an
+island stay whole. All else is the user's own Python code, which runs on as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod as product
+
+from torch import Tensor, nn
+
+from l0prune.axes import Analysis, analyse
+from l0prune.calls import Inputs, filled, record
+from l0prune.capture import batch_of, capture, within
+from l0prune.errors import CaptureError
+from l0prune.layout import Layout, Slots, axes_of, size_of, substitute
+from l0prune.plan import Cost, Pin, Plan
+
+
+@dataclass(frozen=True)
+class Part:
+    """A submodule with its analysis; the whole model where the path is empty.
+
+    Attributes:
+        path: of the submodule; names in the analysis are the whole model's.
+        analysis: of its graph.
+        example: what it receives when the model runs on the example.
+        calls: how often it is called then.
+    """
+
+    path: str
+    analysis: Analysis
+    example: Inputs
+    calls: int = 1
+
+
+@dataclass
+class Parts:
+    """What of a model could be captured.
+
+    Attributes:
+        plan: of the whole model.
+        found: the parts that it was made of.
+        unused: parameters that the eval-mode forward never touches.
+    """
+
+    plan: Plan
+    found: list[Part] = field(default_factory=list)
+    unused: tuple[str, ...] = ()
+
+
+def parts_of(model: nn.Module, example: Inputs) -> Parts:
+    """The whole model as one part, or its islands.
+
+    Raises:
+        CaptureError: no part of it that can be captured can be cut; the text says what stopped
+            the capture of the whole.
+    """
+    try:
+        whole = part_at(model, "", example)
+    except CaptureError as error:
+        found, idle = _islands(model, example)
+        parts = _put_together(model, example, found, idle, refused=str(error).splitlines()[0])
+        if not parts.plan.axes:
+            raise
+        return parts
+    return Parts(whole.analysis.plan, [whole], whole.analysis.captured.unused)
+
+
+def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
+    """The submodule at ``path``, given what it receives.
+
+    Raises:
+        CaptureError: torch.export cannot follow it.
+    """
+    return Part(path, analyse(capture(model, *example, path=path)), example)
+
+
+def _islands(model: nn.Module, example: Inputs) -> tuple[list[Part], list[str]]:
+    """The largest submodules that can be captured, from the top down; and those never called."""
+    found: list[Part] = []
+    idle: list[str] = []
+    seen: set[int] = set()
+    level = _children(model, "", seen)
+    while level:
+        try:
+            calls = record(model, level, example)
+        except Exception:  # it does not even run: the error of the whole capture says why
+            return [], []
+        count = Counter(call.path for call in calls)
+        first = {call.path: filled(call.inputs) for call in reversed(calls)}
+        idle += [path for path in level if path not in first]
+        level = []
+        for path, inputs in first.items():
+            try:
+                found.append(replace(part_at(model, path, inputs), calls=count[path]))
+            except CaptureError:
+                level += _children(model.get_submodule(path), path, seen)
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    return sorted(found, key=lambda part: order[part.path]), idle
+
+
+def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
+    """Paths of the children that have parameters; a module under two names counts once."""
+    paths = []
+    for name, child in module.named_children():
+        if id(child) not in seen and any(True for _ in child.parameters()):
+            seen.add(id(child))
+            paths.append(within(path, name))
+    return paths
+
+
+def _put_together(
+    model: nn.Module, example: Inputs, found: list[Part], idle: list[str], refused: str
+) -> Parts:
+    """One plan of all islands, in which what lies between them is pinned."""
+    batch = _batch_of_whole(example)
+    plan = _join(
+        [_of_island(part, found[:i], found[i + 1 :], batch) for i, part in enumerate(found)]
+    )
+    pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
+    costs, unused = [], [name for part in found for name in part.analysis.captured.unused]
+    for name, parameter in model.named_parameters():
+        if name in plan.tensors or name in unused:
+            continue
+        if any(name.startswith(f"{path}.") for path in idle):
+            unused.append(name)
+            continue
+        costs.append(_whole_cost(name, parameter.numel()))
+        if parameter.ndim > 1:
+            pins.append(Pin(name, "code that torch.export cannot follow uses it"))
+    plan = replace(plan, pins=(*pins, *plan.pins), costs=(*plan.costs, *costs))
+    return Parts(plan, found, tuple(unused))
+
+
+def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch: int) -> Plan:
+    """The plan of an island as a part of the whole model's.
+
+    Single input columns are not gated: cutting those takes a gather, for which the user's own
+    code has no place. What is shared with another island stays whole, and counts once.
+    """
+    plan, captured = part.analysis.plan, part.analysis.captured
+    shared = plan.tensors.keys() & _tensors_of((*earlier, *later))
+    is_shared = {i for name in shared for dim in plan.tensors[name] for i in axes_of(dim)}
+    axes = enumerate(plan.axes)
+    whole = [axis.name for i, axis in axes if i in is_shared or axis.kind == "input"]
+    plan = plan.select(exclude=whole)
+    share = captured.batch * part.calls / batch
+    costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
+    for name in shared & captured.parameters & _tensors_of(earlier):
+        costs.remove(next(cost for cost in costs if _counts(cost, name, plan)))
+    return replace(plan, costs=tuple(costs), parts=(part.path,))
+
+
+def _tensors_of(parts: Sequence[Part]) -> set[str]:
+    return {name for part in parts for name in part.analysis.plan.tensors}
+
+
+def _counts(cost: Cost, name: str, plan: Plan) -> bool:
+    """Is it the cost of this parameter, of which nothing is cut?"""
+    numel = product(map(size_of, plan.tensors[name]))
+    is_whole = not any(axes_of(dim) for dim in cost.dims)
+    same = cost.scale * product(map(size_of, cost.dims)) == numel
+    return cost.unit == "params" and cost.owner == name.rpartition(".")[0] and is_whole and same
+
+
+def _whole_cost(name: str, numel: int) -> Cost:
+    """What a parameter costs of which nothing is cut."""
+    return Cost(name.rpartition(".")[0], "params", float(numel), ())
+
+
+def _batch_of_whole(example: Inputs) -> int:
+    """Examples in a batch: detectors take a list with one image for each."""
+    args, kwargs = example
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, list | tuple) and all(isinstance(each, Tensor) for each in first):
+        return max(len(first), 1)
+    return batch_of(args, kwargs) or 1
+
+
+def _join(plans: Sequence[Plan]) -> Plan:
+    """Plans of different submodules as one, their axes numbered through."""
+    joined = Plan((), (), {}, (), (), {}, ())
+    for plan in plans:
+        number, start = len(joined.axes), joined.size
+        costs = [replace(c, dims=tuple(_shifted(d, number) for d in c.dims)) for c in plan.costs]
+        tensors = {n: tuple(_shifted(d, number) for d in ds) for n, ds in plan.tensors.items()}
+        joined = Plan(
+            axes=(*joined.axes, *(replace(axis, start=axis.start + start) for axis in plan.axes)),
+            pins=(*joined.pins, *plan.pins),
+            tensors=joined.tensors | tensors,
+            sites=(
+                *joined.sites,
+                *(replace(site, layout=_shifted(site.layout, number)) for site in plan.sites),
+            ),
+            costs=(*joined.costs, *costs),
+            aliases=joined.aliases | plan.aliases,
+            parts=(*joined.parts, *plan.parts),
+        )
+    return joined
+
+
+def _shifted(layout: Layout, by: int) -> Layout:
+    return substitute(layout, lambda s: Slots(s.axis + by, s.start, s.stop))

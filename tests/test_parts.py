@@ -1,0 +1,192 @@
+"""Models that torch.export cannot follow as a whole: captured, gated and cut in parts."""
+
+import copy
+import json
+
+import onnxruntime
+import pytest
+import torch
+from deadness import close_some, randomise
+from torch import nn
+
+import l0prune
+from l0prune.errors import CaptureError, UsageError
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 10, 3, padding=1), nn.BatchNorm2d(10)
+        self.out = nn.Conv2d(10, 6, 1)
+
+    def forward(self, x):
+        return self.out(torch.relu(self.norm(self.conv(x))))
+
+
+class Detector(nn.Module):
+    """A list of images in; how many things come out, their values decide."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = Stem()
+        self.refine = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6))
+        self.head = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+        self.threshold = 0.0
+
+    def forward(self, images):
+        found = []
+        for image in images:
+            features = self.stem(image.unsqueeze(0))[0].flatten(1).T
+            kept = features[features.sum(1) > self.threshold]
+            for _ in range(2):
+                kept = kept + self.refine(kept)
+            found.append({"boxes": self.head(kept), "score": kept.sum(1).sigmoid()})
+        return found
+
+
+def images(seed=0, side=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, side, side, generator=generator) for _ in range(2)]
+
+
+def detector(seed=0):
+    torch.manual_seed(seed)
+    return randomise(Detector()).eval()
+
+
+def test_the_largest_parts_that_can_be_captured_are_surveyed():
+    model = detector()
+    found = l0prune.survey(model, (images(),))
+    assert set(found.plan.parts) == {"stem", "refine", "head"}
+    assert {(a.name, a.size) for a in found.axes} == {
+        ("stem.conv", 10),
+        ("refine.0", 12),
+        ("head.0", 9),
+    }
+    assert found.params == sum(p.numel() for p in model.parameters())
+    assert "captured in parts: stem, refine, head" in " ".join(str(found).split())
+    assert found.to_dict()["parts"] == list(found.plan.parts)
+
+
+def test_macs_are_those_of_one_image_over_all_calls():
+    """The stem runs once for each of two images; the refinement four times on what is kept."""
+    model = detector()
+    model.threshold = float("-inf")  # every one of the 25 places is kept
+    found = l0prune.survey(model, (images(),))
+    stem, refine, head = 25 * (10 * 27 + 60), 25 * (72 + 72), 25 * (54 + 36)
+    assert found.macs == stem + 2 * refine + head
+
+
+@pytest.mark.parametrize("threshold", [0.0, float("inf")])
+def test_the_export_is_exact_even_where_nothing_is_found(threshold, tmp_path):
+    model = detector()
+    model.threshold = threshold
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, (images(),))
+    for a, b in zip(plain(images(3)), model.eval()(images(3)), strict=True):
+        torch.testing.assert_close(a, b)
+    close_some(model)
+    dense = l0prune.export(model)
+    assert isinstance(dense.module, Detector)
+    assert dense.rebuilt
+    assert dense.note == ""
+    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
+    assert dense.certificate.worst("dense", "float64") <= 1e-12
+    with torch.no_grad():
+        for a, b in zip(model(images(7, 8)), dense.module(images(7, 8)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    files = dense.save_onnx(tmp_path / "model.onnx")
+    assert {f.name for f in files} == {f"model.{part}.onnx" for part in ("stem", "refine", "head")}
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+    with pytest.raises(UsageError, match="in parts"):
+        _ = dense.program
+    assert len(dense.save(tmp_path / "model.pt2")) == 3
+    dense.save(tmp_path / "model.pt")
+    manifest = json.loads(torch.load(tmp_path / "model.pt", weights_only=True)["manifest"])
+    assert manifest["rebuild"]["verified"]
+    assert manifest["attributes"]["stem.conv"]["out_channels"] < 10
+
+
+def test_the_file_of_a_part_takes_inputs_of_any_size(tmp_path):
+    model = close_some(l0prune.gate(detector(), (images(),)))
+    dense = l0prune.export(model)
+    dense.save_onnx(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.stem.onnx")
+    x = torch.randn(4, 3, 7, 11)
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        expected = model.stem(x)
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gates_survive_a_file_and_a_training_step(tmp_path):
+    model = l0prune.gate(detector(), (torch.stack(images()),))
+    optimizer = torch.optim.Adam(l0prune.param_groups(model))
+    model.train()
+    loss = sum(f["boxes"].square().mean() for f in model(images())) + l0prune.penalty(model, 1e-3)
+    loss.backward()
+    assert l0prune.gates(model).log_alpha.grad.ne(0).all()
+    optimizer.step()
+    l0prune.save(model.eval(), tmp_path / "gated.pt")
+    again = l0prune.load(tmp_path / "gated.pt", detector(1))
+    assert l0prune.gates(again).plan.parts == l0prune.gates(model).plan.parts
+    torch.testing.assert_close(again(images()), model(images()))
+
+
+def test_a_part_whose_class_does_not_fit_runs_as_its_graph():
+    class Viewing(Stem):
+        def forward(self, x):
+            x = torch.relu(self.norm(self.conv(x)))
+            return self.out(x.view(-1, 10, 5, 5))
+
+    model = detector()
+    model.stem = randomise(Viewing()).eval()
+    close_some(l0prune.gate(model, (images(),)))
+    dense = l0prune.export(model)
+    assert not dense.rebuilt
+    assert "stem is the captured graph, not of its own class" in dense.note
+    assert "invalid for input of size" in dense.note
+    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
+    torch.testing.assert_close(model(images(5)), dense.module(images(5)), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_two_parts_share_stay_whole():
+    model = detector()
+    model.head[0] = nn.Linear(6, 12)
+    model.head[2] = nn.Linear(12, 4)
+    model.head[0].weight = model.refine[0].weight
+    found = l0prune.survey(model, (images(),))
+    assert {a.name for a in found.axes} == {"stem.conv"}
+    assert found.params == sum(p.numel() for p in model.parameters())
+
+
+def test_what_lies_between_the_parts_is_accounted_for():
+    class Between(Detector):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Parameter(torch.randn(6, 6))
+            self.spare = nn.Linear(3, 3)
+
+        def forward(self, images):
+            return [f["boxes"] @ self.mix[:4, :4] for f in super().forward(images)]
+
+    model = Between()
+    found = l0prune.survey(model, (images(),))
+    assert ("mix", "code that torch.export cannot follow uses it") in {
+        (p.where, p.reason) for p in found.pins
+    }
+    assert found.unused == ("spare.weight", "spare.bias")
+    assert found.params == sum(p.numel() for n, p in model.named_parameters() if "spare" not in n)
+
+
+def test_a_model_without_a_part_to_cut_says_what_stopped_the_capture():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.only = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x if self.only(x).sum() > 0 else -x
+
+    with pytest.raises(CaptureError, match="data-dependent"):
+        l0prune.survey(Branching(), torch.randn(2, 4))
