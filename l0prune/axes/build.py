@@ -110,12 +110,10 @@ class Builder:
         if weightless:
             # z² where both q and k are written under the gate: exact all the same
             written = {write.place: "write" for write in self.writes[var]}
-            zeros = Zeros(self.infer, var, frozenset(written))
+            zeros = Zeros(self.infer, var, frozenset(written), self.reads[var])
             for read in weightless:
                 if not any(zeros.at(operand) is True for operand in read.operands):
-                    what = operator_name(read.node.target)
-                    text = f"{what} sums over it without a weight, and it is not zero there"
-                    self._pin(var, text, read.node)
+                    self._pin(var, f"{read.why}, and it is not zero there", read.node)
                     return
             weighted = [read for read in self.reads[var] if read.place]
             places = dict(written)

@@ -30,12 +30,18 @@ Place = tuple[str, int]  # a tensor's name and a dim of it
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """An axis contracted away by ``node``; ``place`` is the weight dim, if a weight reads it."""
+    """An axis contracted away by ``node``; ``place`` is the weight dim, if a weight reads it.
+
+    ``why`` says to people what the node does to the axis. A norm reads an axis that ``stays``: its
+    output has it, too.
+    """
 
     expr: Expr
     node: Node
     place: Place | None
     operands: tuple[Node, ...]
+    why: str
+    stays: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +184,22 @@ class Inference:
         is_parameter = stored is not None and stored in self.captured.parameters
         return (stored, dim) if stored is not None and is_parameter else None
 
-    def read(self, expr: Expr, node: Node, weight: tuple[Node, int] | None, *others: Node) -> None:
+    def read(
+        self,
+        expr: Expr,
+        node: Node,
+        weight: tuple[Node, int] | None,
+        *others: Node,
+        why: str = "",
+        stays: bool = False,
+    ) -> None:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""
         place = self.place(*weight) if weight else None
         operands = (*others, weight[0]) if weight else others
         if weight and place is None:
             self._note_computed(expr, node, *weight)
-        self.reads.append(Read(expr, node, place, operands))
+        why = why or f"{operator_name(node.target)} sums over it without a weight"
+        self.reads.append(Read(expr, node, place, operands, why, stays))
 
     def write(self, expr: Expr, node: Node, weight: Node | None, dim: int) -> None:
         """Record that dim of ``weight`` (or of a bias) produces the axis."""

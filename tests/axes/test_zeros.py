@@ -45,6 +45,29 @@ def test_gates_act_at_the_writer_where_zeros_survive(name):
     assert error <= 1e-12
 
 
+CROSSED = {
+    # h is zero at closed slots, and what is made of it carries its axis: but along other dims,
+    # or from the rows of a weight that no gate reaches.
+    "a computed weight with rows and columns on one axis": lambda m, h: h + F.linear(h, m.w * 0.5),
+    "the same, as a product of matrices": lambda m, h: h + h @ (m.w * 0.5),
+    "all pairs": lambda m, h: h * (h[:, :, None] + h[:, None, :]).sum(1),
+    "copies": lambda m, h: h * h.sum(1, keepdim=True).expand_as(h).sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_zeros_of_another_dim_do_not_count(name):
+    module = Fn(
+        lambda m, x: m.b(CROSSED[name](m, m.a(x)).sum(1, keepdim=True)),
+        a=nn.Linear(10, 8),
+        w=nn.Parameter(torch.randn(8, 8)),
+        b=nn.Linear(1, 3),
+    )
+    plan, error = relative_effect_of_dead_slots(module, (torch.randn(4, 10),))
+    assert [axis.size for axis in plan.axes] == [10]
+    assert error <= 1e-12
+
+
 @pytest.mark.parametrize("name", LOSES)
 def test_and_nowhere_else(name):
     plan, _ = plan_and_error(LOSES[name])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import IDENTITIES, PERMUTATIONS, argument, dim_order, shape_of
-from l0prune.axes.registry import Value, each, rule
+from l0prune.axes.registry import Value, each, of_operand, rule
 from l0prune.axes.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
@@ -57,7 +57,18 @@ def permute(infer: Inference, node: Node) -> Value:
     return tuple(dims[d] for d in dim_order(node, len(dims)))
 
 
-@rule("aten.expand", "aten.expand_as", "aten.broadcast_to", zero=each)
+@rule("aten.expand_as", zero=of_operand(0))
+def expand_as(infer: Inference, node: Node) -> Value:
+    """Stretched dims are as long as the other tensor's, whatever is cut from it."""
+    dims, other = infer.dims(source(node)), infer.dims(node.args[1])  # type: ignore[arg-type]
+    new = len(other) - len(dims)
+    return (
+        *other[:new],
+        *(d if d.size == o.size else o for d, o in zip(dims, other[new:], strict=True)),
+    )
+
+
+@rule("aten.expand", "aten.broadcast_to", zero=each)
 def expand(infer: Inference, node: Node) -> Value:
     """New or stretched dims are copies, the others stay."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
