@@ -147,9 +147,10 @@ class Plan:
         kept = open_.detach().to("cpu", torch.bool).clone()
         fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
         for number, axis in enumerate(self.axes):
-            readers = [s for s in self.sites if s.role == "read" and number in axes_of(s.layout)]
-            if readers and all(site in fine_sites for site in readers):
-                kept[axis.slice] &= self._is_read(number, readers, kept)
+            sites = [site for site in self.sites if number in axes_of(site.layout)]
+            # A site that writes stands for readers without weights, which read every slot.
+            if sites and all(site in fine_sites for site in sites):
+                kept[axis.slice] &= self._is_read(number, sites, kept)
         for axis in self.axes:
             if not kept[axis.slice].any():
                 kept[axis.start] = True

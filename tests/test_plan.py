@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,14 @@ def bits(text: str) -> torch.Tensor:
 def test_an_open_map_that_nobody_reads_goes():
     kept = lenet_head().kept(bits("11 111000 1010"))
     assert kept.tolist() == bits("10 111000 1010").tolist()
+
+
+def test_an_open_map_that_something_reads_without_weights_stays():
+    """Then its gates act where it is written, too: a mean or a norm may read it."""
+    plan = lenet_head()
+    written = Site("conv.weight", 0, Slots(0, 0, 2), "write")
+    kept = replace(plan, sites=(*plan.sites, written)).kept(bits("11 111000 1010"))
+    assert kept.tolist() == bits("11 111000 1010").tolist()
 
 
 def test_a_dead_axis_keeps_one_slot():
