@@ -151,6 +151,7 @@ class Author:
         number = self.pick(rank=4)
         size = self.values[number].shape[1]
         kinds = [nn.BatchNorm2d(size), nn.GroupNorm(1, size)]
+        kinds += [nn.GroupNorm(size // part, size) for part in (2, 3) if size % part == 0]
         if self.values[number][0, 0].numel() > 1:  # torch refuses single positions
             kinds.append(nn.InstanceNorm2d(size, affine=True))
         self.apply(number, kinds[self.choose(len(kinds))])
@@ -253,6 +254,28 @@ class Author:
     def add_softmax(self) -> None:
         number = self.pick()
         self.step(f"softmax over the channels of {number}", lambda v: v[number].softmax(1))
+
+    def add_average(self) -> None:
+        """Something over the channels that zeros do not change, but for a divisor."""
+        number = self.pick()
+        size = self.values[number].shape[1]
+
+        def rms_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+            return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2))
+
+        kinds = {
+            "mean": lambda x, m: x * x.mean(-1, keepdim=True),
+            "mean of all": lambda x, m: x * x.mean(),
+            "RMSNorm": lambda x, m: F.rms_norm(x, (size,), m.weight, 1e-2),
+            "RMSNorm by hand": lambda x, m: rms_by_hand(x, m.weight),
+            "length": lambda x, m: F.normalize(x, dim=-1, eps=1e-3),
+        }
+        name = list(kinds)[self.choose(len(kinds))]
+        self.step(
+            f"{name} over the channels of {number}",
+            lambda v, m: kinds[name](v[number].movedim(1, -1), m).movedim(-1, 1),
+            nn.RMSNorm(size),
+        )
 
 
 KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]

@@ -7,15 +7,16 @@ the sizes and a node; it changes the node's arguments in place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.axes.nodes import argument, operator_name
+from l0prune.axes.rules.reduction import reduced_dims
 from l0prune.export.sizes import Sizes
-from l0prune.layout import size_of
+from l0prune.layout import Layout, size_of
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
 REWRITES: dict[str, Rewrite] = {}
@@ -123,6 +124,62 @@ def convolution(sizes: Sizes, node: Node) -> None:
         node.update_arg(6, groups)
     else:
         node.update_kwarg("groups", groups)
+
+
+@rewrites("aten.mean")
+def mean(sizes: Sizes, node: Node) -> None:
+    """The divisor must stay that of the whole: what was cut away were zeros."""
+    dims = sizes.dims(_source(node))
+    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
+    _scale_output(sizes, node, 1 / _shrinkage(sizes, [dims[d] for d in reduced]))
+
+
+@rewrites("aten.rms_norm")
+def rms_norm(sizes: Sizes, node: Node) -> None:
+    """``x / √(Σx²/n + ε)`` from k of n positions: ``√(n/k) · x / √(Σx²/k + ε·n/k)``.
+
+    An ε that is not given is that of the dtype, which the graph must not fix; then x is made
+    smaller by √(k/n) instead.
+    """
+    x, shape = _source(node), node.args[1]
+    over = sizes.dims(x)[-len(shape) :]  # type: ignore[arg-type]
+    by = _shrinkage(sizes, over)
+    if by == 1:
+        return
+    weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
+    with node.graph.inserting_before(node):
+        if eps is None:
+            x = node.graph.call_function(torch.ops.aten.mul.Tensor, (x, by**-0.5))
+        if weight is not None:
+            weight = node.graph.call_function(torch.ops.aten.mul.Tensor, (weight, by**0.5))
+    eps = None if eps is None else eps * by
+    node.args = (x, [sizes.of(layout) for layout in over], weight, eps)
+    node.kwargs = {}
+    if weight is None:
+        _scale_output(sizes, node, by**0.5)
+
+
+@rewrites("aten.group_norm")
+def group_norm(sizes: Sizes, node: Node) -> None:
+    """Groups that went are no longer counted."""
+    channels = sizes.dims(_source(node))[1]
+    groups: Any = node.args[1]
+    node.update_arg(1, groups * sizes.of(channels) // size_of(channels))
+
+
+def _shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
+    """How many positions these dims had together for each one that stays."""
+    return math.prod(map(size_of, dims)) / math.prod(map(sizes.of, dims))
+
+
+def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
+    """Whoever takes the node's output takes it times this number."""
+    if by == 1:
+        return
+    with node.graph.inserting_after(node):
+        scaled = node.graph.call_function(torch.ops.aten.mul.Tensor, (node, by))
+    node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+    sizes.layouts[scaled.name] = sizes.layouts[node.name]
 
 
 @rewrites("aten.scaled_dot_product_attention")

@@ -85,6 +85,10 @@ def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> 
         sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1]}
     elif isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
         sizes = _convolution(module, weight)
+    elif isinstance(module, nn.GroupNorm) and weight is not None:  # groups go as a whole
+        channels = int(weight.shape[0])
+        groups = channels * module.num_groups // module.num_channels
+        sizes = {"num_channels": channels, "num_groups": groups}
     for attribute, (tensor, dim) in _FROM_TENSORS.items():
         found = tensors.get(f"{prefix}{tensor}")
         if hasattr(module, attribute) and found is not None and found.ndim > dim:

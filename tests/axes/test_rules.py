@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from averages import AVERAGES
 from deadness import randomise, relative_effect_of_dead_slots
 from networks import CASES, Fn
 from torch import nn
 
+ALL = {**CASES, **AVERAGES}
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", ALL)
 def test_closed_slots_are_dead(name):
-    module, shape, _ = CASES[name]
+    module, shape, _ = ALL[name]
     _, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(shape),))
     assert error <= 1e-12
 
 
-@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case[2]])
+@pytest.mark.parametrize("name", [n for n, case in ALL.items() if case[2]])
 def test_axes_found(name):
-    module, shape, sizes = CASES[name]
+    module, shape, sizes = ALL[name]
     plan, _ = relative_effect_of_dead_slots(module, (torch.randn(shape),))
     assert {axis.name.removeprefix("run."): axis.size for axis in plan.axes} == sizes
 
@@ -64,6 +68,27 @@ def test_pins_name_the_users_line():
     plan, _ = relative_effect_of_dead_slots(module, (torch.randn(2, 10),))
     (pin,) = [pin for pin in plan.pins if pin.where == "a.weight dim 0"]
     assert pin.source.startswith("networks.py:")
+
+
+PINNED = {
+    "LayerNorm": lambda h: F.layer_norm(h, (8,)),
+    "a mean is taken": lambda h: h * h.sigmoid().mean(-1, keepdim=True),
+    "RMSNorm averages": lambda h: F.rms_norm(h + 1, (8,)),
+    "a norm is taken": lambda h: F.normalize(h.exp(), dim=-1),
+    "vector_norm reduces": lambda h: h * torch.linalg.vector_norm(h, -1, dim=-1, keepdim=True),
+    "amax reduces": lambda h: h * h.abs().amax(-1, keepdim=True),
+    "var goes over": lambda h: h * h.var(-1, keepdim=True),
+    "GroupNorm averages": lambda h: F.group_norm(h, 1),
+}
+
+
+@pytest.mark.parametrize("words", PINNED)
+def test_an_average_that_closed_slots_would_move_pins_and_says_which(words):
+    module = Fn(lambda m, x: m.b(PINNED[words](m.a(x))), a=nn.Linear(10, 8), b=nn.Linear(8, 3))
+    plan, error = relative_effect_of_dead_slots(module, (torch.randn(2, 10),))
+    assert [axis.size for axis in plan.axes] == [10]
+    assert all(words in pin.reason for pin in plan.pins if "output" not in pin.reason)
+    assert error <= 1e-12
 
 
 def test_planning_works_on_the_meta_device():

@@ -8,6 +8,7 @@ import json
 import onnx
 import pytest
 import torch
+from averages import AVERAGES
 from deadness import close_some, randomise
 from networks import CASES, Fn
 from torch import nn
@@ -16,18 +17,20 @@ import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
 from l0prune.export.doubles import InDoubles
 
+ALL = {**CASES, **AVERAGES}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
+WITH_ONNX += ["mean_over_channels", "rms_norm", "tied_table_and_head", "group_norm"]
 
 
 def gated_case(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(seed)
-    module, shape, _ = CASES[name]
+    module, shape, _ = ALL[name]
     model = randomise(copy.deepcopy(module)).eval()
     x = torch.randn(shape)
     return close_some(l0prune.gate(model, (x,)), seed), x
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_dense_computes_what_gated_does(name):
     model, x = gated_case(name)
     dense = l0prune.export(model)
@@ -92,7 +95,8 @@ def test_state_dict_and_manifest_rebuild_the_class(tmp_path):
     def build():
         return nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1, groups=8),
-            nn.Conv2d(8, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2),
+            nn.Conv2d(8, 6, 1), nn.GroupNorm(3, 6), nn.Conv2d(6, 5, 1),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 2),
         )  # fmt: skip
 
     model = randomise(build()).eval()

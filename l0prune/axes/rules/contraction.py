@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, operator_name, shape_of
-from l0prune.axes.registry import Value, rule, some
+from l0prune.axes.registry import Value, of_operand, rule, some
 from l0prune.axes.solver import Const, Expr, prod
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def einsum(infer: Inference, node: Node) -> Value:
     return tuple(letters[letter] for letter in output)
 
 
-@rule("aten.embedding")
+@rule("aten.embedding", zero=of_operand(0))
 def embedding(infer: Inference, node: Node) -> Value:
     """Rows of a table by index: which rows exist depends on the data."""
     weight, index = node.args[:2]

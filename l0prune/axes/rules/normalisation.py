@@ -24,7 +24,21 @@ def batch_norm(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
+@rule("aten.rms_norm", zero=of_operand(0))
+def rms_norm(infer: Inference, node: Node) -> Value:
+    """A mean of squares over the last dims, in which zeros count only as a divisor."""
+    dims = infer.dims(source(node))
+    over = dims[-len(node.args[1]) :]  # type: ignore[arg-type]
+    weight = argument(node, 2, "weight")
+    if isinstance(weight, Node):
+        for mine, theirs in zip(over, infer.dims(weight), strict=True):
+            infer.solver.unify(mine, theirs)
+    for dim in over:
+        infer.read(dim, node, None, source(node), why="an RMSNorm averages over it", stays=True)
+    return dims
+
+
+@rule("aten.layer_norm", "aten.native_layer_norm")
 def layer_norm(infer: Inference, node: Node) -> Value:
     """Statistics over the last dims, which therefore stay whole."""
     dims = infer.dims(source(node))
@@ -34,19 +48,22 @@ def layer_norm(infer: Inference, node: Node) -> Value:
             for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
                 infer.solver.unify(mine, theirs)
     for dim in dims[-over:]:
-        infer.solver.pin(dim, "a LayerNorm or RMSNorm averages over it")
+        infer.solver.pin(dim, "a LayerNorm averages over it")
     return dims
 
 
 @rule("aten.group_norm")
 def group_norm(infer: Inference, node: Node) -> Value:
-    """Statistics over groups of channels, which therefore stay whole."""
+    """Statistics over each group of channels on its own: groups go as a whole or stay."""
     dims = infer.dims(source(node))
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
-    infer.solver.pin(dims[1], "a GroupNorm averages over its groups")
-    return dims
+    group, inner = infer.solver.factor(dims[1], int(node.args[1]))  # type: ignore[arg-type]
+    infer.solver.pin(inner, "a GroupNorm averages over it")
+    if inner.size > 1:
+        infer.kind(group, "group")
+    return infer.dims(source(node))
 
 
 @rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.cumsum")

@@ -36,36 +36,52 @@ def keep(infer: Inference, node: Node, reduced: list[int]) -> tuple[Expr, ...]:
 @rule("aten.sum", zero=each)
 def total(infer: Inference, node: Node) -> Value:
     """A sum reads a dim without weights: exact where the slot's values are zero."""
-    dims = infer.dims(source(node))
-    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
-    for position in reduced:
-        infer.read(dims[position], node, None, source(node))
-    return keep(infer, node, reduced)
+    return _without_weight(infer, node, argument(node, 1, "dim"))
 
 
 @rule("aten.mean", zero=each)
 def mean(infer: Inference, node: Node) -> Value:
-    """A mean divides by the number of slots, so the reduced dims stay whole."""
-    return _over(infer, node, "a mean is taken over it")
+    """A sum by a constant: the export keeps the divisor that the mean had before the cut."""
+    return _without_weight(infer, node, argument(node, 1, "dim"), "a mean is taken over it")
 
 
-_NORMS = ("aten.linalg_vector_norm", "aten.norm")
+@rule("aten.linalg_vector_norm", "aten.norm", "aten.linalg_norm", zero=each)
+def norm(infer: Inference, node: Node) -> Value:
+    """A norm of zeros and others is that of the others, save where zeros are the smallest."""
+    dim = argument(node, 2, "dim")
+    if _ignores_zeros(node, dim):
+        return _without_weight(infer, node, dim, "a norm is taken over it")
+    return _over(infer, node, dim)
 
 
-@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod", *_NORMS)
-def extreme(infer: Inference, node: Node) -> Value:
-    """A reduction in which every slot counts."""
-    return _over(infer, node, f"{operator_name(node.target)} reduces over it")
+def _ignores_zeros(node: Node, dim: Any) -> bool:
+    order = argument(node, 1, "ord", argument(node, 1, "p"))
+    if order is None:
+        return True  # the root of the sum of squares
+    of_vectors = isinstance(dim, int) or (isinstance(dim, list | tuple) and len(dim) == 1)
+    is_vector_norm = of_vectors or operator_name(node.target) != "aten.linalg_norm"
+    return is_vector_norm and isinstance(order, int | float) and order >= 0
 
 
-def _over(infer: Inference, node: Node, text: str) -> Value:
+def _without_weight(infer: Inference, node: Node, dim: Any, why: str = "") -> Value:
     dims = infer.dims(source(node))
-    # norms carry their order first: x.norm(p, dim)
-    has_order = operator_name(node.target) in _NORMS
-    dim = argument(node, 2, "dim") if has_order else argument(node, 1, "dim")
     reduced = reduced_dims(dim, len(dims))
     for position in reduced:
-        infer.solver.pin(dims[position], text)
+        infer.read(dims[position], node, None, source(node), why=why)
+    return keep(infer, node, reduced)
+
+
+@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod")
+def extreme(infer: Inference, node: Node) -> Value:
+    """A reduction in which every slot counts."""
+    return _over(infer, node, argument(node, 1, "dim"))
+
+
+def _over(infer: Inference, node: Node, dim: Any) -> Value:
+    dims = infer.dims(source(node))
+    reduced = reduced_dims(dim, len(dims))
+    for position in reduced:
+        infer.solver.pin(dims[position], f"{operator_name(node.target)} reduces over it")
     return keep(infer, node, reduced)
 
 
