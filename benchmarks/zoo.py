@@ -33,7 +33,7 @@ def names(zoo: str) -> list[str]:
 
         return sorted(list_modules())
     if zoo == "transformers":
-        return sorted(_TRANSFORMERS)
+        return sorted([*_TRANSFORMERS, *(f"{name}-lm" for name in _WITH_HEAD)])
     raise SystemExit(f"no zoo called {zoo!r}: torchvision, timm or transformers")
 
 
@@ -145,13 +145,19 @@ _TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _transformers(name: str) -> Built:
-    from transformers import AutoConfig, AutoModel
+# These are there with their language head, too: without it the residual stream is the output.
+_WITH_HEAD = ("gemma", "gpt2", "llama", "mistral", "qwen3", "t5")
 
-    reads, settings = _TRANSFORMERS[name]
-    config = AutoConfig.for_model(name, **_config(name, settings))
+
+def _transformers(name: str) -> Built:
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    kind = name.removesuffix("-lm")
+    reads, settings = _TRANSFORMERS[kind]
+    config = AutoConfig.for_model(kind, **_config(kind, settings))
     config.use_cache = False
-    model: nn.Module = AutoModel.from_config(config)
+    with_head = AutoModelForSeq2SeqLM if reads == "pair" else AutoModelForCausalLM
+    model: nn.Module = (AutoModel if kind == name else with_head).from_config(config)
     return model, ((), _READS[reads](config))
 
 
