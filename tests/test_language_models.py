@@ -1,0 +1,31 @@
+"""Residual streams that only RMSNorms read: an axis from the token table to the language head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import l0prune
+from benchmarks import zoo
+from benchmarks.scramble import scramble
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", ["llama-lm", "gemma-lm"])  # with a head of its own, and tied
+def test_the_residual_stream_is_cut_exactly(name):
+    model, (args, kwargs) = zoo.build("transformers", name)
+    survey = l0prune.survey(model, args, kwargs)
+    assert {axis.name: axis.size for axis in survey.axes}["model.embed_tokens"] == 32
+    assert survey.reachable("params") == 1.0
+    with torch.no_grad():
+        before = model(*args, **kwargs).logits
+        l0prune.gate(model, args, kwargs)
+        assert torch.equal(model(*args, **kwargs).logits, before)
+    l0prune.ungate(model)
+    scramble(model, (args, kwargs))
+    dense = l0prune.export(model)
+    kept, whole = dense.widths["model.embed_tokens"]
+    assert kept < whole
+    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert dense.certificate.worst("dense", "float32") <= 1e-5
