@@ -93,6 +93,7 @@ def _steps(which: str, name: str) -> Any:
         "macs_after": dense.macs,
         "float64": dense.certificate.worst("dense", "float64"),
         "float32": dense.certificate.worst("dense", "float32"),
+        "own_class": dense.rebuilt,
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
