@@ -34,7 +34,8 @@ def export(
     """Slice the closed gates away and write a smaller model with its certificate.
 
     The certificate compares the gated model, the sliced one and the ONNX file on fresh inputs; if
-    they differ beyond rounding, nothing is written. Example:
+    they differ beyond rounding, nothing is written. A model that was captured in parts becomes one
+    ONNX file for each and a state for its own class. Example:
 
         l0prune export --onnx
     """
@@ -45,14 +46,13 @@ def export(
     stem = output_path(None, str(path), "") if out is None else out
     if stem.is_dir():  # a folder: the model's own name in it
         stem = stem / output_path(None, str(path), "").name
-    files = []
+    files: list[Path] = []
     if onnx or not (pt2 or state):
-        files.append(Path(f"{stem}.onnx"))
-        dense.save_onnx(files[-1])
-    for wanted, ending in ((pt2, ".pt2"), (state, ".state.pt")):
+        files += dense.save_onnx(f"{stem}.onnx")
+    # of a model in parts the ONNX files leave out the code between them: its class needs its state
+    for wanted, ending in ((pt2, ".pt2"), (state or len(dense.pieces) > 1, ".state.pt")):
         if wanted:
-            files.append(Path(f"{stem}{ending}"))
-            dense.save(files[-1])
+            files += dense.save(f"{stem}{ending}")
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     emit(result, json, dense)
     if not json:

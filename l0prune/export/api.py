@@ -23,7 +23,7 @@ from l0prune.export.certificate import (
     compare_in_parts,
     fresh_inputs,
 )
-from l0prune.export.own_class import Candidate, candidates, choose, note_on
+from l0prune.export.own_class import Candidate, Verdict, candidates, choose, gathers, note_on
 from l0prune.export.program import dense_module, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
@@ -43,11 +43,13 @@ class _Cut:
         gated: the gated model, on the CPU, in eval mode.
         own: what the model's own class may be at the new sizes.
         graphs: by path, the captured parts at the new sizes.
+        gathers: why its own class cannot be right, where that is known beforehand.
     """
 
     gated: nn.Module
     own: list[Candidate]
     graphs: dict[str, nn.Module]
+    gathers: str
 
 
 @dataclass
@@ -89,7 +91,8 @@ def export(model: nn.Module) -> Export:
     state = _state_dict(plain, parts.plan, tensors)
     is_open = _on_plan(parts.plan, gates.plan, z) > 0
     kept = parts.plan.kept(is_open)
-    both = _Cut(gated, candidates(plain, parts.plan, kept, tensors, state), graphs)
+    own = candidates(plain, parts.plan, kept, tensors, state)
+    both = _Cut(gated, own, graphs, gathers(parts.plan, kept))
     cost = CostModel(parts.plan)
     _check_count(both, parts, cost.actual(is_open, "params"))
     prove = _prove_whole if "" in both.graphs else _prove_parts
@@ -121,7 +124,9 @@ def _prove_whole(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) 
     batches = BATCHES if captured.dynamic else (captured.batch,)
     inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
     certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
-    own, verdict = choose(both.own, "", both.gated, inputs)
+    own, verdict = both.own[0], Verdict(both.gathers)
+    if not both.gathers:
+        own, verdict = choose(both.own, "", both.gated, inputs)
     graph.to(dtype)
     program, dynamic = reexport(graph, example, captured.dynamic)
     return _Proven(

@@ -73,11 +73,22 @@ def choose(
     return found[0], verdicts[0]
 
 
+def gathers(plan: Plan, kept: Tensor) -> str:
+    """Why no class of the user's can stand in where inputs are picked one by one; else empty."""
+    picked = [a.name for a in plan.axes if a.kind == "input" and not kept[a.slice].all()]
+    if not picked:
+        return ""
+    return (
+        f"single inputs are picked ({', '.join(picked)}), for which its forward has no place; gate "
+        "with exclude='*.in' to keep the class"
+    )
+
+
 def judge(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> Verdict:
     """Does the resized module compute what ``reference`` does?
 
-    It does not where its forward has sizes written into it, where inputs have to be gathered, or
-    where it derives one size from another (as ``nn.MultiheadAttention`` does).
+    It does not where its forward has sizes written into it, or where it derives one size from
+    another (as ``nn.MultiheadAttention`` does).
     """
     try:
         checks = compare(reference, module, inputs, "class")

@@ -1,0 +1,127 @@
+"""The user's own class at the new sizes: which attributes follow, and what is said if it fails."""
+
+import pytest
+import torch
+from deadness import close_some, randomise
+from torch import nn
+
+import l0prune
+
+
+class Attention(nn.Module):
+    """Sizes that the forward reads from attributes, as most attention is written."""
+
+    def __init__(self, dim=12, num_heads=3, scale=True):
+        super().__init__()
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
+        self.attn_dim = self.num_heads * self.head_dim
+        self.scale = self.head_dim**-0.5 if scale else None
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        x = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(x.transpose(1, 2).reshape(batch, length, self.attn_dim))
+
+
+def exported(model, *args, exclude=("*.in",)):
+    torch.manual_seed(0)
+    model = randomise(model).eval()
+    close_some(l0prune.gate(model, args, exclude=exclude), seed=1)
+    return model, l0prune.export(model)
+
+
+def test_heads_and_head_dims_that_attributes_repeat():
+    x = torch.randn(2, 5, 12)
+    model, dense = exported(Attention(), x)
+    assert type(dense.module) is Attention
+    kept = {name: width[0] for name, width in dense.widths.items()}
+    assert dense.module.num_heads == kept["qkv.heads"] < 3
+    assert dense.module.head_dim == kept["qkv.head_dim"] < 4
+    assert dense.module.attn_dim == dense.module.num_heads * dense.module.head_dim
+    assert dense.module.proj.in_features == dense.module.attn_dim
+    assert dense.certificate.worst("class", "float64") <= 1e-12
+    torch.testing.assert_close(dense.module(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scale_that_follows_the_head_makes_the_class_another_function():
+    _, dense = exported(Attention(scale=False), torch.randn(2, 5, 12))
+    assert not dense.rebuilt
+    assert dense.note == (
+        "The module is the captured graph, not of its own class: its forward computes something "
+        "else at these sizes."
+    )
+    _, dense = exported(
+        Attention(scale=False), torch.randn(2, 5, 12), exclude=["*.in", "*.head_dim"]
+    )
+    assert dense.rebuilt
+
+
+def test_where_inputs_are_picked_there_is_a_way_to_keep_the_class():
+    _, dense = exported(Attention(), torch.randn(2, 5, 12), exclude=())
+    assert not dense.rebuilt
+    assert "single inputs are picked (qkv.in)" in dense.note
+    assert "exclude='*.in'" in dense.note
+
+
+def test_the_module_goes_on_training():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    model[0].weight.requires_grad_(False)
+    _, dense = exported(model, torch.randn(2, 3, 6, 6))
+    assert isinstance(dense.module, nn.Sequential)
+    assert [p.requires_grad for p in dense.module.parameters()][:2] == [False, True]
+    dense.module.train()(torch.randn(4, 3, 6, 6)).sum().backward()
+    assert dense.module[3].weight.grad.shape[1] == dense.module[0].out_channels < 8
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(torch.tanh(self.embed(x)))
+
+    _, dense = exported(Tied(), torch.randint(0, 20, (2, 5)))
+    assert dense.rebuilt
+    assert dense.module.head.weight is dense.module.embed.weight
+    assert dense.module.embed.embedding_dim == dense.module.head.in_features < 12
+
+
+def test_what_only_training_uses_is_named():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 3)
+            self.aux = nn.Linear(9, 3)
+
+        def forward(self, x):
+            x = torch.relu(self.first(x))
+            return (self.last(x), self.aux(x)) if self.training else self.last(x)
+
+    _, dense = exported(Auxiliary(), torch.randn(2, 6))
+    assert dense.note.startswith("aux: not used in eval mode, and therefore not cut.")
+    assert dense.params == sum(
+        p.numel() for name, p in dense.module.named_parameters() if not name.startswith("aux")
+    )
+
+
+@pytest.mark.parametrize("name", ["width", "hidden_size"])
+def test_a_number_that_only_looks_like_a_size_does_no_harm(name):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, 8)
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(x))) * getattr(self, name)
+
+    _, dense = exported(Odd(), torch.randn(2, 6))
+    assert dense.rebuilt == (type(dense.module) is Odd)
+    assert dense.rebuilt
+    assert getattr(dense.module, name) == 8
