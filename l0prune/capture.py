@@ -241,6 +241,14 @@ def module_of(node: Node) -> str:
     return paths[-1].replace("slice(None, None, None)", "") if paths else ""
 
 
+def class_of(node: Node) -> str:
+    """Class of the module whose forward made this node; empty if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [kind for _, kind in stack.values()]
+    kind = kinds[-1] if kinds else ""
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
+
+
 def _explain(error: Exception) -> str:
     """What broke and where in the user's source, from a torch.export failure."""
     frames = traceback.extract_tb(error.__traceback__)

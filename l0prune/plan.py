@@ -84,12 +84,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module."""
+    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module.
+
+    ``tensor`` is the parameter that is counted or multiplied with; empty where there is none.
+    """
 
     owner: str
     unit: Literal["params", "macs"]
     scale: float
     dims: Layouts
+    tensor: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,8 @@ class Plan:
         sites: where gates act on parameters.
         costs: the terms of the parameter and MAC counts (MACs for one example).
         aliases: other names of tied tensors, each with the name used in ``tensors``.
+        roles: for each parameter that is multiplied with, what each of its dims does there:
+            ``"read"`` contracts an axis away, ``"write"`` produces one, ``""`` neither.
     """
 
     axes: tuple[Axis, ...]
@@ -111,6 +117,7 @@ class Plan:
     sites: tuple[Site, ...]
     costs: tuple[Cost, ...]
     aliases: dict[str, str] = field(default_factory=dict)
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -221,8 +228,12 @@ class Plan:
             "pins": [[p.where, p.reason, p.operator, p.source] for p in self.pins],
             "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
-            "costs": [[c.owner, c.unit, c.scale, [to_json(d) for d in c.dims]] for c in self.costs],
+            "costs": [
+                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor]
+                for c in self.costs
+            ],
             "aliases": self.aliases,
+            "roles": self.roles,
         }
         return json.dumps(data)
 
@@ -241,10 +252,11 @@ class Plan:
                 tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
                 sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
                 costs=tuple(
-                    Cost(owner, unit, scale, tuple(map(from_json, dims)))
-                    for owner, unit, scale, dims in data["costs"]
+                    Cost(owner, unit, scale, tuple(map(from_json, dims)), *tensor)
+                    for owner, unit, scale, dims, *tensor in data["costs"]
                 ),
                 aliases=dict(data["aliases"]),
+                roles={name: tuple(of) for name, of in data.get("roles", {}).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

@@ -23,7 +23,7 @@ from l0prune.axes.nodes import (
 from l0prune.axes.registry import RULES, Value, registered
 from l0prune.axes.rules.pointwise import pointwise
 from l0prune.axes.solver import Const, Expr, Solver
-from l0prune.capture import Captured, module_of
+from l0prune.capture import Captured, module_of, source_of
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
 
@@ -64,6 +64,7 @@ class Work:
     scale: float
     dims: tuple[Expr, ...]
     places: tuple[Place, ...] = ()
+    tensor: str = ""  # the parameter that is multiplied with, if one is
 
 
 @dataclass
@@ -126,9 +127,15 @@ class Inference:
         """An operator without a rule: nothing that touches it may be cut."""
         if not has_tensor(node):
             return None
+        source = source_of(node)
+        called = f"operator {name}" + (f" at {source}" if source else "")
+        how = (
+            f'a rule for it takes ten lines, @l0prune.axes.registry.rule("{name}"): see '
+            "docs/architecture.md, 'A rule for a new operator'"
+        )
         for operand in operands_of(node):
-            self.pin_all(operand, f"operator {name} is unknown to l0prune")
-        return self.opaque(node, f"a result of operator {name}, unknown to l0prune")
+            self.pin_all(operand, f"{called} is unknown to l0prune; {how}")
+        return self.opaque(node, f"a result of {called}, unknown to l0prune; {how}")
 
     # --- what rules use -------------------------------------------------------------------
 
@@ -202,7 +209,13 @@ class Inference:
         """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``."""
         scale = 1.0 / self.captured.batch
         known = tuple(p for p in places if p is not None)
-        self.works.append(Work(module_of(node), scale, dims, known))
+        self.works.append(Work(module_of(node), scale, dims, known, self._weight(node)))
+
+    def _weight(self, node: Node) -> str:
+        """The parameter of two or more dims among the operands; empty where there is none."""
+        places = (self.place(operand, 0) for operand in node.all_input_nodes)
+        names = (place[0] for place in places if place is not None)
+        return next((name for name in names if len(self.tensors[name]) > 1), "")
 
     def kind(self, expr: Expr, kind: str) -> None:
         """Say what the slots of the expression are: heads, head dims, groups."""

@@ -34,7 +34,7 @@ def layer_norm(infer: Inference, node: Node) -> Value:
             for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
                 infer.solver.unify(mine, theirs)
     for dim in dims[-over:]:
-        infer.solver.pin(dim, "a LayerNorm or RMSNorm averages over it")
+        infer.solver.pin(dim, "{who} averages over it")
     return dims
 
 
@@ -45,7 +45,7 @@ def group_norm(infer: Inference, node: Node) -> Value:
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
-    infer.solver.pin(dims[1], "a GroupNorm averages over its groups")
+    infer.solver.pin(dims[1], "{who} averages over its groups")
     return dims
 
 
@@ -54,7 +54,7 @@ def softmax(infer: Inference, node: Node) -> Value:
     """Normalised over one dim, which therefore stays whole."""
     dims = infer.dims(source(node))
     dim = dims[int(argument(node, 1, "dim", -1)) % len(dims)]
-    infer.solver.pin(dim, "a softmax or running sum goes over it")
+    infer.solver.pin(dim, "a softmax or running sum goes over it in {who}")
     return dims
 
 
