@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import CaptureError
+from l0prune.inline import inline_modes
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
@@ -197,6 +198,7 @@ def _index(model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool
     for placeholder, name in signature.inputs_to_buffers.items():
         names[placeholder] = canonical.get(name, name)
     names |= dict(signature.inputs_to_lifted_tensor_constants)
+    inline_modes(program)
     program.graph.eliminate_dead_code()  # what is computed and thrown away is no part of it
     used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
     unused = tuple(name for name, _ in model.named_parameters() if name not in used)
