@@ -75,7 +75,9 @@ def _reason(expr: Expr, axes: Collection[Var]) -> Reason | None:
     first = whole[0]
     if pinned is None and isinstance(first, Const):
         return Reason(f"it is {first.what}", None)
-    return pinned or Reason("nothing writes it", None)
+    return pinned or Reason(
+        "no weight writes it: it comes from a buffer or is made in forward", None
+    )
 
 
 def _left_over(expr: Expr, axes: Collection[Var]) -> Iterator[Const | Var]:

@@ -84,3 +84,14 @@ def test_open_slots_matter():
         before = module(x)
         module[0].bias += 1
         assert float((before - module(x)).abs().max()) > 1e-6
+
+
+def test_a_one_hot_code_is_no_axis():
+    module = Fn(
+        lambda m, x: m.b(m.a(x)) + m.c(torch.nn.functional.one_hot(x.argmax(-1), 10).to(x.dtype)),
+        a=nn.Linear(10, 8), b=nn.Linear(8, 3), c=nn.Linear(10, 3),
+    )  # fmt: skip
+    plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(2, 10),))
+    assert error <= 1e-12
+    reasons = {pin.where: pin.reason for pin in plan.pins}
+    assert reasons["c.weight dim 1"] == "it meets a one-hot code"

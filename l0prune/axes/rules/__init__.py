@@ -11,4 +11,5 @@ from l0prune.axes.rules import (  # noqa: F401
     recurrent,
     reduction,
     slicing,
+    windows,
 )

@@ -96,7 +96,7 @@ def convolution(infer: Inference, node: Node) -> Value:
         infer.kind(group, "group")
     _tie_bias(infer, node, bias, out)
     shape = shape_of(node) or []
-    before = [Const(s) for s in shape[:channel]]
+    before = dims[:channel]
     after = [Const(s, "a spatial dimension") for s in shape[channel + 1 :]]
     kernel = product((shape_of(weight) or [])[2:])
     positions = shape_of(x) if transposed else shape

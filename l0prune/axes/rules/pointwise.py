@@ -78,6 +78,10 @@ _UNTAGGED = (
 rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
 
 
+# It leaves nothing of what was there before.
+rule("aten.copy_", zero=of_operand(1))(pointwise)
+
+
 @rule("aten.prelu", zero=of_operand(0))
 def prelu(infer: Inference, node: Node) -> Value:
     """One slope for all, or one for each channel, which is dim 1."""

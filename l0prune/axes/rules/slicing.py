@@ -200,10 +200,3 @@ def glu(infer: Inference, node: Node) -> Value:
     value, gate = infer.solver.split(dims[dim], dims[dim].size // 2)
     infer.solver.unify(value, gate)
     return (*dims[:dim], infer.solver.resolve(value), *dims[dim + 1 :])
-
-
-@rule("aten.unfold", "aten.im2col", "aten.col2im")
-def unfold(infer: Inference, node: Node) -> Value:
-    """Sliding windows: a carried channel is not followed through them."""
-    infer.pin_all(source(node), "it is cut into sliding windows")
-    return infer.opaque(node, "sliding windows")
