@@ -94,4 +94,4 @@ def test_a_one_hot_code_is_no_axis():
     plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(2, 10),))
     assert error <= 1e-12
     reasons = {pin.where: pin.reason for pin in plan.pins}
-    assert reasons["c.weight dim 1"] == "it meets a one-hot code"
+    assert reasons["c.weight dim 1"] == "it is a one-hot code"
