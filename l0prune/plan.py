@@ -150,7 +150,11 @@ class Plan:
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
+        # an axis that is written under gates has a reader without a weight, which reads all of it
+        written = {n for s in self.sites if s.role == "write" for n in axes_of(s.layout)}
         for number, axis in enumerate(self.axes):
+            if number in written:
+                continue
             readers = [s for s in self.sites if s.role == "read" and number in axes_of(s.layout)]
             if readers and all(site in fine_sites for site in readers):
                 kept[axis.slice] &= self._is_read(number, readers, kept)

@@ -168,7 +168,7 @@ CASES = {
             o=nn.Linear(32, 7),
         ),
         TOKENS,
-        {"qkv.heads": 4, "qkv.in": 32},
+        {"qkv.heads": 4, "qkv.head_dim": 8, "qkv.in": 32},
     ),
     "written_in_place": (
         Fn(written_in_place, a=nn.Linear(32, 32), b=nn.Linear(32, 32), o=nn.Linear(32, 7)),
@@ -273,7 +273,7 @@ CASES = {
             nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)
         ),
         FLAT,
-        {"2": 6, "0.in": 10},
+        {"0": 8, "2": 6, "0.in": 10},
     ),
     "separate_projections": (
         Fn(attend, **qkv),

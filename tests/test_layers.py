@@ -69,14 +69,14 @@ def layers(model, *shape):
 
 
 def test_sides_name_their_axes_or_the_module_in_the_way():
-    model = nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 3))
-    found = layers(model, 2, 10)
+    model = nn.Sequential(nn.Linear(10, 8), nn.LayerNorm((5, 8)), nn.Linear(8, 6), nn.Linear(6, 3))
+    found = layers(model, 2, 5, 10)
     assert found["0"].input.axes == ("0.in",)
-    assert found["0"].output.reason == "LayerNorm at 1 averages over it"
-    assert found["2"].input.reason == "LayerNorm at 1 averages over it"
+    assert found["0"].output.reason == "LayerNorm at 1 averages over several dims at once"
+    assert found["2"].input.reason == "LayerNorm at 1 averages over several dims at once"
     assert found["2"].output.axes == found["3"].input.axes == ("2",)
     assert found["3"].output.reason == "it feeds the model's output"
-    assert (found["2"].params, found["2"].macs) == (8 * 6 + 6, 8 * 6)
+    assert (found["2"].params, found["2"].macs) == (8 * 6 + 6, 5 * 8 * 6)
     assert (found["2"].params_reachable, found["3"].macs_reachable) == (1, 1)
 
 

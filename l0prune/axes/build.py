@@ -14,7 +14,7 @@ from l0prune.axes.naming import Namer
 from l0prune.axes.nodes import operator_name
 from l0prune.axes.reasons import pins
 from l0prune.axes.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
-from l0prune.axes.zeros import Zeros
+from l0prune.axes.zeros import zeroing
 from l0prune.capture import Captured
 from l0prune.plan import Axis, Cost, Plan, Site
 
@@ -111,16 +111,16 @@ class Builder:
         weightless = [read for read in self.reads[var] if read.place is None]
         if weightless:
             # z² where both q and k are written under the gate: exact all the same
-            written = {write.place: "write" for write in self.writes[var]}
-            zeros = Zeros(self.infer, var, frozenset(written))
-            for read in weightless:
-                if not any(zeros.at(operand) is True for operand in read.operands):
-                    what = operator_name(read.node.target)
-                    text = f"{what} sums over it without a weight, and it is not zero there"
-                    self._pin(var, text, read.node)
-                    return
+            written, zeros, missed = zeroing(
+                self.infer, var, {write.place for write in self.writes[var]}, weightless
+            )
+            if missed is not None:
+                what = operator_name(missed.node.target)
+                text = f"{what} sums over it without a weight, and it is not zero there"
+                self._pin(var, text, missed.node)
+                return
             weighted = [read for read in self.reads[var] if read.place]
-            places = dict(written)
+            places = dict.fromkeys(written, "write")
             for read in weighted:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")

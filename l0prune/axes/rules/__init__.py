@@ -4,6 +4,7 @@ from l0prune.axes.rules import (  # noqa: F401
     attention,
     contraction,
     factories,
+    layernorm,
     movement,
     normalisation,
     pointwise,

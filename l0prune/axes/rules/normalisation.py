@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, of_operand, rule
+from l0prune.axes.registry import Value, affine, of_operand, rule
 from l0prune.axes.rules.movement import source
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
 
 
-@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm")
+@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
 def batch_norm(infer: Inference, node: Node) -> Value:
     """Each channel by its own statistics: scale, shift, mean and variance carry the axis."""
     dims = infer.dims(source(node))
@@ -24,8 +24,8 @@ def batch_norm(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
-def layer_norm(infer: Inference, node: Node) -> Value:
+@rule("aten.rms_norm", "aten.native_layer_norm")
+def whole_norm(infer: Inference, node: Node) -> Value:
     """Statistics over the last dims, which therefore stay whole."""
     dims = infer.dims(source(node))
     over = len(node.args[1])  # type: ignore[arg-type]

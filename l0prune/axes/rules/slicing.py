@@ -13,6 +13,8 @@ from l0prune.axes.rules.movement import source
 from l0prune.axes.solver import Const, Expr, cat
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from l0prune.axes.inference import Inference
 
 
@@ -127,7 +129,13 @@ def select(infer: Inference, node: Node) -> Value:
     return (*dims[:dim], *dims[dim + 1 :])
 
 
-@rule("aten.pad", "aten.constant_pad_nd")
+def _padded(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Padding with anything but zeros puts values where there were none."""
+    position = 2 if "constant_pad_nd" in str(node.target) else 3
+    return each(node, operands) and not argument(node, position, "value")
+
+
+@rule("aten.pad", "aten.constant_pad_nd", zero=_padded)
 def pad(infer: Inference, node: Node) -> Value:
     """Padded dims: constants around the slots where the padding is constant."""
     widths = list(node.args[1])  # type: ignore[arg-type]
@@ -148,7 +156,7 @@ def pad(infer: Inference, node: Node) -> Value:
     return tuple(dims)
 
 
-@rule("aten.roll", "aten.flip")
+@rule("aten.roll", "aten.flip", zero=each)
 def reorder(infer: Inference, node: Node) -> Value:
     """Slots in another order along some dims; those are not cut."""
     dims = infer.dims(source(node))
