@@ -7,6 +7,9 @@ from deadness import randomise, relative_effect_of_dead_slots
 from networks import Fn
 from torch import nn
 
+from l0prune.axes import analyse
+from l0prune.capture import capture
+
 
 def then_overwritten(x):
     y = x * 1
@@ -56,6 +59,13 @@ def test_gates_act_at_the_writer_where_zeros_survive(name):
     plan, error = plan_and_error(KEEPS[name])
     assert "a" in [axis.name.removeprefix("run.") for axis in plan.axes]
     assert error <= 1e-12
+
+
+def test_operators_are_tried_on_the_cpu():
+    with torch.device("meta"):
+        module = Fn(lambda m, x: torch.relu(m.a(x) * 2).sum(1), a=nn.Linear(10, 8))
+        plan = analyse(capture(module, (torch.randn(4, 10),))).plan
+    assert plan.axes[0].name == "a"
 
 
 @pytest.mark.parametrize("name", LOSES)

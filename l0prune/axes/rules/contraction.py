@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, operator_name, shape_of
-from l0prune.axes.registry import Value, rule, some
+from l0prune.axes.registry import Value, of_operand, rule, some
 from l0prune.axes.solver import Const, Expr, prod
 
 if TYPE_CHECKING:
@@ -123,7 +123,12 @@ def matmul(infer: Inference, node: Node) -> Value:
     return contract(infer, node, a, b)
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
+def _added(node: Node, operands: Sequence[bool | None]) -> bool:
+    """c + a·b is zero where c is, and a or b."""
+    return operands[0] is True and some(node, operands[1:])
+
+
+@rule("aten.addmm", "aten.baddbmm", "aten.addbmm", zero=_added)
 def addmm(infer: Inference, node: Node) -> Value:
     """``c + a @ b``: the product's dims, tied to c's."""
     c, a, b = node.args[:3]
@@ -205,7 +210,7 @@ def einsum(infer: Inference, node: Node) -> Value:
     return tuple(letters[letter] for letter in output)
 
 
-@rule("aten.embedding")
+@rule("aten.embedding", zero=of_operand(0))
 def embedding(infer: Inference, node: Node) -> Value:
     """Rows of a table by index: which rows exist depends on the data."""
     weight, index = node.args[:2]

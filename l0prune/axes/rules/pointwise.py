@@ -47,16 +47,18 @@ def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
     if not any(operand is True for operand in operands):
         return False
     zero = {o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero}
-    numbers = torch.Generator().manual_seed(0)
     try:
-        args, kwargs = map_arg(
-            (node.args, node.kwargs), lambda operand: _numbers(operand, operand in zero, numbers)
-        )
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # on the CPU even where the caller plans on the meta device, which has no numbers
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            numbers = torch.Generator().manual_seed(0)
+            args, kwargs = map_arg(
+                (node.args, node.kwargs),
+                lambda operand: _numbers(operand, operand in zero, numbers),
+            )
             result = node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
+            return isinstance(result, Tensor) and not bool(result.any())
     except Exception:  # an operator that does not run on these shapes is not known to keep zeros
         return False
-    return isinstance(result, Tensor) and not bool(result.any())
 
 
 def _numbers(operand: Node, is_zero: bool, generator: torch.Generator) -> Tensor:
