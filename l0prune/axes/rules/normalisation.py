@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 @rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
 def batch_norm(infer: Inference, node: Node) -> Value:
-    """Each channel by its own statistics: scale, shift, mean and variance carry the axis."""
+    """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
+
+    Where they are those of the values themselves, all positions of a channel count.
+    """
     dims = infer.dims(source(node))
+    if len(node.args) <= 5 or node.args[5]:
+        by_example = "instance_norm" in str(node.target)
+        for dim in dims[2:] if by_example else (dims[0], *dims[2:]):
+            infer.solver.pin(dim, "{who} takes statistics over it")
     for operand in node.args[1:5]:
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
