@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import CaptureError
+from l0prune.inline import inline_modes
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
@@ -229,6 +230,7 @@ def _index(
     whole = {placeholder: within(path, name) for placeholder, name in stored.items()}
     names = {placeholder: canonical.get(name, name) for placeholder, name in whole.items()}
     parameters = {names[placeholder] for placeholder in signature.inputs_to_parameters}
+    inline_modes(program)
     program.graph.eliminate_dead_code()  # what is computed and thrown away is no part of it
     _name_modules(program.graph, path)
     used = {names[n.name] for n in program.graph.nodes if n.name in names and n.users}
@@ -287,6 +289,14 @@ def module_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
     return paths[-1].replace("slice(None, None, None)", "") if paths else ""
+
+
+def class_of(node: Node) -> str:
+    """Class of the module whose forward made this node; empty if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [kind for _, kind in stack.values()]
+    kind = kinds[-1] if kinds else ""
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
 def _explain(error: Exception) -> str:

@@ -9,7 +9,7 @@ coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.expectation import Polynomial, SumTable, Terms, precision
-from l0prune.layout import axes_of, size_of
+from l0prune.layout import constant_positions, size_of
 from l0prune.moments import Monomial, Sums, multiply
-from l0prune.plan import Plan
+from l0prune.plan import Cost, Plan
 
 Unit = Literal["params", "macs"]
 UNITS: tuple[Unit, ...] = ("params", "macs")
@@ -59,14 +59,8 @@ class CostModel:
         )
 
     def reachable(self, unit: Unit) -> float:
-        """The share of the dense count that depends on a gate, from 0 to 1."""
-        total = cut = 0.0
-        for cost in self.plan.costs:
-            if cost.unit == unit:
-                count = cost.scale * prod(map(size_of, cost.dims))
-                total += count
-                cut += count if any(axes_of(dim) for dim in cost.dims) else 0
-        return cut / total if total else 0.0
+        """The share of the dense count that is gone once every gate is closed, from 0 to 1."""
+        return reachable(cost for cost in self.plan.costs if cost.unit == unit)
 
     def actual(self, open_: Tensor, unit: Unit) -> int:
         """The count of the model that an export with these open gates makes.
@@ -167,6 +161,15 @@ class CostModel:
                     key = (cost.owner, axes, monomial)
                     merged[cost.unit][key] += cost.scale * times * coefficient
         return {unit: [_Term(*k, value) for k, value in of.items()] for unit, of in merged.items()}
+
+
+def reachable(costs: Iterable[Cost]) -> float:
+    """The share of the dense count of these terms that some axis can take away, from 0 to 1."""
+    total = whole = 0.0
+    for cost in costs:
+        total += cost.scale * prod(map(size_of, cost.dims))
+        whole += cost.scale * prod(map(constant_positions, cost.dims))
+    return (total - whole) / total if total else 0.0
 
 
 def group_count(plan: Plan, p: Tensor) -> Tensor:

@@ -99,6 +99,21 @@ def axes_of(layout: Layout) -> frozenset[int]:
     return frozenset(leaf.axis for leaf in leaves(layout))
 
 
+def constant_positions(layout: Layout) -> int:
+    """How many positions along the dimension no axis can take away."""
+    match layout:
+        case Const(size):
+            return size
+        case Slots():
+            return 0
+        case Cat(parts):
+            return sum(map(constant_positions, parts))
+        case Prod(factors):
+            return product(map(constant_positions, factors))
+        case Both(base, fine):
+            return min(constant_positions(base), constant_positions(fine))
+
+
 def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
     """The layout with each ``Slots`` replaced by ``leaf(slots)``."""
     match layout:

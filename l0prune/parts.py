@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod as product
 
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from l0prune.axes import Analysis, analyse
 from l0prune.calls import Inputs, filled, record
 from l0prune.capture import batch_of, capture, within
 from l0prune.errors import CaptureError
-from l0prune.layout import Layout, Slots, axes_of, size_of, substitute
+from l0prune.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan import Cost, Pin, Plan
 
 
@@ -132,9 +131,11 @@ def _put_together(
         if any(name.startswith(f"{path}.") for path in idle):
             unused.append(name)
             continue
-        costs.append(_whole_cost(name, parameter.numel()))
+        owner = name.rpartition(".")[0]
+        costs.append(Cost(owner, "params", float(parameter.numel()), (), name))
         if parameter.ndim > 1:
-            pins.append(Pin(name, "code that torch.export cannot follow uses it"))
+            why = "code that torch.export cannot follow uses it"
+            pins += [Pin(f"{name} dim {dim}", why) for dim in range(parameter.ndim)]
     plan = replace(plan, pins=(*pins, *plan.pins), costs=(*plan.costs, *costs))
     return Parts(plan, found, tuple(unused))
 
@@ -145,34 +146,21 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     Single input columns are not gated: cutting those takes a gather, for which the user's own
     code has no place. What is shared with another island stays whole, and counts once.
     """
-    plan, captured = part.analysis.plan, part.analysis.captured
+    plan = part.analysis.plan
     shared = plan.tensors.keys() & _tensors_of((*earlier, *later))
     is_shared = {i for name in shared for dim in plan.tensors[name] for i in axes_of(dim)}
     axes = enumerate(plan.axes)
     whole = [axis.name for i, axis in axes if i in is_shared or axis.kind == "input"]
     plan = plan.select(exclude=whole)
-    share = captured.batch * part.calls / batch
+    share = part.analysis.captured.batch * part.calls / batch
     costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
-    for name in shared & captured.parameters & _tensors_of(earlier):
-        costs.remove(next(cost for cost in costs if _counts(cost, name, plan)))
+    counted = _tensors_of(earlier)
+    costs = [c for c in costs if c.unit == "macs" or c.tensor not in counted]
     return replace(plan, costs=tuple(costs), parts=(part.path,))
 
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:
     return {name for part in parts for name in part.analysis.plan.tensors}
-
-
-def _counts(cost: Cost, name: str, plan: Plan) -> bool:
-    """Is it the cost of this parameter, of which nothing is cut?"""
-    numel = product(map(size_of, plan.tensors[name]))
-    is_whole = not any(axes_of(dim) for dim in cost.dims)
-    same = cost.scale * product(map(size_of, cost.dims)) == numel
-    return cost.unit == "params" and cost.owner == name.rpartition(".")[0] and is_whole and same
-
-
-def _whole_cost(name: str, numel: int) -> Cost:
-    """What a parameter costs of which nothing is cut."""
-    return Cost(name.rpartition(".")[0], "params", float(numel), ())
 
 
 def _batch_of_whole(example: Inputs) -> int:
@@ -186,7 +174,7 @@ def _batch_of_whole(example: Inputs) -> int:
 
 def _join(plans: Sequence[Plan]) -> Plan:
     """Plans of different submodules as one, their axes numbered through."""
-    joined = Plan((), (), {}, (), (), {}, ())
+    joined = Plan((), (), {}, (), (), parts=())
     for plan in plans:
         number, start = len(joined.axes), joined.size
         costs = [replace(c, dims=tuple(_shifted(d, number) for d in c.dims)) for c in plan.costs]
@@ -202,6 +190,7 @@ def _join(plans: Sequence[Plan]) -> Plan:
             costs=(*joined.costs, *costs),
             aliases=joined.aliases | plan.aliases,
             parts=(*joined.parts, *plan.parts),
+            roles=joined.roles | plan.roles,
         )
     return joined
 

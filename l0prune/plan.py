@@ -84,12 +84,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module."""
+    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module.
+
+    ``tensor`` is the parameter that is counted or multiplied with; empty where there is none.
+    """
 
     owner: str
     unit: Literal["params", "macs"]
     scale: float
     dims: Layouts
+    tensor: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Plan:
         aliases: other names of tied tensors, each with the name used in ``tensors``.
         parts: the submodules that were captured one by one, as the whole model could not be;
             ``("",)`` where it could.
+        roles: for each parameter that is multiplied with, what each of its dims does there:
+            ``"read"`` contracts an axis away, ``"write"`` produces one, ``""`` neither.
     """
 
     axes: tuple[Axis, ...]
@@ -114,6 +120,7 @@ class Plan:
     costs: tuple[Cost, ...]
     aliases: dict[str, str] = field(default_factory=dict)
     parts: tuple[str, ...] = ("",)
+    roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -225,9 +232,13 @@ class Plan:
             "pins": [[p.where, p.reason, p.operator, p.source] for p in self.pins],
             "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
-            "costs": [[c.owner, c.unit, c.scale, [to_json(d) for d in c.dims]] for c in self.costs],
+            "costs": [
+                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor]
+                for c in self.costs
+            ],
             "aliases": self.aliases,
             "parts": list(self.parts),
+            "roles": self.roles,
         }
         return json.dumps(data)
 
@@ -246,11 +257,12 @@ class Plan:
                 tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
                 sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
                 costs=tuple(
-                    Cost(owner, unit, scale, tuple(map(from_json, dims)))
-                    for owner, unit, scale, dims in data["costs"]
+                    Cost(owner, unit, scale, tuple(map(from_json, dims)), *tensor)
+                    for owner, unit, scale, dims, *tensor in data["costs"]
                 ),
                 aliases=dict(data["aliases"]),
                 parts=tuple(data.get("parts", ("",))),
+                roles={name: tuple(of) for name, of in data.get("roles", {}).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from torch import nn
 
 from l0prune.capture import batch_of
 from l0prune.cost import CostModel, Unit
 from l0prune.errors import UsageError
-from l0prune.layout import axes_of
+from l0prune.layers import Layer, layers_of, weights_of
 from l0prune.parts import parts_of
 from l0prune.plan import Axis, Pin, Plan
+from l0prune.tables import tables
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,14 @@ class Survey:
         plan: the axes, pins and costs as data.
         example: the example inputs it was made with, positional and by name.
         unused: parameters that the eval-mode forward never touches (auxiliary heads).
+        layers: every Linear, convolution, embedding and bare weight of the model, with the axes
+            on its two sides or the reason why they stay whole.
     """
 
     plan: Plan
     example: tuple[tuple[Any, ...], dict[str, Any]]
     unused: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -73,6 +76,7 @@ class Survey:
                 {"where": p.where, "reason": p.reason, "operator": p.operator, "source": p.source}
                 for p in self.pins
             ],
+            "layers": [asdict(layer) for layer in self.layers],
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
         }
@@ -82,7 +86,7 @@ class Survey:
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Tables of the axes and of what is pinned."""
+        """What can be cut, then every layer with what is possible on its two sides."""
         yield (
             f"{self.params:,} params, {self.macs:,} MACs an example; "
             f"{self.plan.size:,} gates on {len(self.axes)} axes reach "
@@ -95,38 +99,13 @@ class Survey:
                 f"{', '.join(self.plan.parts)}. The code between them runs on as it is, and its "
                 "MACs are not counted."
             )
-        axes = Table("axis", "kind", "size", "read or written at", title="Can be cut", expand=False)
-        for number, axis in enumerate(self.axes):
-            axes.add_row(axis.name, axis.kind, str(axis.size), self._sites(number))
-        yield axes
-        if self.pins:
-            pins = Table("what", "why not", "source", title="Stays whole", expand=False)
-            for (reason, source), places in _by_reason(self.pins).items():
-                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-                pins.add_row("\n".join(places[:3]) + more, reason, source)
-            yield pins
-        if self.unused:
-            yield f"Not used in eval mode, left alone: {', '.join(self.unused[:6])}"
-
-    def _sites(self, number: int) -> str:
-        """Where the gates of an axis act, shortened."""
-        names = [s.tensor for s in self.plan.sites if number in axes_of(s.layout)]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return ", ".join(names[:3]) + more
+        yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def __str__(self) -> str:
         console = Console(width=120)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
-
-
-def _by_reason(pins: tuple[Pin, ...]) -> dict[tuple[str, str], list[str]]:
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for pin in pins:
-        reason = pin.reason.partition(" (")[0]
-        grouped.setdefault((reason, pin.source), []).append(pin.where)
-    return grouped
 
 
 def survey(
@@ -157,4 +136,5 @@ def survey(
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
     parts = parts_of(model, (args, by_name))
-    return Survey(parts.plan, (args, by_name), parts.unused)
+    layers = layers_of(parts.plan, weights_of(model), parts.unused)
+    return Survey(parts.plan, (args, by_name), parts.unused, layers)

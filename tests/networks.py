@@ -60,6 +60,44 @@ def by_hand(m, x):
     return m.o((a @ v).transpose(1, 2).flatten(2))
 
 
+def pooled_heads(m, x):
+    """Heads beside the batch, each convolved and normalised on its own, as in MViT."""
+    b, t, _ = x.shape
+    q, k, v = m.qkv(x).view(b, t, 3, 4, 8).permute(2, 0, 3, 4, 1).unbind(0)
+    k, v = (
+        m.norm(m.pool(y.reshape(b * 4, 8, t)).reshape(b, 4, 8, -1).transpose(2, 3)) for y in (k, v)
+    )
+    return m.o(F.scaled_dot_product_attention(q.transpose(2, 3), k, v).transpose(1, 2).flatten(2))
+
+
+def written_in_place(m, x):
+    """Heads with a part of them overwritten in place, as MViT adds to all but its class token."""
+    y = m.a(x).unflatten(-1, (4, 8)).transpose(1, 2).clone()
+    y[:, :, 1:] += m.b(x).unflatten(-1, (4, 8)).transpose(1, 2)[:, :, 1:]
+    y[:, :, :1] = y[:, :, 1:2]
+    return m.o(y.transpose(1, 2).flatten(2))
+
+
+def windows(m, x):
+    """Sliding windows in both ways, over positions that channels pass."""
+    y = m.a(x)
+    z = F.fold(F.unfold(y, 2, stride=2), y.shape[-2:], 2, stride=2)
+    columns = F.unfold(y, 3, padding=1).unflatten(1, (8, 9)).sum(2)
+    strips = z.unfold(2, 2, 2).unfold(3, 3, 3).amax((-1, -2))
+    return m.b(z + columns.unflatten(-1, (6, 6))).mean((2, 3)) + m.c(strips).mean((2, 3))
+
+
+def standardised(m, x):
+    """Weights with a mean and variance of their own for each filter, as in NFNets."""
+    for layer, gain in ((m.a, m.g), (m.b, m.h)):
+        w = layer.weight
+        w = F.batch_norm(
+            w.reshape(1, len(w), -1), None, None, weight=gain, training=True
+        ).reshape_as(w)
+        x = F.relu(F.conv2d(x, w, layer.bias, padding=1))
+    return m.c(x).mean((2, 3))
+
+
 def channel_shuffle(m, x):
     x = m.a(x)
     b, c, h, w = x.shape
@@ -131,6 +169,39 @@ CASES = {
         nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.ReLU(), conv(6, 2)),
         IMAGE,
         {"0": 8, "1": 6},
+    ),
+    "heads_beside_the_batch": (
+        Fn(
+            pooled_heads,
+            qkv=nn.Linear(32, 96),
+            pool=nn.Conv1d(8, 8, 3, stride=2, groups=8),
+            norm=nn.LayerNorm(8),
+            o=nn.Linear(32, 7),
+        ),
+        TOKENS,
+        {"qkv.heads": 4, "qkv.head_dim": 8, "qkv.in": 32},
+    ),
+    "written_in_place": (
+        Fn(written_in_place, a=nn.Linear(32, 32), b=nn.Linear(32, 32), o=nn.Linear(32, 7)),
+        TOKENS,
+        {"a": 4, "a#2": 8, "a.in": 32, "b.in": 32},
+    ),
+    "windows": (
+        Fn(windows, a=conv(3, 8), b=conv(8, 2), c=conv(8, 2)),
+        IMAGE,
+        {"a": 8},
+    ),
+    "standardised_weights": (
+        Fn(
+            standardised,
+            a=conv(3, 8),
+            b=conv(8, 8),
+            c=conv(8, 2),
+            g=nn.Parameter(torch.rand(8)),
+            h=nn.Parameter(torch.rand(8)),
+        ),
+        IMAGE,
+        {},
     ),
     "squeeze_excite": (
         Fn(squeeze_excite, a=conv(3, 8), down=conv(8, 4, 1), up=conv(4, 8, 1), b=conv(8, 2)),
@@ -225,7 +296,7 @@ CASES = {
             nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 3)
         ),
         FLAT,
-        {"2": 6, "0.in": 10},
+        {"0": 8, "2": 6, "0.in": 10},
     ),
     "separate_projections": (
         Fn(attend, **qkv),

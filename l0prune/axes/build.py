@@ -12,10 +12,11 @@ from l0prune import layout as data
 from l0prune.axes.inference import Inference, Place, Read, Write
 from l0prune.axes.naming import Namer
 from l0prune.axes.nodes import operator_name
+from l0prune.axes.reasons import pins
 from l0prune.axes.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
-from l0prune.axes.zeros import Zeros
-from l0prune.capture import Captured, module_of, source_of
-from l0prune.plan import Axis, Cost, Pin, Plan, Site
+from l0prune.axes.zeros import zeroing
+from l0prune.capture import Captured
+from l0prune.plan import Axis, Cost, Plan, Site
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Builder:
         self._add_fine_axes()
         return Plan(
             axes=self._axes(),
-            pins=tuple(self._pins()),
+            pins=pins(self.infer, self.numbers, self.fine),
             tensors={name: self.tensor_layouts(name) for name in self.infer.tensors},
             sites=tuple(self._sites()),
             costs=tuple(self._costs()),
             aliases=self.infer.captured.aliases,
+            roles=self._roles(),
         )
 
     # --- which variables may be cut ---------------------------------------------------------
@@ -109,14 +111,14 @@ class Builder:
         weightless = [read for read in self.reads[var] if read.place is None]
         if weightless:
             # z² where both q and k are written under the gate: exact all the same
-            written = {write.place: "write" for write in self.writes[var]}
-            zeros = Zeros(self.infer, var, frozenset(written), self.reads[var])
-            for read in weightless:
-                if not any(zeros.at(operand) is True for operand in read.operands):
-                    self._pin(var, f"{read.why}, and it is not zero there", read.node)
-                    return
+            written, zeros, missed = zeroing(
+                self.infer, var, {write.place for write in self.writes[var]}, self.reads[var]
+            )
+            if missed is not None:
+                self._pin(var, f"{missed.why}, and it is not zero there", missed.node)
+                return
             weighted = [read for read in self.reads[var] if read.place]
-            places = dict(written)
+            places = dict.fromkeys(written, "write")
             for read in weighted:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")
@@ -213,12 +215,23 @@ class Builder:
         for name in self.infer.tensors:
             if name in captured.parameters and name not in captured.unused:
                 owner = name.rpartition(".")[0]
-                costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name)))
+                costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name))
         for work in self.infer.works:
             dims = [self.layout(expr) for expr in work.dims]
             dims += [self.tensor_layouts(name)[dim] for name, dim in work.places]
-            costs.append(_cost(work.owner, "macs", work.scale, tuple(dims)))
+            costs.append(_cost(work.owner, "macs", work.scale, tuple(dims), work.tensor))
         return costs
+
+    def _roles(self) -> dict[str, tuple[str, ...]]:
+        """For each parameter of two or more dims that is multiplied with: what its dims do."""
+        events = [(w.place, "write") for w in self.infer.writes]
+        events += [(r.place, "read") for r in self.infer.reads if r.place is not None]
+        roles: dict[str, list[str]] = {}
+        for (name, dim), role in events:
+            rank = len(self.infer.tensors[name])
+            if rank > 1:
+                roles.setdefault(name, [""] * rank)[dim] = role
+        return {name: tuple(of) for name, of in roles.items()}
 
     def _axes(self) -> tuple[Axis, ...]:
         namer = Namer(self.infer, self.writes)
@@ -246,39 +259,6 @@ class Builder:
         numel = [product(d.size for d in self.infer.tensors[name]) for name, _ in weights]
         return max(sum(numel) // var.size, 1)
 
-    def _pins(self) -> list[Pin]:
-        """Every dim of a weight that no gate reaches, with the reason."""
-        events = [(w.place, w.expr, w.node) for w in self.infer.writes]
-        events += [(r.place, r.expr, r.node) for r in self.infer.reads if r.place]
-        pins, seen = [], set(self.fine)
-        for place, expr, node in events:
-            if place is None or place in seen or len(self.infer.tensors[place[0]]) < 2:
-                continue
-            seen.add(place)
-            pins.append(self._pin_of(f"{place[0]} dim {place[1]}", expr, node))
-        pins += [self._pin_of(c.where, c.expr, c.node) for c in self.infer.computed]
-        return list(dict.fromkeys(pin for pin in pins if pin is not None))
-
-    def _pin_of(self, where: str, expr: Expr, node: Node) -> Pin | None:
-        """The pin of a dim, unless an axis reaches it."""
-        reason = self._reason(self.infer.solver.resolve(expr))
-        if reason is None:
-            return None
-        author = reason.node or node
-        operator = operator_name(author.target) if author.op == "call_function" else ""
-        path = module_of(author)
-        text = f"{reason.text} ({path})" if path else reason.text
-        return Pin(where, text, operator, source_of(author))
-
-    def _reason(self, expr: Expr) -> Reason | None:
-        """Why no variable of the expression became an axis; None if one did."""
-        inner = list(variables(expr))
-        if any(var in self.numbers for var in inner):
-            return None
-        if isinstance(expr, Const):
-            return Reason(f"it is {expr.what}", None)
-        return next((var.pin for var in inner if var.pin), Reason("nothing writes it", None))
-
 
 def _nested(expr: Expr) -> list[Var]:
     """Variables that occur in more than one factor of one product."""
@@ -305,10 +285,10 @@ def _has_positions(expr: Expr) -> bool:
             return False
 
 
-def _cost(owner: str, unit: str, scale: float, dims: data.Layouts) -> Cost:
+def _cost(owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str) -> Cost:
     """A cost term with its constant dims folded into the scale."""
     for dim in dims:
         if not data.axes_of(dim):
             scale *= data.size_of(dim)
     varying = tuple(dim for dim in dims if data.axes_of(dim))
-    return Cost(owner, "params" if unit == "params" else "macs", scale, varying)
+    return Cost(owner, "params" if unit == "params" else "macs", scale, varying, tensor)

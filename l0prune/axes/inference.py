@@ -23,7 +23,7 @@ from l0prune.axes.nodes import (
 from l0prune.axes.registry import RULES, Value, registered
 from l0prune.axes.rules.pointwise import pointwise
 from l0prune.axes.solver import Const, Expr, Solver
-from l0prune.capture import Captured, module_of
+from l0prune.capture import Captured, module_of, source_of
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
 
@@ -70,6 +70,7 @@ class Work:
     scale: float
     dims: tuple[Expr, ...]
     places: tuple[Place, ...] = ()
+    tensor: str = ""  # the parameter that is multiplied with, if one is
 
 
 @dataclass
@@ -123,20 +124,26 @@ class Inference:
         name = operator_name(node.target)
         known = registered(name)
         if known is None and not is_pointwise(node):
-            return self._unfollowed(node, f"operator {name} is unknown to l0prune")
+            return self._unfollowed(node, name)
         try:
             return RULES[known](self, node) if known else pointwise(self, node)
         except Exception as error:  # any network: a use that no rule has thought of pins, too
-            what = f"this use of operator {name} is unknown to l0prune ({type(error).__name__})"
-            return self._unfollowed(node, what)
+            return self._unfollowed(node, name, f" as it is used here ({type(error).__name__})")
 
-    def _unfollowed(self, node: Node, why: str) -> Value:
+    def _unfollowed(self, node: Node, name: str, use: str = "") -> Value:
         """A call that no rule covers: nothing that touches it may be cut."""
         if not has_tensor(node):
             return None
+        source = source_of(node)
+        called = f"operator {name}" + (f" at {source}" if source else "")
+        why = (
+            f"{called} is unknown to l0prune{use}; a rule for it takes ten lines, "
+            f'@l0prune.axes.registry.rule("{name}"): see docs/architecture.md, '
+            "'A rule for a new operator'"
+        )
         for operand in operands_of(node):
             self.pin_all(operand, why)
-        return self.opaque(node, f"the result of a call that is not followed: {why}")
+        return self.opaque(node, why)
 
     # --- what rules use -------------------------------------------------------------------
 
@@ -219,7 +226,13 @@ class Inference:
         """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``."""
         scale = 1.0 / self.captured.batch
         known = tuple(p for p in places if p is not None)
-        self.works.append(Work(module_of(node), scale, dims, known))
+        self.works.append(Work(module_of(node), scale, dims, known, self._weight(node)))
+
+    def _weight(self, node: Node) -> str:
+        """The parameter of two or more dims among the operands; empty where there is none."""
+        places = (self.place(operand, 0) for operand in node.all_input_nodes)
+        names = (place[0] for place in places if place is not None)
+        return next((name for name in names if len(self.tensors[name]) > 1), "")
 
     def kind(self, expr: Expr, kind: str) -> None:
         """Say what the slots of the expression are: heads, head dims, groups."""

@@ -52,6 +52,16 @@ def of_operand(number: int) -> Zero:
     return zero
 
 
+def affine(position: int) -> Zero:
+    """Zero where the weight, the argument of this position, is, and the bias after it: y·w + b."""
+
+    def zero(node: Node, operands: Sequence[bool | None]) -> bool:
+        is_scaled = len(node.args) > position and isinstance(node.args[position], Node)
+        return is_scaled and all(operand is True for operand in operands[1:3])
+
+    return zero
+
+
 RULES: dict[str, Rule] = {}
 ZEROS: dict[str, Zero] = {}
 

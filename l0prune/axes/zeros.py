@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from torch.fx import Node
 
@@ -61,19 +61,48 @@ class Zeros:
         is_summed = (operand, node) in self.summed and self._count(operand) == 1
         return None if is_summed else self.known[operand]
 
+    def sources(self, node: Node) -> Iterator[Place]:
+        """The parameters for which a node that carries the variable is not zero."""
+        pending, seen = [node], {node}
+        while pending:
+            top = pending.pop()
+            if top.op == "placeholder":
+                yield from self._places(self.infer.captured.names.get(top.name, ""))
+            for operand in top.all_input_nodes:
+                if self.known.get(operand) is False and operand not in seen:
+                    seen.add(operand)
+                    pending.append(operand)
+
+    def _places(self, name: str) -> Iterator[Place]:
+        """The dims of a parameter that carry the variable."""
+        if name in self.infer.captured.parameters:
+            for dim, expr in enumerate(self.infer.tensors[name]):
+                if any(self.var is v for v in variables(self.infer.solver.resolve(expr))):
+                    yield name, dim
+
     def _is_overwritten(self, node: Node) -> bool:
-        """An in-place operator later changes this value and does not keep zeros."""
-        for user in node.users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is None or not user.args or user.args[0] is not node:
-                continue
-            if schema.is_mutable:
-                operands = [True if arg is node else None for arg in user.all_input_nodes]
-                if not zero_of(user)(user, operands):
-                    return True
-            elif any(r.alias_info for r in schema.returns) and self._is_overwritten(user):
-                return True  # through a view
-        return False
+        """An in-place operator changes this value, does not keep zeros, and it is read afterwards.
+
+        What the operator itself returns is a node of its own, and speaks for itself.
+        """
+        writers, readers, pending = [], [], [(node, True)]
+        while pending:  # through all views of the same memory
+            top, is_read = pending.pop()
+            for user in top.users:
+                schema = getattr(user.target, "_schema", None)
+                writes = schema is not None and schema.is_mutable and user.args[:1] == (top,)
+                if writes and not self._keeps(user, top):
+                    writers.append(user)
+                if is_read:
+                    readers.append(user)
+                if writes or (schema is not None and any(r.alias_info for r in schema.returns)):
+                    pending.append((user, is_read and not writes))
+        return any(writer < reader for writer in writers for reader in readers)
+
+    def _keeps(self, writer: Node, written: Node) -> bool:
+        """Does an in-place operator leave zeros whatever its other operands are?"""
+        operands = [True if each is written else None for each in writer.all_input_nodes]
+        return zero_of(writer)(writer, operands)
 
     def _count(self, node: Node) -> int:
         """How many dims of the node (of one of its outputs) carry the variable."""
@@ -87,6 +116,28 @@ class Zeros:
 
     def _carries(self, dim: Expr) -> bool:
         return any(self.var is v for v in variables(self.infer.solver.resolve(dim)))
+
+
+def zeroing(
+    infer: Inference, var: Var, written: Collection[Place], reads: Collection[Read]
+) -> tuple[list[Place], Zeros, Read | None]:
+    """Where gates have to act to make closed slots zero at all ``reads`` that have no weight.
+
+    Gates on what writes the slots may not be enough: a class token, the positions or a norm's
+    shift put values there, too. Those parameters are added as the reads show that they matter.
+
+    Returns the places, what is zero then, and the first read at which a slot cannot be zero.
+    """
+    places = list(dict.fromkeys(written))
+    weightless = [read for read in reads if read.place is None]
+    while True:
+        zeros = Zeros(infer, var, frozenset(places), reads)
+        missed = [r for r in weightless if not any(zeros.at(o) is True for o in r.operands)]
+        more = {p for read in missed for o in read.operands for p in zeros.sources(o)}
+        new = sorted(more.difference(places))
+        if not missed or not new:
+            return places, zeros, missed[0] if missed else None
+        places += new
 
 
 def zero_of(node: Node) -> Zero:

@@ -30,7 +30,7 @@ def survey(
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
-    """Show what can be cut out of a model, and why the rest cannot.
+    """Show what can be cut out of each layer of a model, and why the rest cannot.
 
     Nothing is changed or written. Example:
 

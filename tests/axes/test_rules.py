@@ -71,14 +71,14 @@ def test_pins_name_the_users_line():
 
 
 PINNED = {
-    "LayerNorm": lambda h: F.layer_norm(h, (8,)),
+    "layer_norm in the model's forward averages": lambda h: F.layer_norm(h + 1, (8,)),
     "a mean is taken": lambda h: h * h.sigmoid().mean(-1, keepdim=True),
-    "RMSNorm averages": lambda h: F.rms_norm(h + 1, (8,)),
+    "rms_norm in the model's forward averages": lambda h: F.rms_norm(h + 1, (8,)),
     "a norm is taken": lambda h: F.normalize(h.exp(), dim=-1),
     "vector_norm reduces": lambda h: h * torch.linalg.vector_norm(h, -1, dim=-1, keepdim=True),
     "amax reduces": lambda h: h * h.abs().amax(-1, keepdim=True),
     "var goes over": lambda h: h * h.var(-1, keepdim=True),
-    "GroupNorm averages": lambda h: F.group_norm(h, 1),
+    "group_norm in the model's forward averages": lambda h: F.group_norm(h, 1),
 }
 
 
@@ -109,3 +109,14 @@ def test_open_slots_matter():
         before = module(x)
         module[0].bias += 1
         assert float((before - module(x)).abs().max()) > 1e-6
+
+
+def test_a_one_hot_code_is_no_axis():
+    module = Fn(
+        lambda m, x: m.b(m.a(x)) + m.c(torch.nn.functional.one_hot(x.argmax(-1), 10).to(x.dtype)),
+        a=nn.Linear(10, 8), b=nn.Linear(8, 3), c=nn.Linear(10, 3),
+    )  # fmt: skip
+    plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(2, 10),))
+    assert error <= 1e-12
+    reasons = {pin.where: pin.reason for pin in plan.pins}
+    assert reasons["c.weight dim 1"] == "it is a one-hot code"

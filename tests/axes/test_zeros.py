@@ -3,9 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from deadness import relative_effect_of_dead_slots
+from deadness import randomise, relative_effect_of_dead_slots
 from networks import Fn
 from torch import nn
+
+from l0prune.axes import analyse
+from l0prune.capture import capture
+
+
+def then_overwritten(x):
+    y = x * 1
+    y[:2].add_(1)
+    return y
+
 
 KEEPS = {
     "relu6": F.relu6,
@@ -13,6 +23,10 @@ KEEPS = {
     "masked_fill with 0": lambda x: x.masked_fill(torch.eye(4, 1).bool(), 0.0),
     "masked_fill where it is large": lambda x: x.masked_fill(x > 0.2, 1.0),
     "hardtanh around 0": lambda x: F.hardtanh(x, -0.5, 0.5),
+    "filled in place where it is large": lambda x: (x * 1).masked_fill_(x > 99, 1.0),
+    "added to in place": lambda x: (x * 1).add_(x),
+    "rolled": lambda x: x.roll(1, 0),
+    "padded with zeros": lambda x: F.pad(x, (0, 0, 1, 1)),
     "product": lambda x: x * 3 - x / 2,
     "where": lambda x: torch.where(x > 0, x, x * 2),
     "power": lambda x: x**2,
@@ -25,10 +39,12 @@ LOSES = {
     "masked_fill with 1": lambda x: x.masked_fill(torch.zeros(4, 1, dtype=torch.bool), 1.0),
     "hardtanh above 0": lambda x: F.hardtanh(x, 0.2, 1.0),
     "threshold in place": lambda x: F.threshold(x * 1, 0.1, 7.0, inplace=True),
+    "overwritten through a view": then_overwritten,
+    "padded with ones": lambda x: F.pad(x, (0, 0, 1, 1), value=1.0),
     "sum with a number": lambda x: x + 1,
     "where with a number": lambda x: torch.where(x > 99, x, 1.0),
     "power 0": lambda x: x**0,
-    "filled in place": lambda x: (x * 1).masked_fill_(x > 99, 1.0),
+    "filled in place": lambda x: (x * 1).masked_fill_(x < 99, 1.0),
 }
 
 
@@ -47,7 +63,7 @@ def test_gates_act_at_the_writer_where_zeros_survive(name):
 
 CROSSED = {
     # h is zero at closed slots, and what is made of it carries its axis: but along other dims,
-    # or from the rows of a weight that no gate reaches.
+    # or from the rows of a weight, which then have to be gated, too.
     "a computed weight with rows and columns on one axis": lambda m, h: h + F.linear(h, m.w * 0.5),
     "the same, as a product of matrices": lambda m, h: h + h @ (m.w * 0.5),
     "all pairs": lambda m, h: h * (h[:, :, None] + h[:, None, :]).sum(1),
@@ -64,8 +80,16 @@ def test_zeros_of_another_dim_do_not_count(name):
         b=nn.Linear(1, 3),
     )
     plan, error = relative_effect_of_dead_slots(module, (torch.randn(4, 10),))
-    assert [axis.size for axis in plan.axes] == [10]
+    is_by_weight = "matri" in name or "weight" in name
+    assert [axis.size for axis in plan.axes] == ([8, 10] if is_by_weight else [10])
     assert error <= 1e-12
+
+
+def test_operators_are_tried_on_the_cpu():
+    with torch.device("meta"):
+        module = Fn(lambda m, x: torch.relu(m.a(x) * 2).sum(1), a=nn.Linear(10, 8))
+        plan = analyse(capture(module, (torch.randn(4, 10),))).plan
+    assert plan.axes[0].name == "a"
 
 
 @pytest.mark.parametrize("name", LOSES)
@@ -74,3 +98,33 @@ def test_and_nowhere_else(name):
     assert "a" not in [axis.name.removeprefix("run.") for axis in plan.axes]
     (pin,) = [pin for pin in plan.pins if pin.where == "a.weight dim 0"]
     assert "not zero there" in pin.reason
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False)])
+def test_a_norm_is_read_without_a_weight_and_gated_where_it_shifts(norm):
+    """Post-norm: the stream is what a LayerNorm wrote, so its weight and bias carry gates."""
+    layers = {"a": nn.Linear(10, 8), "first": norm, "b": nn.Linear(8, 8)}
+    layers |= {"last": nn.LayerNorm(8), "c": nn.Linear(8, 3)}
+    module = Fn(lambda m, x: m.c(m.last((y := m.first(m.a(x))) + m.b(y))), **layers)
+    plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(4, 10),))
+    assert plan.axes[0].size == 8
+    gated = {site.tensor for site in plan.sites if site.role == "write"}
+    assert {"a.weight", "a.bias", "b.weight", "b.bias", "first.weight"} <= gated
+    assert not any(name.startswith("last") for name in gated)
+    assert error <= 1e-12
+
+
+def test_parameters_that_put_values_into_a_stream_are_gated_too():
+    def forward(m, x):
+        x = torch.cat([m.token.expand(x.shape[0], -1, -1), m.a(x)], 1) + m.positions
+        return m.b(m.norm(x))
+
+    module = Fn(
+        forward, a=nn.Linear(10, 8), norm=nn.LayerNorm(8), b=nn.Linear(8, 3),
+        token=nn.Parameter(torch.randn(1, 1, 8)), positions=nn.Parameter(torch.randn(1, 6, 8)),
+    )  # fmt: skip
+    plan, error = relative_effect_of_dead_slots(module, (torch.randn(4, 5, 10),))
+    assert plan.axes[0].name == "a"
+    gated = {site.tensor for site in plan.sites if site.role == "write"}
+    assert gated == {"a.weight", "a.bias", "token", "positions"}
+    assert error <= 1e-12

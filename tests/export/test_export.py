@@ -240,3 +240,20 @@ def test_a_layer_replaced_since_gating_is_named():
     model[2] = nn.Linear(8, 6)
     with pytest.raises(UsageError, match="2 has been replaced"):
         l0prune.export(model)
+
+
+def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
+    """No column of the Linear reads it any more, but the norm's statistics still count it."""
+    layers = {"a": nn.Conv2d(3, 4, 1), "norm": nn.LayerNorm(4), "b": nn.Linear(4 * 36, 3)}
+    model = Fn(lambda m, x: m.b(m.norm(m.a(x).movedim(1, -1)).flatten(1)), **layers)
+    x = torch.randn(2, 3, 6, 6)
+    l0prune.gate(model, (x,))
+    bank = l0prune.gates(model)
+    assert [axis.name for axis in bank.axes] == ["a", "b.in"]
+    with torch.no_grad():
+        bank.log_alpha.fill_(5)
+        bank.log_alpha[4:].view(36, 4)[:, 2] = -9
+    dense = l0prune.export(model)
+    assert dense.certificate.worst("dense", "float64") <= 1e-12
+    assert "a.weight" in dict(dense.module.named_parameters())
+    assert dense.module.a.weight.shape[0] == 4

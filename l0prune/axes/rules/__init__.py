@@ -4,6 +4,7 @@ from l0prune.axes.rules import (  # noqa: F401
     attention,
     contraction,
     factories,
+    layernorm,
     movement,
     normalisation,
     pointwise,
@@ -11,4 +12,5 @@ from l0prune.axes.rules import (  # noqa: F401
     recurrent,
     reduction,
     slicing,
+    windows,
 )

@@ -96,7 +96,7 @@ def convolution(infer: Inference, node: Node) -> Value:
         infer.kind(group, "group")
     _tie_bias(infer, node, bias, out)
     shape = shape_of(node) or []
-    before = [Const(s) for s in shape[:channel]]
+    before = dims[:channel]
     after = [Const(s, "a spatial dimension") for s in shape[channel + 1 :]]
     kernel = product((shape_of(weight) or [])[2:])
     positions = shape_of(x) if transposed else shape
@@ -123,7 +123,12 @@ def matmul(infer: Inference, node: Node) -> Value:
     return contract(infer, node, a, b)
 
 
-@rule("aten.addmm", "aten.baddbmm", "aten.addbmm")
+def _added(node: Node, operands: Sequence[bool | None]) -> bool:
+    """c + a·b is zero where c is, and a or b."""
+    return operands[0] is True and some(node, operands[1:])
+
+
+@rule("aten.addmm", "aten.baddbmm", "aten.addbmm", zero=_added)
 def addmm(infer: Inference, node: Node) -> Value:
     """``c + a @ b``: the product's dims, tied to c's."""
     c, a, b = node.args[:3]

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from l0prune.axes.nodes import shape_of
 from l0prune.axes.registry import Value, rule
+from l0prune.axes.solver import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,3 +50,11 @@ def like(infer: Inference, node: Node) -> Value:
 
 
 rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(like)
+
+
+@rule("aten.one_hot")
+def one_hot(infer: Inference, node: Node) -> Value:
+    """A code for each index: a new last dim, one position for each value."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return (*infer.dims(source), Const((shape_of(node) or [0])[-1], "a one-hot code"))

@@ -7,17 +7,24 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, of_operand, rule
+from l0prune.axes.registry import Value, affine, of_operand, rule
 from l0prune.axes.rules.movement import source
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
 
 
-@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm")
+@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
 def batch_norm(infer: Inference, node: Node) -> Value:
-    """Each channel by its own statistics: scale, shift, mean and variance carry the axis."""
+    """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
+
+    Where they are those of the values themselves, all positions of a channel count.
+    """
     dims = infer.dims(source(node))
+    if len(node.args) <= 5 or node.args[5]:
+        by_example = "instance_norm" in str(node.target)
+        for dim in dims[2:] if by_example else (dims[0], *dims[2:]):
+            infer.solver.pin(dim, "{who} takes statistics over it")
     for operand in node.args[1:5]:
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
@@ -34,12 +41,12 @@ def rms_norm(infer: Inference, node: Node) -> Value:
         for mine, theirs in zip(over, infer.dims(weight), strict=True):
             infer.solver.unify(mine, theirs)
     for dim in over:
-        infer.read(dim, node, None, source(node), why="an RMSNorm averages over it", stays=True)
+        infer.read(dim, node, None, source(node), why="{who} averages over it", stays=True)
     return dims
 
 
-@rule("aten.layer_norm", "aten.native_layer_norm")
-def layer_norm(infer: Inference, node: Node) -> Value:
+@rule("aten.native_layer_norm")
+def native_layer_norm(infer: Inference, node: Node) -> Value:
     """Statistics over the last dims, which therefore stay whole."""
     dims = infer.dims(source(node))
     over = len(node.args[1])  # type: ignore[arg-type]
@@ -48,7 +55,7 @@ def layer_norm(infer: Inference, node: Node) -> Value:
             for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
                 infer.solver.unify(mine, theirs)
     for dim in dims[-over:]:
-        infer.solver.pin(dim, "a LayerNorm averages over it")
+        infer.solver.pin(dim, "{who} averages over it")
     return dims
 
 
@@ -60,7 +67,7 @@ def group_norm(infer: Inference, node: Node) -> Value:
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
     group, inner = infer.solver.factor(dims[1], int(node.args[1]))  # type: ignore[arg-type]
-    infer.solver.pin(inner, "a GroupNorm averages over it")
+    infer.solver.pin(inner, "{who} averages over it")
     if inner.size > 1:
         infer.kind(group, "group")
     return infer.dims(source(node))
@@ -71,7 +78,7 @@ def softmax(infer: Inference, node: Node) -> Value:
     """Normalised over one dim, which therefore stays whole."""
     dims = infer.dims(source(node))
     dim = dims[int(argument(node, 1, "dim", -1)) % len(dims)]
-    infer.solver.pin(dim, "a softmax or running sum goes over it")
+    infer.solver.pin(dim, "a softmax or running sum goes over it in {who}")
     return dims
 
 

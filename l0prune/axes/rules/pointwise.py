@@ -47,16 +47,18 @@ def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
     if not any(operand is True for operand in operands):
         return False
     zero = {o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero}
-    numbers = torch.Generator().manual_seed(0)
     try:
-        args, kwargs = map_arg(
-            (node.args, node.kwargs), lambda operand: _numbers(operand, operand in zero, numbers)
-        )
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # on the CPU even where the caller plans on the meta device, which has no numbers
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            numbers = torch.Generator().manual_seed(0)
+            args, kwargs = map_arg(
+                (node.args, node.kwargs),
+                lambda operand: _numbers(operand, operand in zero, numbers),
+            )
             result = node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
+            return isinstance(result, Tensor) and not bool(result.any())
     except Exception:  # an operator that does not run on these shapes is not known to keep zeros
         return False
-    return isinstance(result, Tensor) and not bool(result.any())
 
 
 def _numbers(operand: Node, is_zero: bool, generator: torch.Generator) -> Tensor:
@@ -76,6 +78,10 @@ _UNTAGGED = (
     "logical_and logical_or logical_not clip square nan_to_num threshold"
 )
 rule(*(f"aten.{name}" for name in _UNTAGGED.split()), zero=zero_when_tried)(pointwise)
+
+
+# It leaves nothing of what was there before.
+rule("aten.copy_", zero=of_operand(1))(pointwise)
 
 
 @rule("aten.prelu", zero=of_operand(0))

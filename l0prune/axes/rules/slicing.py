@@ -13,6 +13,8 @@ from l0prune.axes.rules.movement import source
 from l0prune.axes.solver import Const, Expr, cat
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from l0prune.axes.inference import Inference
 
 
@@ -131,7 +133,13 @@ def select(infer: Inference, node: Node) -> Value:
     return (*dims[:dim], *dims[dim + 1 :])
 
 
-@rule("aten.pad", "aten.constant_pad_nd")
+def _padded(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Padding with anything but zeros puts values where there were none."""
+    position = 2 if "constant_pad_nd" in str(node.target) else 3
+    return each(node, operands) and not argument(node, position, "value")
+
+
+@rule("aten.pad", "aten.constant_pad_nd", zero=_padded)
 def pad(infer: Inference, node: Node) -> Value:
     """Padded dims: constants around the slots where the padding is constant."""
     widths = list(node.args[1])  # type: ignore[arg-type]
@@ -152,7 +160,7 @@ def pad(infer: Inference, node: Node) -> Value:
     return tuple(dims)
 
 
-@rule("aten.roll", "aten.flip")
+@rule("aten.roll", "aten.flip", zero=each)
 def reorder(infer: Inference, node: Node) -> Value:
     """Slots in another order along some dims; those are not cut."""
     dims = infer.dims(source(node))
@@ -204,10 +212,3 @@ def glu(infer: Inference, node: Node) -> Value:
     value, gate = infer.solver.split(dims[dim], dims[dim].size // 2)
     infer.solver.unify(value, gate)
     return (*dims[:dim], infer.solver.resolve(value), *dims[dim + 1 :])
-
-
-@rule("aten.unfold", "aten.im2col", "aten.col2im")
-def unfold(infer: Inference, node: Node) -> Value:
-    """Sliding windows: a carried channel is not followed through them."""
-    infer.pin_all(source(node), "it is cut into sliding windows")
-    return infer.opaque(node, "sliding windows")

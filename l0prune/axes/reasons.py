@@ -1,0 +1,98 @@
+"""Why dims of weights stay whole, in words that a user of the network understands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch.fx import Node
+
+from l0prune.axes.inference import Inference, Place
+from l0prune.axes.nodes import operator_name
+from l0prune.axes.solver import Cat, Const, Expr, Prod, Reason, Var, variables
+from l0prune.capture import class_of, module_of, source_of
+from l0prune.plan import Pin
+
+
+def pins(infer: Inference, axes: Collection[Var], fine: Collection[Place]) -> tuple[Pin, ...]:
+    """A pin for each dim of a weight of which some part belongs to no axis.
+
+    ``axes`` are the variables that became axes, ``fine`` the dims with an axis of their own.
+    """
+    places = [(f"{p[0]} dim {p[1]}", *of) for p, of in _places(infer) if p not in fine]
+    places += [(c.where, c.expr, c.node) for c in infer.computed]
+    resolve = infer.solver.resolve
+    found = [_pin(where, resolve(expr), node, axes) for where, expr, node in places]
+    return tuple(dict.fromkeys(pin for pin in found if pin is not None))
+
+
+def _places(infer: Inference) -> Iterator[tuple[Place, tuple[Expr, Node | None]]]:
+    """Every dim of a parameter with two or more: first those that are read or written."""
+    events = [(w.place, w.expr, w.node) for w in infer.writes]
+    events += [(r.place, r.expr, r.node) for r in infer.reads if r.place is not None]
+    seen: set[Place] = set()
+    for place, expr, node in events:
+        if place not in seen and len(infer.tensors[place[0]]) > 1:
+            seen.add(place)
+            yield place, (expr, node)
+    for name, dims in infer.tensors.items():
+        if name not in infer.captured.parameters or len(dims) < 2:
+            continue
+        for number, dim in enumerate(dims):
+            # kernel heights and the like: nothing was ever said about them
+            is_silent = any(v.pin is None for v in variables(infer.solver.resolve(dim)))
+            if (name, number) not in seen and dim.size > 1 and not is_silent:
+                yield (name, number), (dim, None)
+
+
+def _pin(where: str, expr: Expr, node: Node | None, axes: Collection[Var]) -> Pin | None:
+    """The pin of a dim, unless axes reach all of it."""
+    reason = _reason(expr, axes)
+    if reason is None:
+        return None
+    author = reason.node or node
+    if author is None:
+        return Pin(where, reason.text.replace("{who}", "a normalisation"))
+    operator = operator_name(author.target) if author.op == "call_function" else ""
+    text = _words(reason.text, where, author, operator)
+    return Pin(where, text, operator, source_of(author))
+
+
+def _words(text: str, where: str, author: Node, operator: str) -> str:
+    """The reason with the module that it is about: ``{who}`` is filled in, or a path added."""
+    path = module_of(author)
+    if "{who}" in text:
+        place = f"{class_of(author)} at {path}" if path else f"{operator} in the model's forward"
+        return text.replace("{who}", place)
+    return text if not path or where.startswith(f"{path}.") else f"{text} ({path})"
+
+
+def _reason(expr: Expr, axes: Collection[Var]) -> Reason | None:
+    """Why a part of the expression became no axis; None if all of it did."""
+    whole = list(_left_over(expr, axes))
+    if not whole:
+        return None
+    pinned = next((v.pin for v in whole if isinstance(v, Var) and v.pin), None)
+    first = whole[0]
+    if pinned is None and isinstance(first, Const):
+        return Reason(f"it is {first.what}", None)
+    return pinned or Reason(
+        "no weight writes it: it comes from a buffer or is made in forward", None
+    )
+
+
+def _left_over(expr: Expr, axes: Collection[Var]) -> Iterator[Const | Var]:
+    """The constants and variables of those positions that no axis can take away."""
+    match expr:
+        case Const():
+            yield expr
+        case Var():
+            if expr not in axes:
+                yield expr
+        case Cat(parts, _):
+            for part in parts:
+                yield from _left_over(part, axes)
+        case Prod(factors, _):
+            each = [list(_left_over(factor, axes)) for factor in factors]
+            if all(each):
+                for left in each:
+                    yield from left

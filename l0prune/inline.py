@@ -1,0 +1,82 @@
+"""Parts of a forward that run under a mode of their own, put back in line with the rest.
+
+torch.export wraps what a forward does under ``torch.autocast(..., enabled=False)`` or
+``torch.set_grad_enabled`` into a graph of its own, behind one opaque operator. A captured graph
+runs in neither mode, so the inner operators mean the same in line, where rules can see them.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+_HIGHER = torch.ops.higher_order
+
+
+def inline_modes(program: ExportedProgram) -> None:
+    """Inline every part of the program's graph whose mode changes nothing."""
+    changed = _inline_all(program.graph_module)
+    for old, new in changed:
+        program.graph_signature.replace_all_uses(old, new)
+
+
+def _inline_all(module: GraphModule) -> list[tuple[str, str]]:
+    """Inline what can be; the old and new names of all results."""
+    renamed: list[tuple[str, str]] = []
+    for node in list(module.graph.nodes):
+        found = _inner(module, node)
+        if found is None:
+            continue
+        inner, operands = found
+        _inline_all(inner)
+        if not any(n.op == "get_attr" for n in inner.graph.nodes):
+            renamed += _inline(module, node, inner, operands)
+    if renamed:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    return renamed
+
+
+def _inner(module: GraphModule, node: Node) -> tuple[GraphModule, tuple[Any, ...]] | None:
+    """The inner graph and its operands, if the node wraps one and its mode changes nothing."""
+    if node.op != "call_function":
+        return None
+    if node.target is _HIGHER.wrap_with_autocast:
+        _, _, enabled, _, graph, *operands = node.args
+        if enabled:
+            return None  # casts happen inside that the graph does not show
+    elif node.target is _HIGHER.wrap_with_set_grad_enabled:
+        _, graph, *operands = node.args
+    else:
+        return None
+    inner = getattr(module, str(graph.target)) if isinstance(graph, Node) else None
+    tuples = all(u.target is operator.getitem for u in node.users)
+    return (inner, tuple(operands)) if isinstance(inner, GraphModule) and tuples else None
+
+
+def _inline(
+    module: GraphModule, node: Node, inner: GraphModule, operands: tuple[Any, ...]
+) -> list[tuple[str, str]]:
+    """Put the inner graph where ``node`` is; the old and new names of its results."""
+    inputs = inner.graph.find_nodes(op="placeholder")
+    new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
+    results: tuple[Any, ...] = ()
+    with module.graph.inserting_before(node):
+        for each in inner.graph.nodes:
+            if each.op == "output":
+                results = each.args[0]
+            elif each.op != "placeholder":
+                new[each] = module.graph.node_copy(each, lambda old: new[old])
+    renamed = []
+    for user in list(node.users):
+        result = results[int(user.args[1])]  # type: ignore[arg-type]
+        user.replace_all_uses_with(new[result])
+        renamed.append((user.name, new[result].name))
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
+    return renamed
