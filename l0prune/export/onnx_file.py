@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import os
@@ -36,7 +37,10 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(quiet):
             warnings.simplefilter("ignore")
-            made = torch.onnx.export(program, dynamo=True, verbose=False)
+            try:
+                made = torch.onnx.export(program, dynamo=True, verbose=False)
+            except Exception:
+                made = torch.onnx.export(_with_plain_strides(program), dynamo=True, verbose=False)
     except Exception as error:
         raise L0pruneError(
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
@@ -46,6 +50,28 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
         logger.setLevel(level)
     assert made is not None
     return made.model_proto
+
+
+def _with_plain_strides(program: ExportedProgram) -> ExportedProgram:
+    """A copy whose attention gives its result in row-major order, and whose views may copy.
+
+    torch's exporter decomposes masked attention into operators whose result lies otherwise in
+    memory than that of the fused one, and then fails at the ``view`` that comes after it.
+    """
+    copied = copy.deepcopy(program)
+    for node in list(copied.graph.nodes):
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+        elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
+            with copied.graph.inserting_after(node):
+                kwargs = {"memory_format": torch.contiguous_format}
+                plain = copied.graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
+            plain.meta = dict(node.meta)
+            node.replace_all_uses_with(
+                plain, delete_user_cb=lambda user, own=plain: user is not own
+            )
+    copied.graph_module.recompile()
+    return copied
 
 
 def _cause(error: BaseException) -> str:
