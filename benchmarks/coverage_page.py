@@ -74,6 +74,8 @@ def verdict(row: Row) -> str:
     """Is Torch-Pruning's model the masked one: exact, up to norms, or off by how much?"""
     if "exact" not in row:
         return "-"
+    if not row["params_removed"]:
+        return "nothing cut"
     if row["exact"] <= EXACT:
         return "yes"
     return "norms" if row["norms"] <= EXACT else f"no ({row['exact']:.0e})"
@@ -83,11 +85,13 @@ def count(theirs: list[Row]) -> str:
     """Torch-Pruning's results in a line."""
     pruned, runs = (sum(bool(r.get(key)) for r in theirs) for key in ("pruned", "runs"))
     verdicts = [verdict(r) for r in theirs]
+    nothing = verdicts.count("nothing cut")
     at_parity = sum(r.get("onnx", 1) <= ONNX for r in theirs)
     return (
-        f"Torch-Pruning, of {len(theirs)}: {pruned} pruned without a crash, {runs} of these still "
-        f"run with outputs of the same shapes, {verdicts.count('yes')} are exact and "
-        f"{verdicts.count('norms')} more up to norms, {at_parity} agree with their ONNX file."
+        f"Torch-Pruning, of {len(theirs)}: {pruned} pruned without a crash ({nothing} with nothing "
+        f"cut), {runs} of these still run with outputs of the same shapes, {verdicts.count('yes')} "
+        f"are exact and {verdicts.count('norms')} more up to norms, {at_parity} agree with their "
+        "ONNX file."
     )
 
 

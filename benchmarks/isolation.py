@@ -67,13 +67,13 @@ def run(
         command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}"]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             code = subprocess.run(
-                ["bash", "-c", f'ulimit -t {limit} && exec "$@"', "bash", *command],
+                ["bash", "-c", f'ulimit -c 0 -S -t {limit} && exec "$@"', "bash", *command],
                 cwd=ROOT,
                 stdout=out,
                 stderr=err,
                 check=False,
             ).returncode
-            is_late = code in (-signal.SIGXCPU, -signal.SIGKILL)
+            is_late = code == -signal.SIGXCPU
             failure = f"not done after {limit} s" if is_late else f"exit {code}" if code else None
             out.seek(0)
             err.seek(0)

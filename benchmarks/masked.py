@@ -65,13 +65,18 @@ def errors(masked: nn.Module, pruned: nn.Module, kept: Kept, example: Example) -
         yield {"signal": signal}
         if signal < 1e-12:
             return  # equal or not, it would prove nothing
-        yield {"exact": difference(expected, found) / min(signal, 1)}
-        for name, norm in masked.named_modules():
-            if isinstance(norm, nn.LayerNorm | nn.GroupNorm) and f"{name}.weight" in kept:
-                norm.register_forward_hook(
-                    _of_kept(pruned.get_submodule(name), kept[f"{name}.weight"][-1])
-                )
-        yield {"norms": difference(output_of(masked, given), found) / min(signal, 1)}
+        exact = difference(expected, found) / min(signal, 1)
+        yield {"exact": exact, "norms": exact}
+        norms = [
+            (name, norm)
+            for name, norm in masked.named_modules()
+            if isinstance(norm, nn.LayerNorm | nn.GroupNorm) and f"{name}.weight" in kept
+        ]
+        for name, norm in norms:
+            hook = _of_kept(pruned.get_submodule(name), kept[f"{name}.weight"][-1])
+            norm.register_forward_hook(hook)
+        if norms:
+            yield {"norms": difference(output_of(masked, given), found) / min(signal, 1)}
 
 
 def _of_kept(norm: nn.Module, kept: Tensor) -> Any:
