@@ -29,16 +29,7 @@ def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
         example: positional and keyword inputs of its forward.
         seed: of everything that is drawn.
     """
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue
-        if parameter.ndim == 1:
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-        elif "layer_scale" in name:
-            parameter.fill_(0.5)
-        elif not parameter.any():  # a ViT's head starts at zero, and would hide everything
-            parameter.normal_(std=0.05)
+    randomise(model, seed)
     l0prune.gate(model, *example)
     bank = l0prune.gates(model)
     is_closed = torch.rand(bank.plan.size) < 0.5
@@ -49,11 +40,27 @@ def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
         if site.role == "read":
             scale = bank.plan.spread(site.layout, z).square().mean().sqrt().clamp(min=0.05)
             parameters[site.tensor].div_(scale)
-    _settle_statistics(model, example)
+    settle_statistics(model, example)
     return model.eval()
 
 
-def _settle_statistics(model: nn.Module, example: Example) -> None:
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Noise on every bias and scale, and no weight that is all zeros."""
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.ndim == 1:
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        elif "layer_scale" in name:
+            parameter.fill_(0.5)
+        elif not parameter.any():  # a ViT's head starts at zero, and would hide everything
+            parameter.normal_(std=0.05)
+
+
+@torch.no_grad()
+def settle_statistics(model: nn.Module, example: Example) -> None:
     """BatchNorm statistics of a few random inputs, with every gate at its eval value."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     model.eval()
@@ -62,18 +69,26 @@ def _settle_statistics(model: nn.Module, example: Example) -> None:
     for norm in norms:
         norm.momentum = 0.5
     args, kwargs = example
+    # A list of images is a batch by itself.
+    another = _like if any(isinstance(given, list) for given in args) else _another
     # Each round leaves less of the initial ones. With all of them gone deep random networks are
     # chaotic, and double every rounding from layer to layer; so no more than the output needs.
     for _ in range(6):
         for norm in norms:
             norm.train()
         for _ in range(3):
-            other_args, other_kwargs = pytree.tree_map(_another, example)
+            other_args, other_kwargs = pytree.tree_map(another, example)
             model(*other_args, **other_kwargs)
         model.eval()
-        first = pytree.tree_map(_like, example)
+        first = like(example)
         if difference(model(*args, **kwargs), model(*first[0], **first[1])) > SIGNAL:
             return
+
+
+def like(example: Example) -> Example:
+    """Other inputs of the same shapes, random where they are numbers and not indices."""
+    args, kwargs = pytree.tree_map(_like, example)
+    return args, kwargs
 
 
 def _like(leaf: Any) -> Any:

@@ -5,7 +5,9 @@ Weights are random. Inputs are a batch of two at a small size that the model acc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 Built = tuple[nn.Module, Example]
+
+ZOOS = ("torchvision", "timm", "transformers", "small")
 
 # torchvision: sides of images that are not 96, by the beginning of a model's name.
 _SIDES = {"vit_": 224, "maxvit": 224, "inception": 128, "quantized_inception": 128}
@@ -23,7 +27,10 @@ _VIDEO |= dict.fromkeys(("r3d", "mc3", "r2plus1d"), (4, 48))
 
 
 def names(zoo: str) -> list[str]:
-    """All models of a zoo: torchvision's by name, one per module of timm, transformers by type."""
+    """All models of a zoo: torchvision's by name, one per module of timm, transformers by type.
+
+    ``small`` are the small hand-written networks of the tests.
+    """
     if zoo == "torchvision":
         import torchvision
 
@@ -34,13 +41,16 @@ def names(zoo: str) -> list[str]:
         return sorted(list_modules())
     if zoo == "transformers":
         return sorted([*_TRANSFORMERS, *(f"{name}-lm" for name in _WITH_HEAD)])
-    raise SystemExit(f"no zoo called {zoo!r}: torchvision, timm or transformers")
+    if zoo == "small":
+        return list(_cases())
+    raise SystemExit(f"no zoo called {zoo!r}: {', '.join(ZOOS)}")
 
 
 def build(zoo: str, name: str) -> Built:
     """A model in eval mode, and an example of its inputs."""
     torch.manual_seed(0)
     makers = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
+    makers["small"] = _small
     model, example = makers[zoo](name)
     return model.eval(), example
 
@@ -56,6 +66,11 @@ def _torchvision(name: str) -> Built:
         options = {"init_weights": False}
     model: nn.Module = torchvision.models.get_model(name, weights=None, **options)
     if is_detection:
+        for module in model.modules():
+            if hasattr(module, "score_thresh"):
+                module.score_thresh = 0.0  # an untrained model's scores are all below its own
+        if not name.startswith("ssd"):
+            model.transform.min_size, model.transform.max_size = (160,), 320
         return model, ((torch.rand(2, 3, 160, 160),), {})
     if name.startswith("raft"):
         return model, ((torch.randn(2, 3, 128, 128), torch.randn(2, 3, 128, 128)), {})
@@ -82,6 +97,18 @@ def _timm(module: str) -> Built:
     model = timm.create_model(name, pretrained=False)
     shape = model.default_cfg.get("input_size") or (3, 224, 224)
     return model, ((torch.randn(2, *shape),), {})
+
+
+def _small(name: str) -> Built:
+    module, args = _cases()[name]()
+    return module, (args, {})
+
+
+def _cases() -> dict[str, Callable[[], Any]]:
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from small_networks import CASES
+
+    return CASES
 
 
 # transformers: a small config of each type, and what it reads.

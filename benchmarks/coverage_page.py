@@ -1,0 +1,127 @@
+"""The documentation page of ``benchmarks.coverage``: our results and Torch-Pruning's."""
+
+from __future__ import annotations
+
+from benchmarks import zoo
+from benchmarks.isolation import ROOT, Row, rows
+
+HEAD = """# Coverage of the model zoos
+
+Printed by `python -m benchmarks.coverage --zoo ZOO` and `--page docs/coverage.md`, one process per
+model, one thread, random weights, half of the gates closed at random (seed 0). *params* and *MACs*
+are the shares that some axis can take away; *capture* is torch.export alone, *plan* is torch.export
+and the inference of axes; *float64* is the largest difference between the gated and the exported
+model, *ONNX* that between the gated model and ONNX Runtime in float32, both relative to the
+output's scale; *peak* is the whole process, export in float64 and ONNX included.
+"""
+THEIRS = """
+The columns **TP** are Torch-Pruning's ({version}) on the same models and inputs, by `python -m
+benchmarks.torch_pruning --zoo ZOO`: magnitude, ratio 0.5, layers as wide as an output ignored, and
+its own examples' treatment of detectors and attention. *runs*: the pruned model still runs, with
+outputs of the same shapes. *exact*: it computes what the original does in which every parameter
+that was cut is zero, to 1e-6 in float64, relative to how far another input moves the output.
+*norms* instead says that it does so once LayerNorm and GroupNorm, too, leave out the channels that
+were cut: a consistent cut, but of a network that no mask trains. *ONNX*: the file made from it
+agrees with PyTorch to 1e-4. *s*: CPU seconds of its tracing and pruning; *too slow* is not done
+after {limit} for everything, building the model and comparing included.
+"""
+EXACT, ONNX = 1e-6, 1e-4
+
+
+def page() -> str:
+    """The whole page, of all zoos that have results."""
+    ours = {which: rows(ROOT / "runs" / f"coverage-{which}.jsonl") for which in zoo.ZOOS}
+    theirs = {which: rows(ROOT / "runs" / f"torch-pruning-{which}.jsonl") for which in zoo.ZOOS}
+    every = [row for found in theirs.values() for row in found]
+    facts = {key: next((r[key] for r in every if key in r), "?") for key in ("version", "limit")}
+    head = HEAD + (THEIRS.format(**facts) if every else "")
+    return "\n".join([head, *(section(z, ours[z], theirs[z]) for z in zoo.ZOOS if ours[z])])
+
+
+def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
+    """The results of a zoo."""
+    refused, exact = [r for r in ours if "refused" in r], [r for r in ours if is_exact(r)]
+    every, rest = len(zoo.names(which)), len(ours) - len(exact) - len(refused)
+    parts = [
+        f"## {which}\n",
+        f"{len(ours)} of {every} models measured: {len(exact)} exact and at parity with ONNX "
+        f"Runtime, {len(refused)} refused with a reason, {rest} else.",
+    ]
+    if theirs:
+        parts.append(f"\n{count(theirs)}")
+    columns = ["model", "axes", "params", "MACs", "capture, s", "plan, s", "float64", "ONNX"]
+    columns += ["peak MiB", *(f"TP {what}" for what in ("runs", "exact", "ONNX", "s") if theirs)]
+    parts += ["", _line(columns), "|" + "---|" * len(columns)]
+    beside = {row["model"]: row for row in theirs}
+    for row in ours:
+        cells = [row["model"], *_ours(row)]
+        parts.append(_line([*cells, *_theirs(beside.get(row["model"]))] if theirs else cells))
+    failed = [r for r in ours if not is_exact(r)]
+    if failed:
+        parts.append("\nNot exact, or not to the end:\n")
+    for r in failed:
+        reason = (r.get("refused") or r.get("crash") or "").splitlines()[0]
+        parts.append(f"- {r['model']} (at {r.get('step', '?')}): {reason[:300]}")
+    return "\n".join(parts) + "\n"
+
+
+def is_exact(row: Row) -> bool:
+    """Was the cut shown exact, and the ONNX file equal?"""
+    return row.get("step") == "done" and row["float64"] <= 1e-10 and row.get("onnx") is not None
+
+
+def verdict(row: Row) -> str:
+    """Is Torch-Pruning's model the masked one: exact, up to norms, or off by how much?"""
+    if "exact" not in row:
+        return "-"
+    if not row["params_removed"]:
+        return "nothing cut"
+    if row["exact"] <= EXACT:
+        return "yes"
+    return "norms" if row["norms"] <= EXACT else f"no ({row['exact']:.0e})"
+
+
+def count(theirs: list[Row]) -> str:
+    """Torch-Pruning's results in a line."""
+    pruned, runs = (sum(bool(r.get(key)) for r in theirs) for key in ("pruned", "runs"))
+    verdicts = [verdict(r) for r in theirs]
+    nothing = verdicts.count("nothing cut")
+    at_parity = sum(r.get("onnx", 1) <= ONNX for r in theirs)
+    return (
+        f"Torch-Pruning, of {len(theirs)}: {pruned} pruned without a crash ({nothing} with nothing "
+        f"cut), {runs} of these still run with outputs of the same shapes, {verdicts.count('yes')} "
+        f"are exact and {verdicts.count('norms')} more up to norms, {at_parity} agree with their "
+        "ONNX file."
+    )
+
+
+def _ours(row: Row) -> list[str]:
+    if "float64" not in row:
+        return ["refused" if "refused" in row else "failed", *["-"] * 7]
+    return [
+        f"{row['axes']}",
+        f"{row['params_share']:.1%}",
+        f"{row['macs_share']:.1%}",
+        f"{row.get('capture_s', 0):.1f}",
+        f"{row['plan_s']:.1f}",
+        f"{row['float64']:.0e}",
+        f"{row['onnx']:.0e}" if row.get("onnx") is not None else "failed",
+        f"{row['peak_mib']:,}",
+    ]
+
+
+def _theirs(row: Row | None) -> list[str]:
+    if row is None:
+        return ["-"] * 4
+    if not row.get("pruned"):
+        late = "not done" in row.get("crash", "")
+        return ["too slow" if late else "crash", "-", "-", f"{row.get('seconds', '-')}"]
+    if not row.get("runs"):
+        shapes = "shapes change" if "shapes" in row else "crash in forward"
+        return [shapes, "-", "-", f"{row['seconds']}"]
+    onnx = "failed" if "onnx" not in row else "yes" if row["onnx"] <= ONNX else f"{row['onnx']:.0e}"
+    return ["yes", verdict(row), onnx, f"{row['seconds']}"]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

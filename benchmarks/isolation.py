@@ -1,0 +1,100 @@
+"""One model per process, so that none can harm another and its peak memory is its own.
+
+A measurement is a generator of dicts that are merged into the model's row. The row is printed
+after each of them, so that of a process that is killed its last is known. Rows are JSON lines;
+a run that was stopped goes on with the models that have none yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from l0prune.errors import L0pruneError
+
+ROOT = Path(__file__).parent.parent
+Row = dict[str, Any]
+
+
+def measure(name: str, steps: Iterable[Row]) -> None:
+    """In the model's own process: print its row after each step, with what failed and where."""
+    warnings.simplefilter("ignore")
+    row: Row = {"model": name, "step": "build"}
+    with open(os.devnull, "w") as nowhere:
+        stdout, sys.stdout = sys.stdout, nowhere
+        try:
+            for done in steps:
+                row |= done
+                _print(row, stdout)
+        except L0pruneError as error:
+            row["refused"] = str(error)
+        except Exception as error:
+            row["crash"] = f"{type(error).__name__}: {error}"[:2000]
+        else:
+            row["step"] = "done"
+        _print(row, stdout)
+        sys.stdout = stdout
+
+
+def _print(row: Row, file: Any) -> None:
+    row["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    print(json.dumps(row), file=file, flush=True)
+
+
+def run(
+    module: str,
+    path: Path,
+    zoo: str,
+    names: Iterable[str],
+    limit: int,
+    summary: Callable[[Row], str],
+) -> None:
+    """Measure each model by ``python -m module --one zoo:name``, and append its row to ``path``.
+
+    ``limit`` is of CPU seconds, so that a busy machine changes nothing.
+    """
+    path.parent.mkdir(exist_ok=True)
+    for name in names:
+        command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}"]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            code = subprocess.run(
+                ["bash", "-c", f'ulimit -c 0 -S -t {limit} && exec "$@"', "bash", *command],
+                cwd=ROOT,
+                stdout=out,
+                stderr=err,
+                check=False,
+            ).returncode
+            is_late = code == -signal.SIGXCPU
+            failure = f"not done after {limit} s" if is_late else f"exit {code}" if code else None
+            out.seek(0)
+            err.seek(0)
+            lines = out.read().splitlines()
+            row = json.loads(lines[-1]) if lines else {"model": name, "step": "build"}
+            if failure:
+                row["crash"] = f"{failure}: {err.read()[-500:]}" if not lines else failure
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(summary(row), flush=True)
+
+
+def rows(path: Path) -> list[Row]:
+    """The results so far; of a model measured twice, the last."""
+    if not path.exists():
+        return []
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return list({row["model"]: row for row in lines}.values())
+
+
+def missing(path: Path, names: Iterable[str]) -> list[str]:
+    """Those of the models that have no result yet."""
+    known = {row["model"] for row in rows(path)}
+    return [name for name in names if name not in known]

@@ -1,0 +1,51 @@
+"""Networks on which pruners go wrong: here each is surveyed, and what is cut is cut exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deadness import randomise
+from networks import IMAGE, Fn, conv
+from small_networks import AXES, CASES, REASONS
+
+import l0prune
+from l0prune.errors import CaptureError, NothingToPrune
+
+
+def made(name):
+    torch.manual_seed(0)
+    module, example = CASES[name]()
+    return randomise(module).eval(), example
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_axes_are_those_one_expects(name):
+    module, example = made(name)
+    assert sorted(axis.size for axis in l0prune.survey(module, example).axes) == sorted(AXES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_export_is_exact(name):
+    module, example = made(name)
+    if name in REASONS:
+        with pytest.raises(NothingToPrune, match=REASONS[name]):
+            l0prune.gate(module, example)
+        return
+    l0prune.gate(module, example)
+    bank = l0prune.gates(module)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        bank.log_alpha.uniform_(-1.5, 2.5, generator=generator)
+        bank.log_alpha[torch.rand(bank.plan.size, generator=generator) < 0.5] = -5.0
+    dense = l0prune.export(module)
+    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert dense.params < dense.params_before
+
+
+def test_an_output_that_torch_cannot_take_apart_is_named():
+    class Own:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+    with pytest.raises(CaptureError, match=r"Own.*register a pytree"):
+        l0prune.survey(Fn(lambda m, x: Own(m.a(x)), a=conv(3, 8)), (torch.randn(IMAGE),))
