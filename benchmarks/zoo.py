@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import pypi
+
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 Built = tuple[nn.Module, Example]
 
-ZOOS = ("torchvision", "timm", "transformers", "small")
+ZOOS = ("torchvision", "timm", "transformers", "pypi", "small")
 
 # torchvision: sides of images that are not 96, by the beginning of a model's name.
 _SIDES = {"vit_": 224, "maxvit": 224, "inception": 128, "quantized_inception": 128}
@@ -29,7 +31,7 @@ _VIDEO |= dict.fromkeys(("r3d", "mc3", "r2plus1d"), (4, 48))
 def names(zoo: str) -> list[str]:
     """All models of a zoo: torchvision's by name, one per module of timm, transformers by type.
 
-    ``small`` are the small hand-written networks of the tests.
+    ``pypi`` are models of other packages, ``small`` the hand-written networks of the tests.
     """
     if zoo == "torchvision":
         import torchvision
@@ -41,6 +43,8 @@ def names(zoo: str) -> list[str]:
         return sorted(list_modules())
     if zoo == "transformers":
         return sorted([*_TRANSFORMERS, *(f"{name}-lm" for name in _WITH_HEAD)])
+    if zoo == "pypi":
+        return list(pypi.MODELS)
     if zoo == "small":
         return list(_cases())
     raise SystemExit(f"no zoo called {zoo!r}: {', '.join(ZOOS)}")
@@ -50,7 +54,7 @@ def build(zoo: str, name: str) -> Built:
     """A model in eval mode, and an example of its inputs."""
     torch.manual_seed(0)
     makers = {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}
-    makers["small"] = _small
+    makers |= {"pypi": _pypi, "small": _small}
     model, example = makers[zoo](name)
     return model.eval(), example
 
@@ -97,6 +101,11 @@ def _timm(module: str) -> Built:
     model = timm.create_model(name, pretrained=False)
     shape = model.default_cfg.get("input_size") or (3, 224, 224)
     return model, ((torch.randn(2, *shape),), {})
+
+
+def _pypi(name: str) -> Built:
+    module, args = pypi.MODELS[name]()
+    return module, (args, {})
 
 
 def _small(name: str) -> Built:

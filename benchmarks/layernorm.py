@@ -1,0 +1,96 @@
+"""What a LayerNorm costs after slots of its axis went, when it is no fused operator any more.
+
+A stack of a ViT-B's MLP blocks (LayerNorm, 4 × wide, residual) with 700 of 768 slots of the
+stream left, exported by l0prune, against the same stack built 700 wide with plain LayerNorms: both
+by ONNX Runtime on one CPU thread, alternating. Prints the median of the ratios.
+
+    python -m benchmarks.layernorm [--rounds 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from l0prune.export.onnx_file import to_onnx
+
+WIDE, LEFT, HIDDEN, BLOCKS, TOKENS = 768, 700, 3072, 4, 197
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(16, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(BLOCKS))
+        self.up = nn.ModuleList(nn.Linear(width, HIDDEN) for _ in range(BLOCKS))
+        self.down = nn.ModuleList(nn.Linear(HIDDEN, width) for _ in range(BLOCKS))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(nn.functional.gelu(up(norm(x))))
+        return self.head(x)
+
+
+def cut() -> torch.export.ExportedProgram:
+    """The wide stack, cut to ``LEFT`` slots of its stream."""
+    x = torch.randn(2, TOKENS, 16)
+    model = l0prune.gate(Stack(WIDE).eval(), (x,), exclude=["up.*", "*.in"])
+    (axis,) = l0prune.gates(model).axes
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[: axis.size - LEFT] = -5.0
+    dense = l0prune.export(model)
+    assert dense.widths[axis.name] == (LEFT, WIDE)
+    return dense.program
+
+
+def plain() -> torch.export.ExportedProgram:
+    """The stack built narrow from the start."""
+    x = torch.randn(2, TOKENS, 16)
+    return torch.export.export(
+        Stack(LEFT).eval(), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)
+    )
+
+
+def runner(program: torch.export.ExportedProgram) -> Callable[[], float]:
+    """Seconds of one run of one example."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(
+        to_onnx(program).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    feed = {session.get_inputs()[0].name: torch.randn(1, TOKENS, 16).numpy()}
+
+    def run() -> float:
+        start = time.perf_counter()
+        session.run(None, feed)
+        return time.perf_counter() - start
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    rounds = parser.parse_args().rounds
+    torch.manual_seed(0)
+    runs = [runner(cut()), runner(plain())]
+    for run in runs:
+        run()
+    times = [(runs[0](), runs[1]()) for _ in range(rounds)]
+    ours, theirs = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    ratio = statistics.median(a / b for a, b in times)
+    print(f"torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}, 1 thread")
+    print(f"cut LayerNorms {ours:.1f} ms, fused {theirs:.1f} ms, ratio {ratio:.3f}")
+
+
+if __name__ == "__main__":
+    main()
