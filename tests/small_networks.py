@@ -115,9 +115,9 @@ def patch_merging():
     return Fn(forward, a=conv(3, 8), b=nn.Linear(32, 6), c=nn.Linear(6, 2))
 
 
-@case(8)
+@case(4, 8)
 def patch_merging_with_norm():
-    """LayerNorm keeps the merged channels; its result's reader can lose neurons."""
+    """A LayerNorm over the merged channels: each goes from all four patches, or stays."""
 
     def forward(m, x):
         x = m.a(x).permute(0, 2, 3, 1)
@@ -253,9 +253,9 @@ def frozen_first_layers():
     return model
 
 
-@case(6)
+@case(4, 6)
 def group_norm():
-    """Statistics over a group's channels: they stay. Those of its reader can go."""
+    """Statistics over a group's channels: whole groups go. Of its reader single channels can."""
     return nn.Sequential(
         conv(3, 8), nn.GroupNorm(4, 8), nn.ReLU(), conv(8, 6), nn.ReLU(), conv(6, 2)
     )
@@ -276,7 +276,7 @@ def cumulative_sum_over_channels():
     return Fn(lambda m, x: m.b(m.a(x).cumsum(1)), a=conv(3, 8), b=conv(8, 2))
 
 
-@case(why="a mean is taken over it")
+@case(8)
 def mean_over_channels():
     """The mean divides by the number of channels, the cut ones included."""
     return Fn(lambda m, x: m.b(F.relu(m.a(x)).mean(1, keepdim=True)), a=conv(3, 8), b=conv(1, 2))
@@ -287,7 +287,7 @@ def pixel_unshuffle_after():
     return nn.Sequential(conv(3, 4), nn.ReLU(), nn.PixelUnshuffle(2), conv(16, 2))
 
 
-@case(why="it is cut into sliding windows")
+@case(8, 32)
 def unfolded_patches():
     return Fn(
         lambda m, x: m.b(F.unfold(m.a(x), 2).transpose(1, 2)), a=conv(3, 8), b=nn.Linear(32, 3)
@@ -338,9 +338,9 @@ def weight_normed_convolution():
     return nn.Sequential(weight_norm(conv(3, 8)), nn.ReLU(), conv(8, 2))
 
 
-@case(6)
+@case(6, 8)
 def weight_standardised():
-    """Each filter less its own mean: the filter's outputs can go, what it reads cannot."""
+    """Each filter less its own mean, which is over all inputs, those that went included."""
 
     def forward(m, x):
         w = m.b.weight - m.b.weight.mean((1, 2, 3), keepdim=True)

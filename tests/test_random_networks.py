@@ -69,7 +69,7 @@ def check_export(network: nn.Module, x: torch.Tensor) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dense = l0prune.export(model.eval())
     assert dense.certificate.worst("dense", "float64") <= 1e-10
-    assert sum(p.numel() for p in dense.module.parameters()) == dense.params
+    assert sum(p.numel() for p in dense.program.parameters()) == dense.params
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     l0prune.ungate(model)

@@ -92,7 +92,8 @@ def export(model: nn.Module) -> Export:
     is_open = _on_plan(parts.plan, gates.plan, z) > 0
     kept = parts.plan.kept(is_open)
     own = candidates(plain, parts.plan, kept, tensors, state)
-    both = _Cut(gated, own, graphs, gathers(parts.plan, kept))
+    picks = gathers(graphs[""], parts.plan, is_open) if "" in graphs else ""
+    both = _Cut(gated, own, graphs, picks)
     cost = CostModel(parts.plan)
     _check_count(both, parts, cost.actual(is_open, "params"))
     prove = _prove_whole if "" in both.graphs else _prove_parts

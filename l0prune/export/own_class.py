@@ -11,6 +11,7 @@ from l0prune.calls import Inputs
 from l0prune.errors import CertificateError
 from l0prune.export.certificate import Check, compare
 from l0prune.export.own_sizes import remembered_sizes
+from l0prune.export.program import KEPT_INPUTS
 from l0prune.export.resize import Changes, changed_attributes, resized
 from l0prune.plan import Plan
 
@@ -73,11 +74,11 @@ def choose(
     return found[0], verdicts[0]
 
 
-def gathers(plan: Plan, kept: Tensor) -> str:
+def gathers(graph: nn.Module, plan: Plan, is_open: Tensor) -> str:
     """Why no class of the user's can stand in where inputs are picked one by one; else empty."""
-    picked = [a.name for a in plan.axes if a.kind == "input" and not kept[a.slice].all()]
-    if not picked:
+    if not any(name.startswith(KEPT_INPUTS) for name, _ in graph.named_buffers()):
         return ""
+    picked = [a.name for a in plan.axes if a.kind == "input" and not is_open[a.slice].all()]
     return (
         f"single inputs are picked ({', '.join(picked)}), for which its forward has no place; gate "
         "with exclude='*.in' to keep the class"

@@ -25,6 +25,8 @@ from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
 
 # What the capture noted about this example's dtypes and strides; no part of the function.
+KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
+
 _ASSERTIONS = ("aten._assert_tensor_metadata",)
 
 
@@ -91,7 +93,7 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
         fine = sizes.mask(columns)[sizes.mask(columns.base)]
         if bool(fine.all()):
             continue
-        name = f"kept_inputs_of_{weight.name}"
+        name = f"{KEPT_INPUTS}{weight.name}"
         module.register_buffer(name, fine.nonzero().flatten())
         with module.graph.inserting_before(node):
             index = module.graph.get_attr(name)

@@ -25,8 +25,8 @@ def cut(model: nn.Module, x: torch.Tensor, closed: list[int]) -> l0prune.Export:
 
 
 def calls(dense: l0prune.Export, operator: str) -> list[torch.fx.Node]:
-    nodes = dense.module.graph.find_nodes
-    found = {n.target for n in dense.module.graph.nodes if operator_name(n.target) == operator}
+    nodes = dense.program.graph.find_nodes
+    found = {n.target for n in dense.program.graph.nodes if operator_name(n.target) == operator}
     return [node for target in found for node in nodes(op="call_function", target=target)]
 
 
@@ -67,7 +67,7 @@ def test_an_epsilon_of_the_dtype_stays_one():
     )
     dense = cut(model, torch.randn(2, 5), [1, 3, 4])
     (call,) = calls(dense, "aten.rms_norm")
-    assert call.args[3] is None
+    assert len(call.args) < 4  # eps is not given
     assert dense.certificate.worst("dense", "float64") <= 1e-12
     assert dense.certificate.worst("dense", "float32") <= 1e-6
 
