@@ -148,15 +148,24 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     """
     plan = part.analysis.plan
     shared = plan.tensors.keys() & _tensors_of((*earlier, *later))
-    is_shared = {i for name in shared for dim in plan.tensors[name] for i in axes_of(dim)}
-    axes = enumerate(plan.axes)
-    whole = [axis.name for i, axis in axes if i in is_shared or axis.kind == "input"]
-    plan = plan.select(exclude=whole)
+    whole = dict.fromkeys(
+        (i for name in sorted(shared) for dim in plan.tensors[name] for i in axes_of(dim)),
+        "it belongs to two parts that are captured one by one",
+    )
+    borders = (i for i, axis in enumerate(plan.axes) if axis.kind == "input")
+    whole |= dict.fromkeys(borders, f"it reads {part.path}'s inputs, all of which stay")
+    pins = [
+        Pin(f"{name} dim {number}", whole[axis])
+        for name, dims in plan.tensors.items()
+        for number, dim in enumerate(dims)
+        for axis in sorted(axes_of(dim) & whole.keys())[:1]
+    ]
+    plan = plan.select(exclude=[plan.axes[i].name for i in whole])
     share = part.analysis.captured.batch * part.calls / batch
     costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
     counted = _tensors_of(earlier)
     costs = [c for c in costs if c.unit == "macs" or c.tensor not in counted]
-    return replace(plan, costs=tuple(costs), parts=(part.path,))
+    return replace(plan, costs=tuple(costs), pins=(*plan.pins, *pins), parts=(part.path,))
 
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:

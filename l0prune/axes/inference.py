@@ -106,7 +106,11 @@ class Inference:
                 self.values[node] = self._call(node)
             elif node.op == "output":
                 for operand in operands_of(node):
-                    self.pin_all(operand, "it feeds the model's output")
+                    self.pin_all(operand, f"it feeds {self._whose} output")
+
+    @property
+    def _whose(self) -> str:
+        return f"{self.captured.path}'s" if self.captured.path else "the model's"
 
     def _placeholder(self, node: Node) -> Value:
         shape = shape_of(node)
@@ -114,7 +118,7 @@ class Inference:
             return None
         name = self.captured.names.get(node.name)
         if name is None:
-            what = f"dimension {{}} of the model's input {node.name!r}"
+            what = f"dimension {{}} of {self._whose} input {node.name!r}"
             return tuple(Const(s, what.format(i), True) for i, s in enumerate(shape))
         if name not in self.tensors:
             self.tensors[name] = tuple(self.solver.fresh(size) for size in shape)

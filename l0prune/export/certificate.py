@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ class Check:
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output.
         tolerance: what it must not exceed.
+        part: the submodule that was compared, where not the whole model was.
     """
 
     what: Compared
@@ -43,6 +45,7 @@ class Check:
     batch: int
     error: float
     tolerance: float
+    part: str = ""
 
     @property
     def passed(self) -> bool:
@@ -83,6 +86,16 @@ class Certificate:
         """The largest error of a kind of comparison, None if there was none."""
         errors = [c.error for c in self.checks if c.what == what and c.dtype == dtype]
         return max(errors, default=None)
+
+    def summary(self) -> list[tuple[Check, tuple[int, ...]]]:
+        """The worst check of each kind, with the sizes of all batches that were compared so."""
+        kinds: dict[tuple[str, str, str], list[Check]] = defaultdict(list)
+        for check in self.checks:
+            kinds[check.what, check.part, check.dtype].append(check)
+        return [
+            (max(alike, key=lambda check: check.error), tuple(sorted({c.batch for c in alike})))
+            for alike in kinds.values()
+        ]
 
     def to_dict(self) -> list[dict[str, Any]]:
         """The checks as plain data."""
@@ -164,7 +177,7 @@ def compare_in_parts(
                 parts = [model.get_submodule(call.path) for model in (first, second)]
                 error = difference(*(_output(part, received, dtype) for part in parts))
                 allowed = _allowed(parts[0], received, error, dtype)
-                checks.append(Check("dense", name, _batch(received), error, allowed))
+                checks.append(Check("dense", name, _batch(received), error, allowed, call.path))
     return checks
 
 
@@ -175,9 +188,12 @@ def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.d
 
 
 def compare_onnx(
-    gated: nn.Module, run: Callable[[list[Tensor]], list[Tensor]], inputs: Sequence[Inputs]
+    gated: nn.Module,
+    run: Callable[[list[Tensor]], list[Tensor]],
+    inputs: Sequence[Inputs],
+    part: str = "",
 ) -> list[Check]:
-    """Compare an ONNX session with the gated model in float32."""
+    """Compare an ONNX session with the gated model, or a part of it, in float32."""
     model = copy.deepcopy(gated).to("cpu", torch.float32)
     checks = []
     for given in inputs:
@@ -185,7 +201,7 @@ def compare_onnx(
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         error = difference(_output(model, given, torch.float32), run(tensors))
         allowed = _allowed(gated, given, error, torch.float32)
-        checks.append(Check("onnx", "float32", _batch(given), error, allowed))
+        checks.append(Check("onnx", "float32", _batch(given), error, allowed, part))
     return checks
 
 

@@ -106,7 +106,7 @@ class Export:
         for piece in self.pieces:
             proto = protos[self._file_of(piece, path)] = onnx_file.to_onnx(piece.program)
             session = onnx_file.Session(proto.SerializeToString())
-            checks += compare_onnx(piece.gated, session, piece.inputs)
+            checks += compare_onnx(piece.gated, session, piece.inputs, piece.path)
         earlier = Certificate(tuple(c for c in self.certificate.checks if c.what != "onnx"))
         certificate = earlier.with_checks(checks)
         facts = {
@@ -174,9 +174,10 @@ class Export:
             sizes.add_row(name, f"{before:,}", f"{after:,}", f"{after / before:.1%}")
         yield sizes
         proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
-        for c in self.certificate.checks:
-            row = (c.dtype, str(c.batch), f"{c.error:.1e}", f"{c.tolerance:.1e}")
-            proof.add_row(f"gated and {c.what}", *row)
+        for c, batches in self.certificate.summary():
+            what = f"gated and {c.what}" + (f" of {c.part}" if c.part else "")
+            sizes_of_batches = ", ".join(map(str, batches))
+            proof.add_row(what, c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}")
         yield proof
         if self.note:
             yield self.note
