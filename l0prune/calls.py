@@ -48,8 +48,9 @@ def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        with evaluating(model), torch.no_grad():
-            model(*inputs[0], **inputs[1])
+        args, kwargs = _copied(inputs)
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

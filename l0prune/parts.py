@@ -8,11 +8,12 @@ island stay whole. All else is the user's own Python code, which runs on as it i
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from l0prune.axes import Analysis, analyse
 from l0prune.calls import Inputs, filled, record
@@ -64,8 +65,8 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
     try:
         whole = part_at(model, "", example)
     except CaptureError as error:
-        found, idle = _islands(model, example)
-        parts = _put_together(model, example, found, idle, refused=str(error).splitlines()[0])
+        found = _islands(model, example)
+        parts = _put_together(model, example, found, refused=str(error).splitlines()[0])
         if not parts.plan.axes:
             raise
         return parts
@@ -81,28 +82,47 @@ def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
     return Part(path, analyse(capture(model, *example, path=path)), example)
 
 
-def _islands(model: nn.Module, example: Inputs) -> tuple[list[Part], list[str]]:
-    """The largest submodules that can be captured, from the top down; and those never called."""
+def _islands(model: nn.Module, example: Inputs) -> list[Part]:
+    """The largest submodules that can be captured, from the top down."""
     found: list[Part] = []
-    idle: list[str] = []
     seen: set[int] = set()
     level = _children(model, "", seen)
     while level:
         try:
-            calls = record(model, level, example)
+            calls = record(copy.deepcopy(model), level, example)  # a forward may leave traces
         except Exception:  # it does not even run: the error of the whole capture says why
-            return [], []
-        count = Counter(call.path for call in calls)
-        first = {call.path: filled(call.inputs) for call in reversed(calls)}
-        idle += [path for path in level if path not in first]
+            return []
+        received: dict[str, list[Inputs]] = {path: [] for path in level}
+        for call in calls:
+            received[call.path].append(filled(call.inputs))
         level = []
-        for path, inputs in first.items():
+        for path, inputs in received.items():
             try:
-                found.append(replace(part_at(model, path, inputs), calls=count[path]))
+                found.append(replace(_part_of_calls(model, path, inputs), calls=len(inputs)))
             except CaptureError:
                 level += _children(model.get_submodule(path), path, seen)
-    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=lambda part: order[part.path]), idle
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return sorted(found, key=lambda part: order[part.path])
+
+
+def _part_of_calls(model: nn.Module, path: str, received: Sequence[Inputs]) -> Part:
+    """The submodule at ``path``, if one graph can stand for all its calls.
+
+    A container is never called, and what it holds may be: that is looked at next.
+
+    Raises:
+        CaptureError: torch.export cannot follow it, or its calls differ in more than values.
+    """
+    kinds = [_kind_of_call(inputs) for inputs in received]
+    if not received or any(kind != kinds[0] for kind in kinds):
+        raise CaptureError(f"{path} is not called in one way")
+    return part_at(model, path, received[0])
+
+
+def _kind_of_call(inputs: Inputs) -> tuple[object, list[object]]:
+    """The structure of what is given, and all that is no tensor in it."""
+    leaves, structure = pytree.tree_flatten(inputs)
+    return structure, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
@@ -115,9 +135,7 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
     return paths
 
 
-def _put_together(
-    model: nn.Module, example: Inputs, found: list[Part], idle: list[str], refused: str
-) -> Parts:
+def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
     batch = _batch_of_whole(example)
     plan = _join(
@@ -128,13 +146,10 @@ def _put_together(
     for name, parameter in model.named_parameters():
         if name in plan.tensors or name in unused:
             continue
-        if any(name.startswith(f"{path}.") for path in idle):
-            unused.append(name)
-            continue
         owner = name.rpartition(".")[0]
         costs.append(Cost(owner, "params", float(parameter.numel()), (), name))
         if parameter.ndim > 1:
-            why = "code that torch.export cannot follow uses it"
+            why = "code that torch.export cannot follow may use it"
             pins += [Pin(f"{name} dim {dim}", why) for dim in range(parameter.ndim)]
     plan = replace(plan, pins=(*pins, *plan.pins), costs=(*plan.costs, *costs))
     return Parts(plan, found, tuple(unused))
@@ -147,10 +162,10 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     code has no place. What is shared with another island stays whole, and counts once.
     """
     plan = part.analysis.plan
-    shared = plan.tensors.keys() & _tensors_of((*earlier, *later))
+    shared = plan.tensors.keys() & (_tensors_of((*earlier, *later)) | _known_outside(part))
     whole = dict.fromkeys(
         (i for name in sorted(shared) for dim in plan.tensors[name] for i in axes_of(dim)),
-        "it belongs to two parts that are captured one by one",
+        "something outside the part that was captured shares it",
     )
     borders = (i for i, axis in enumerate(plan.axes) if axis.kind == "input")
     whole |= dict.fromkeys(borders, f"it reads {part.path}'s inputs, all of which stay")
@@ -166,6 +181,13 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     counted = _tensors_of(earlier)
     costs = [c for c in costs if c.unit == "macs" or c.tensor not in counted]
     return replace(plan, costs=tuple(costs), pins=(*plan.pins, *pins), parts=(part.path,))
+
+
+def _known_outside(part: Part) -> set[str]:
+    """Tensors that have a name outside the part, too: code there may read them."""
+    names = [(name, name) for name in part.analysis.plan.tensors]
+    names += list(part.analysis.captured.aliases.items())
+    return {tensor for name, tensor in names if not name.startswith(f"{part.path}.")}
 
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:

@@ -173,11 +173,11 @@ def test_what_lies_between_the_parts_is_accounted_for():
     model = Between()
     found = l0prune.survey(model, (images(),))
     reasons = {pin.where: pin.reason for pin in found.pins}
-    assert reasons["mix dim 0"] == "code that torch.export cannot follow uses it"
+    assert reasons["mix dim 0"] == "code that torch.export cannot follow may use it"
     (mix,) = [layer for layer in found.layers if layer.name == "mix"]
-    assert mix.input.reason == "code that torch.export cannot follow uses it"
-    assert found.unused == ("spare.weight", "spare.bias")
-    assert found.params == sum(p.numel() for n, p in model.named_parameters() if "spare" not in n)
+    assert mix.input.reason == "code that torch.export cannot follow may use it"
+    assert reasons["spare.weight dim 1"] == "code that torch.export cannot follow may use it"
+    assert found.params == sum(p.numel() for p in model.parameters())
 
 
 def test_a_model_without_a_part_to_cut_says_what_stopped_the_capture():
@@ -191,3 +191,122 @@ def test_a_model_without_a_part_to_cut_says_what_stopped_the_capture():
 
     with pytest.raises(CaptureError, match="data-dependent"):
         l0prune.survey(Branching(), torch.randn(2, 4))
+
+
+class Broken(nn.Module):
+    """Capture of the whole stops at a branch on values, between its children."""
+
+    def forward(self, x):
+        for layer in self.layers():
+            x = layer(x)
+        return x * 2 if x.sum().item() > 1e9 else x
+
+
+def small(out=4):
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, out))
+
+
+class InAList(Broken):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rest = small(), nn.ModuleList([small(), small()])
+
+    def layers(self):
+        return [self.first, *self.rest]
+
+
+class SharedInside(Broken):
+    def __init__(self):
+        super().__init__()
+        shared = small()
+        self.pair, self.again = nn.Sequential(shared, nn.Linear(4, 4)), shared
+
+    def layers(self):
+        return [self.pair, self.again]
+
+
+class TiedOutside(Broken):
+    """The code between the parts reads a weight of one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.other = small(), small()
+        self.weight = self.part[0].weight
+
+    def layers(self):
+        return [self.part, lambda x: nn.functional.linear(x, self.weight)[:, :4], self.other]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        (InAList, {"first.0", "rest.0.0", "rest.1.0"}),
+        (SharedInside, set()),
+        (TiedOutside, {"other.0"}),
+    ],
+)
+def test_parts_in_containers_and_weights_that_others_read(kind, axes):
+    model, x = randomise(kind()).eval(), torch.randn(3, 4)
+    if not axes:
+        with pytest.raises(CaptureError):
+            l0prune.survey(model, x)
+        return
+    found = l0prune.survey(model, x)
+    assert {axis.name for axis in found.axes} == axes
+    assert found.params == sum(p.numel() for p in model.parameters())
+    dense = l0prune.export(close_some(l0prune.gate(model, x)))
+    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < found.params
+    torch.testing.assert_close(model(x), dense.module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_survey_leaves_the_example_the_buffers_and_the_generator_alone():
+    class Counting(InAList):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x.add_(torch.rand(())))
+
+    model, x = Counting(), torch.ones(3, 4)
+    state = torch.get_rng_state()
+    l0prune.survey(model, x)
+    assert torch.equal(x, torch.ones(3, 4))
+    assert model.count == 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_part_that_is_not_called_on_fresh_inputs():
+    class Choosing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = small(), small()
+
+        def forward(self, x):
+            return self.a(x) if x[0, 0].item() == 123.0 else self.b(x)
+
+    x = torch.randn(3, 4)
+    x[0, 0] = 123.0
+    model = close_some(l0prune.gate(randomise(Choosing()).eval(), x))
+    assert {piece.path for piece in l0prune.export(model).pieces} == {"a"}
+
+
+def test_a_part_called_in_two_ways_is_looked_into():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x, mask=None):
+            return self.inner(x) if mask is None else self.inner(x) * mask
+
+    class Twice(Broken):
+        def __init__(self):
+            super().__init__()
+            self.part = Masked()
+
+        def layers(self):
+            return [self.part, lambda x: self.part(x, mask=(x > 0).float())]
+
+    assert l0prune.survey(Twice(), torch.randn(3, 4)).plan.parts == ("part.inner",)

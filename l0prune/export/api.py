@@ -95,9 +95,9 @@ def export(model: nn.Module) -> Export:
     picks = gathers(graphs[""], parts.plan, is_open) if "" in graphs else ""
     both = _Cut(gated, own, graphs, picks)
     cost = CostModel(parts.plan)
-    _check_count(both, parts, cost.actual(is_open, "params"))
+    predicted = cost.actual(is_open, "params")
     prove = _prove_whole if "" in both.graphs else _prove_parts
-    proven = prove(both, parts, example, dtype)
+    proven = prove(both, parts, example, dtype, predicted)
     reason = " ".join(filter(None, proven.reasons.values()))
     return Export(
         module=proven.module,
@@ -118,10 +118,13 @@ def export(model: nn.Module) -> Export:
     )
 
 
-def _prove_whole(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) -> _Proven:
+def _prove_whole(
+    both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
+) -> _Proven:
     """A model of one piece: its graph must be right, its own class may be."""
     captured = parts.found[0].analysis.captured
     graph = both.graphs[""]
+    _check_count(graph, parts, predicted)
     batches = BATCHES if captured.dynamic else (captured.batch,)
     inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
     certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
@@ -139,17 +142,20 @@ def _prove_whole(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) 
     )
 
 
-def _prove_parts(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) -> _Proven:
+def _prove_parts(
+    both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
+) -> _Proven:
     """A model of which only islands were captured: their own classes, or else their graphs."""
-    paths, dense = list(both.graphs), both.own[0].module
-    reasons: dict[str, str] = {}
-    changes: Changes = {}
-    for part in parts.found:
-        path, graph = part.path, both.graphs[part.path]
-        own, verdict = choose(both.own, path, graph, [part.example])
-        reasons[path] = verdict.reason
-        dense.set_submodule(path, graph if verdict.reason else own.module.get_submodule(path))
-        changes |= {p: c for p, c in own.changes.items() if f"{p}.".startswith(f"{path}.")}
+    paths = list(both.graphs)
+    # one candidate for all parts, so that what they share stays shared
+    tried = [(_reasons(own, both, parts), own) for own in both.own]
+    reasons, own = min(tried, key=lambda each: sum(map(bool, each[0].values())))
+    dense, changes = own.module, own.changes
+    for path, reason in reasons.items():
+        if reason:
+            dense.set_submodule(path, both.graphs[path])
+            changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
+    _check_count(dense, parts, predicted)
     inputs = [fresh_inputs(example, None, seed) for seed in range(2)]
     checks = compare_in_parts(both.gated, dense, paths, inputs)
     certificate = Certificate(tuple(checks))
@@ -158,12 +164,22 @@ def _prove_parts(both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype) 
     for given in inputs:
         for call in record(both.gated, paths, cast(given, dtype)):
             received[call.path].append(filled(call.inputs))
-    pieces = []
+    pieces, part_examples = [], {part.path: part.example for part in parts.found}
     for path in paths:
+        received[path] = received[path] or [part_examples[path]]
         program, dynamic = reexport_part(dense.get_submodule(path), received[path][0])
+        dynamic = dynamic and not reasons[path]  # a graph was captured at the example's sizes
         submodule = both.gated.get_submodule(path)
         pieces.append(Piece(path, program, dynamic, submodule, tuple(received[path])))
     return _Proven(dense, pieces, list(certificate.checks), reasons, changes)
+
+
+def _reasons(own: Candidate, both: _Cut, parts: Parts) -> dict[str, str]:
+    """By path, why the part of a candidate cannot stand in for the graph; empty where it can."""
+    return {
+        part.path: choose([own], part.path, both.graphs[part.path], [part.example])[1].reason
+        for part in parts.found
+    }
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -243,9 +259,8 @@ def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:
     return full
 
 
-def _check_count(both: _Cut, parts: Parts, predicted: int) -> None:
+def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
     """Raise CertificateError where the parameters left are not those that the plan counts."""
-    module = both.graphs.get("", both.own[0].module)
     named = module.named_parameters()
     found = sum(p.numel() for name, p in named if name not in parts.unused)
     if found != predicted:

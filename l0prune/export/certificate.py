@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.calls import Call, Inputs, filled, record
+from l0prune.capture import batch_of
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
 
@@ -109,11 +110,10 @@ def fresh_inputs(example: Inputs, batch: int | None, seed: int) -> Inputs:
     that occur in the example, since only they are sure to be valid (token ids, masks).
     """
     generator = torch.Generator().manual_seed(seed)
-    first = next(leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor))
-    size = first.shape[0]
+    size = _batch(example)
 
     def draw(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) or not leaf.numel():
             return leaf
         shape = list(leaf.shape)
         if batch and shape and shape[0] == size:
@@ -264,8 +264,10 @@ def difference(expected: Any, found: Any) -> float:
     errors = []
     for a, b in zip(firsts, seconds, strict=True):
         if a.numel():
-            scale = a.double().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-            errors.append(float((a.double() - b.double()).abs().max() / scale))
+            a, b = a.double(), b.double()
+            gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
+            largest = torch.where(a.isinf(), 0, a).abs().max()
+            errors.append(float(gap.max() / largest.clamp(min=torch.finfo(torch.float32).tiny)))
     return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
 
 
@@ -274,5 +276,5 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _batch(inputs: Inputs) -> int:
-    first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-    return int(first.shape[0])
+    """Size of dim 0 of the first tensor that has one; 1 where none has."""
+    return batch_of(*inputs) or 1

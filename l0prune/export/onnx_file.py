@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,16 +88,31 @@ class Session:
     def __init__(self, content: bytes) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(
-            content, options, providers=["CPUExecutionProvider"]
-        )
+        with _named():
+            self._session = onnxruntime.InferenceSession(
+                content, options, providers=["CPUExecutionProvider"]
+            )
         self._names = [given.name for given in self._session.get_inputs()]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
         """Outputs for positional inputs."""
-        values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
-        feed = dict(zip(self._names, values, strict=True))
-        return [torch.from_numpy(np.asarray(out)) for out in self._session.run(None, feed)]
+        with _named():
+            values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
+            feed = dict(zip(self._names, values, strict=True))
+            return [torch.from_numpy(np.asarray(out)) for out in self._session.run(None, feed)]
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What ONNX Runtime raises, in words that say where it comes from."""
+    try:
+        yield
+    except Exception as error:
+        raise L0pruneError(
+            f"ONNX Runtime cannot run the file that was made, so it was not written: "
+            f"{_cause(error)}. It runs float32 models; --pt2 or --state (Export.save) write the "
+            "model in torch's own formats."
+        ) from error
 
 
 def describe(model: onnx.ModelProto, facts: Mapping[str, Any]) -> None:

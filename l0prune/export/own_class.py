@@ -31,7 +31,7 @@ def candidates(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
 ) -> list[Candidate]:
-    """What the resized model may be, likeliest first: with and without guesses at sizes.
+    """What the resized model may be, the least changed first: without and with guesses at sizes.
 
     Args:
         plain: the ungated model at its old sizes.
@@ -41,11 +41,11 @@ def candidates(
         state: the cut tensors under every key of the state_dict.
     """
     sure = changed_attributes(plain, state)
-    tried = []
-    for bold in (True, False):
+    tried = [sure]
+    for bold in (False, True):
         guessed = remembered_sizes(plain, plan, kept, bold=bold)
         tried.append({p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}})
-    distinct = [changes for i, changes in enumerate([*tried, sure]) if changes not in tried[:i]]
+    distinct = [changes for i, changes in enumerate(tried) if changes not in tried[:i]]
     return [Candidate(resized(plain, changes, tensors), changes) for changes in distinct]
 
 
@@ -71,7 +71,7 @@ def choose(
         verdicts.append(judge(candidate.module.get_submodule(path), reference, inputs))
         if not verdicts[-1].reason:
             return candidate, verdicts[-1]
-    return found[0], verdicts[0]
+    return found[-1], verdicts[-1]
 
 
 def gathers(graph: nn.Module, plan: Plan, is_open: Tensor) -> str:

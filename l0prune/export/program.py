@@ -75,10 +75,13 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
             made[name] = nn.Parameter(tensors[name]) if is_parameter else tensors[name]
         path, _, leaf = target.rpartition(".")
         owner = module.get_submodule(path)
-        if is_parameter or leaf not in owner._buffers:
+        if is_parameter:
             setattr(owner, leaf, made[name])
-        else:
+        elif leaf in owner._buffers:
             owner._buffers[leaf] = made[name]
+        else:  # a constant: as a buffer it follows the module to another dtype
+            owner.__dict__.pop(leaf, None)
+            owner.register_buffer(leaf, made[name])
 
 
 def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:

@@ -46,8 +46,10 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
         old = _tensor(model, name)
         if old is not None and id(old) not in replaced:
             is_parameter = isinstance(old, nn.Parameter)
+            is_plain = not is_parameter and not _is_buffer(model, name)
+            new = tensor.to(old.dtype) if is_plain else tensor  # .to() of the model skips it
             replaced[id(old)] = (
-                nn.Parameter(tensor, requires_grad=old.requires_grad) if is_parameter else tensor
+                nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
             )
     result = copy.deepcopy(model, replaced)
     for path, attributes in changes.items():
@@ -76,6 +78,11 @@ def _tensor(model: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def _is_buffer(model: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    return leaf in model.get_submodule(path)._buffers
+
+
 def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The attributes of one of torch's own layers that its tensors determine."""
     prefix = f"{path}." if path else ""
@@ -91,7 +98,7 @@ def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> 
         sizes = {"num_channels": channels, "num_groups": groups}
     for attribute, (tensor, dim) in _FROM_TENSORS.items():
         found = tensors.get(f"{prefix}{tensor}")
-        if hasattr(module, attribute) and found is not None and found.ndim > dim:
+        if attribute in vars(module) and found is not None and found.ndim > dim:
             sizes[attribute] = found.shape[dim]
     return sizes
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import CertificateError
-from l0prune.export.certificate import Certificate, compare, compare_onnx
+from l0prune.export.certificate import Certificate, compare, compare_onnx, difference
 
 INPUTS = (((torch.linspace(-1, 1, 12).reshape(2, 6),), {}),)
 
@@ -60,3 +60,9 @@ def test_there_is_a_largest_rounding():
 def test_nan_fails():
     with pytest.raises(CertificateError, match="nan"):
         certified(Plus(0.0), Plus(0.0, error=float("nan")))
+
+
+def test_equal_infinities_are_no_difference():
+    a = torch.tensor([1.0, float("-inf"), 2.0])
+    assert difference(a, a.clone()) == 0
+    assert difference(a, torch.tensor([1.0, 0.0, 2.0])) == float("inf")

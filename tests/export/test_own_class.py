@@ -125,3 +125,39 @@ def test_a_number_that_only_looks_like_a_size_does_no_harm(name):
     assert dense.rebuilt == (type(dense.module) is Odd)
     assert dense.rebuilt
     assert getattr(dense.module, name) == 8
+
+
+def test_a_size_is_only_guessed_at_where_it_has_to_be():
+    class Context(nn.Module):
+        """As long a context as its hidden layer is wide: 8 by chance."""
+
+        def __init__(self):
+            super().__init__()
+            self.context_size = 8
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(x[:, -self.context_size :])))
+
+    model, dense = exported(Context(), torch.randn(2, 5, 6))
+    assert dense.rebuilt
+    longer = torch.randn(2, 12, 6)
+    torch.testing.assert_close(dense.module(longer), model(longer), rtol=1e-4, atol=1e-5)
+
+
+def test_a_constant_that_is_cut_keeps_the_models_dtype(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+            self.scale = torch.rand(8) + 0.5
+
+        def forward(self, x):
+            return self.last(torch.relu(self.first(x)) * self.scale)
+
+    x = torch.randn(2, 6)
+    model, dense = exported(Scaled(), x)
+    assert dense.rebuilt
+    torch.testing.assert_close(dense.module(x), model(x), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dense.program.module()(x), model(x), rtol=1e-5, atol=1e-6)
+    dense.save_onnx(tmp_path / "model.onnx")
