@@ -1,9 +1,11 @@
 """Learned L0 gates for any PyTorch network, cut into a smaller one that gives the same answers."""
 
 from l0prune.artifact import load, read_info, save
+from l0prune.budget import Budget
 from l0prune.data import Data, load_data
 from l0prune.export import Certificate, Export, export
 from l0prune.finetune import History, Task, evaluate, finetune, train_dense
+from l0prune.fit import fit
 from l0prune.gates import HardConcrete
 from l0prune.gating import gate, gates, ungate
 from l0prune.models import load_model
@@ -11,6 +13,7 @@ from l0prune.objective import param_groups, penalty
 from l0prune.survey import Survey, survey
 
 __all__ = [
+    "Budget",
     "Certificate",
     "Data",
     "Export",
@@ -21,6 +24,7 @@ __all__ = [
     "evaluate",
     "export",
     "finetune",
+    "fit",
     "gate",
     "gates",
     "load",

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from math import prod
 from statistics import fmean
 from typing import Literal
@@ -27,6 +28,9 @@ from l0prune.plan import Cost, Plan
 
 Unit = Literal["params", "macs"]
 UNITS: tuple[Unit, ...] = ("params", "macs")
+
+Axes = frozenset[int] | None
+"""Numbers of the axes that a count goes through, or None for everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,13 @@ class CostModel:
         self.plan = plan
         self._on_device: dict[tuple[Unit, torch.device], Terms] = {}
         self._polynomials: dict[
-            tuple[Unit, torch.device, tuple[float, ...] | None], Polynomial
+            tuple[Unit, torch.device, tuple[float, ...] | None, Axes], Polynomial
         ] = {}
 
-    def dense(self, unit: Unit) -> int:
-        """The count with all gates open."""
+    def dense(self, unit: Unit, through: Axes = None) -> int:
+        """The count with all gates open; ``through`` as in ``actual``."""
+        if through is not None:
+            return self._count(torch.ones(self.plan.size, dtype=torch.float64), unit, through)
         return round(
             sum(c.scale * prod(map(size_of, c.dims)) for c in self.plan.costs if c.unit == unit)
         )
@@ -62,15 +68,32 @@ class CostModel:
         """The share of the dense count that is gone once every gate is closed, from 0 to 1."""
         return reachable(cost for cost in self.plan.costs if cost.unit == unit)
 
-    def actual(self, open_: Tensor, unit: Unit) -> int:
+    def actual(self, open_: Tensor, unit: Unit, through: Axes = None) -> int:
         """The count of the model that an export with these open gates makes.
 
         Args:
             open_: bool per gate, shape ``(plan.size,)``.
             unit: ``"params"`` or ``"macs"`` (of one example).
+            through: count only what these axes could take away; None to count everything.
         """
-        kept = self.plan.kept(open_).to(torch.float64)
-        return round(float(self._compiled(unit, kept.device).values(kept).sum()))
+        return self._count(self.plan.kept(open_).to(torch.float64), unit, through)
+
+    def _count(self, kept: Tensor, unit: Unit, through: Axes) -> int:
+        values = self._compiled(unit, kept.device).values(kept)
+        if through is not None:
+            values = values * values.new_tensor(self._counted(unit, through))
+        return round(float(values.sum()))
+
+    def _counted(self, unit: Unit, through: Axes) -> list[float]:
+        """1 for each term that one of these axes could take away, else 0."""
+        return [
+            float(through is None or not term.axes.isdisjoint(through))
+            for term in self._terms[unit]
+        ]
+
+    def axes_in(self, unit: Unit) -> frozenset[int]:
+        """Numbers of the axes whose slots count in this unit."""
+        return frozenset().union(*(term.axes for term in self._terms[unit]))
 
     def expected(
         self,
@@ -78,6 +101,7 @@ class CostModel:
         unit: Unit,
         axis_weights: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
+        through: Axes = None,
     ) -> Tensor:
         """The expected count at open probabilities ``p``, exact for independent gates.
 
@@ -87,6 +111,7 @@ class CostModel:
             axis_weights: a price per axis. A weight that several axes share is charged at the
                 mean of their prices, one that no gate can remove at the mean of all.
             dtype: of the result, by default float64, in which it is computed anyway.
+            through: count only what these axes could take away; None to count everything.
 
         Returns a scalar that is differentiable in ``p``.
         """
@@ -96,7 +121,7 @@ class CostModel:
                 f"{self.plan.size} gates in one flat vector"
             )
         weights = None if axis_weights is None else tuple(axis_weights)
-        polynomial = self._polynomial(unit, p.device, weights)
+        polynomial = self._polynomial(unit, p.device, weights, through)
         return polynomial(p, dtype or precision(p.device))
 
     def by_owner(self, p: Tensor, unit: Unit) -> dict[str, float]:
@@ -119,16 +144,19 @@ class CostModel:
         return values
 
     def _polynomial(
-        self, unit: Unit, device: torch.device, weights: tuple[float, ...] | None
+        self, unit: Unit, device: torch.device, weights: tuple[float, ...] | None, through: Axes
     ) -> Polynomial:
         """The sum of all terms, each times the mean price of the axes that share it."""
-        key = (unit, device, weights)
+        key = (unit, device, weights, through)
         if key not in self._polynomials:
             prices = None
             if weights is not None:
                 everyone = range(len(weights))
                 sharers = [term.axes or everyone for term in self._terms[unit]]
                 prices = [fmean(weights[axis] for axis in axes) for axes in sharers]
+            if through is not None:
+                counted = self._counted(unit, through)
+                prices = [c * p for c, p in zip(counted, prices or repeat(1.0), strict=False)]
             self._polynomials[key] = self._compiled(unit, device).total(prices)
         return self._polynomials[key]
 

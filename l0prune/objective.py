@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from l0prune.budget import Budget
 from l0prune.cost import CostModel, group_weights
 from l0prune.errors import UsageError
 from l0prune.gates import Gates
@@ -20,7 +21,7 @@ from l0prune.squares import Counting, ExpectedSquares
 
 def penalty(
     model: nn.Module,
-    lam: LambdaLike,
+    lam: LambdaLike | Budget,
     *,
     n: int | None = None,
     counting: Counting = "joint",
@@ -40,8 +41,9 @@ def penalty(
 
     Args:
         model: a gated model.
-        lam: λ as a number, as text (``"0.1/N"``, which needs ``n``; ``"convs.*=10/N, 0.1/N"``),
-            or as a mapping from globs over axis names to numbers or texts.
+        lam: a ``Budget``, whose Lagrangian this then is; or λ as a number, as text (``"0.1/N"``,
+            which needs ``n``; ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis
+            names to numbers or texts.
         n: N, the number of training examples.
         counting: ``"joint"`` or ``"groups"``.
         l2: strength of the L2 term.
@@ -60,7 +62,10 @@ def penalty(
     with _full_precision(gates.log_alpha.device.type):
         p = gates.open_probability()
         prices = _prices(gates)
-        total = prices.penalty(p, Lambda.of(lam, n), counting)
+        if isinstance(lam, Budget):
+            total = lam.lagrangian(p)
+        else:
+            total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
             root = next(m for m in model.modules() if any(c is gates for c in m.children()))
             squares = prices.squares.total(root, gates.log_alpha, p, counting)

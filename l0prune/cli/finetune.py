@@ -30,19 +30,35 @@ def finetune(
         str | None,
         typer.Option("--lambda", help="λ in N examples: 0.1/N, aic, bic, 'conv*=10/N,*=0.1/N'."),
     ] = None,
+    budget: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the exported model may cost: macs=0.5, params=10k, 'layer3.*: params=0.3'. "
+            "Several: give it again. Without --lambda nothing else closes gates."
+        ),
+    ] = None,
+    round_to: Annotated[
+        int | None, typer.Option(help="Widths come in multiples of this, within the budget [1].")
+    ] = None,
     counting: Annotated[
         str | None, typer.Option(help="joint: exact E‖θ‖₀; groups: the paper's eq. 16.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10].")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Examples a step [100].")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the weights [1e-3].")] = None,
-    gate_lr: Annotated[float | None, typer.Option(help="Learning rate of the gates.")] = None,
+    gate_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the gates [chosen by the steps].")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
     settle: Annotated[
-        float | None, typer.Option(help="Epochs at the end with fixed gates [20 %].")
+        float | None, typer.Option(help="Epochs at the end with fixed gates [30 %].")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order and noise [0].")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 … [auto].")] = None,
+    distill: Annotated[
+        float | None,
+        typer.Option(help="Share of the loss, 0 to 1, for giving what the dense network gave [0]."),
+    ] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     run: Annotated[
@@ -53,9 +69,11 @@ def finetune(
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
-    """Fine-tune a gated model under the L0 penalty: weights and gates learn together.
+    """Fine-tune a gated model: weights and gates learn together, under a budget or a price λ.
 
-    A run that was stopped goes on when the same command is given again. Example:
+    A run that was stopped goes on when the same command is given again. Examples:
+
+        l0prune finetune --data mnist --budget macs=0.5
 
         l0prune finetune --data mnist --lambda 0.1/N
     """
@@ -67,6 +85,8 @@ def finetune(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     given = {
         "lam": lam,
+        "budget": budget or None,
+        "round_to": round_to,
         "counting": counting,
         "epochs": epochs,
         "batch_size": batch_size,
@@ -77,6 +97,7 @@ def finetune(
         "seed": seed,
         "device": device,
         "autocast": autocast,
+        "distill": distill,
     }
     settings = dict(defaults().get("finetune", {}))
     settings |= {name: value for name, value in given.items() if value is not None}

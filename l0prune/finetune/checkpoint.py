@@ -17,7 +17,7 @@ from l0prune.files import atomic_write, load_pickle
 from l0prune.finetune.settings import CHANGEABLE
 
 NAME = "checkpoint.pt"
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -29,7 +29,9 @@ class Checkpoint:
         models: digests of the weights that the run started from, and of those it left the model
             with when it stopped: only with a model of such weights can it go on.
         model: every parameter and buffer, by name.
-        optimizer: its state_dict.
+        optimizers: their state_dicts.
+        budget: state of the budgets' multipliers, empty without any.
+        teacher: the tensors of the network that is learned from, empty without one.
         average: the moving average by name, empty without one.
         updates: the average's updates so far.
         scaler: state of the loss scaler of fp16, else empty.
@@ -44,7 +46,9 @@ class Checkpoint:
     settings: dict[str, str]
     models: list[str]
     model: dict[str, Tensor]
-    optimizer: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    budget: dict[str, Any]
+    teacher: dict[str, Tensor]
     average: dict[str, Tensor]
     updates: int
     scaler: dict[str, Any]

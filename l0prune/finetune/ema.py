@@ -87,6 +87,10 @@ class Average:
         """Give the model the average for good, and begin anew from there."""
         self.show()
         self._hidden = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin anew from the values that the model has now."""
         self.updates = 0
         self._values = {name: _wide(value) for name, value in self._now()}
 

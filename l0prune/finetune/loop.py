@@ -16,11 +16,13 @@ from l0prune.errors import DataError
 from l0prune.finetune import rng
 from l0prune.finetune.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.finetune.diverged import diverged
+from l0prune.finetune.doctor import Doctor
 from l0prune.finetune.evaluate import measure
 from l0prune.finetune.feed import Feed, test_batches
 from l0prune.finetune.history import History, Log, Record
 from l0prune.finetune.interrupt import Interrupt, Interrupted
 from l0prune.finetune.meter import Meter, NotFinite
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.progress import Display
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.recalibrate import recalibrate
@@ -41,6 +43,7 @@ class Loop:
         feed: Feed,
         settings: Settings,
         device: torch.device,
+        phases: Phases,
         pruning: Pruning | None,
         interrupt: Interrupt,
         started_from: str,
@@ -49,8 +52,9 @@ class Loop:
         self._model, self._feed, self._settings = model, feed, settings
         self._device, self._pruning, self._interrupt = device, pruning, interrupt
         self._task = feed.task
-        self._stepper = Stepper(model, self._task.loss, settings, device, pruning, feed.steps)
+        self._stepper = Stepper(model, self._task.loss, settings, device, pruning, phases)
         self._average = self._stepper.average
+        self._doctor = None if pruning is None else Doctor(pruning, phases, pruning.gate_lr)
         self._folder = None if settings.out is None else Path(settings.out)
         self._display = Display(settings.epochs, feed.steps, shown=settings.progress)
         self._log: Log | None = None
@@ -77,6 +81,8 @@ class Loop:
         self._rng_of_epoch = state.rng_epoch
         rng.restore(state.rng, self._device, self._feed.generators())
         self.history.records = state.records
+        if self._doctor is not None:
+            self._doctor.go_on_from(state.records)
         self._started_from = state.models[0]
 
     def run(self) -> None:
@@ -91,6 +97,8 @@ class Loop:
             records, curves = self.history.records, self._settings.tensorboard
             self._log = Log(self._folder, records, curves)
         self._display.start(self._done)
+        if self._doctor is not None and not self._done:
+            self._complain(self._doctor.before(self._stepper.optimizers))
         try:
             while self._epoch < self._settings.epochs:
                 self._train_epoch()
@@ -99,7 +107,7 @@ class Loop:
             self._look()
             raise Interrupted(stop.signal, self._leave()) from None
         finally:
-            self._stepper.optimizer.zero_grad(set_to_none=True)
+            self._stepper.close()
             self._display.close()
             if self._log is not None:
                 self._log.close()
@@ -173,7 +181,13 @@ class Loop:
                 record |= measure(self._model, batches, self._task, self._device, autocast, check)
             if self._pruning is not None:
                 record |= self._pruning.record()
+            if self._doctor is not None and (complaints := self._doctor.after(record)):
+                record["doctor"] = complaints
         return record
+
+    def _complain(self, complaints: dict[str, str]) -> None:
+        for text in complaints.values():
+            self.note(f"doctor: {text}")
 
     @property
     def _phase(self) -> str:
@@ -208,6 +222,7 @@ class Loop:
         if self._log is not None:
             self._log.write(record)
         self._display.epoch(record)
+        self._complain(record.get("doctor", {}))
         self._epoch, self._step, self._seconds = self._epoch + 1, 0, 0.0
         self._meter = Meter(forgiving=self._stepper.scaler is not None)
         self._rng_of_epoch = None
@@ -237,7 +252,9 @@ class Loop:
             settings=self._fingerprint,
             models=models,
             model=snapshot(self._model),
-            optimizer=self._stepper.optimizer.state_dict(),
+            optimizers=[each.state_dict() for each in self._stepper.optimizers],
+            budget={} if self._pruning is None else self._pruning.state(),
+            teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
             average={} if average is None else average.tensors(),
             updates=0 if average is None else average.updates,
             scaler={} if self._stepper.scaler is None else self._stepper.scaler.state_dict(),

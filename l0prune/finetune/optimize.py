@@ -16,8 +16,8 @@ from l0prune.finetune.settings import Settings
 Groups = list[dict[str, Any]]
 
 
-def make_optimizer(settings: Settings, groups: Groups) -> Optimizer:
-    """The optimizer that the settings name, over these parameter groups.
+def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
+    """The optimizer that the settings name, over these parameter groups; Adam for gates beside SGD.
 
     Raises:
         UsageError: nothing is left to learn.
@@ -25,13 +25,20 @@ def make_optimizer(settings: Settings, groups: Groups) -> Optimizer:
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("nothing of this model learns: all its parameters are frozen")
     if callable(settings.optimizer):
-        return settings.optimizer(groups)
+        return [settings.optimizer(groups)]
     # One kernel for all tensors of a group, where their device and dtype have one.
     fused = all(_can_fuse(p) for group in groups for p in group["params"])
-    if settings.optimizer == "sgd":
-        return SGD(groups, lr=settings.lr, momentum=0.9, fused=fused)
-    kind = Adam if settings.optimizer == "adam" else AdamW
-    return kind(groups, lr=settings.lr, fused=fused)
+    if settings.optimizer != "sgd":
+        kind = Adam if settings.optimizer == "adam" else AdamW
+        return [kind(groups, lr=settings.lr, fused=fused)]
+    weights = [group for group in groups if group.get("name") != "gates"]
+    gates = [group for group in groups if group.get("name") == "gates"]
+    made: list[Optimizer] = []
+    if weights:
+        made.append(SGD(weights, lr=settings.lr, momentum=settings.momentum, fused=fused))
+    if gates:
+        made.append(Adam(gates, fused=fused))
+    return made
 
 
 def _can_fuse(parameter: torch.Tensor) -> bool:
@@ -39,19 +46,23 @@ def _can_fuse(parameter: torch.Tensor) -> bool:
 
 
 class Schedule:
-    """Sets every group's learning rate from the fraction of the steps that are done."""
+    """Sets the weights' rate from the fraction of the steps that are done; that of gates stays."""
 
-    def __init__(self, settings: Settings, optimizer: Optimizer, phases: Phases) -> None:
+    def __init__(self, settings: Settings, optimizers: list[Optimizer], phases: Phases) -> None:
         self._factor = _factor(settings.schedule, 1 - phases.settle / phases.total)
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._total = phases.total
-        self._base = [group["lr"] for group in optimizer.param_groups]
+        self._base = [group["lr"] for group in self._groups()]
+
+    def _groups(self) -> Groups:
+        """As they are now: an optimizer that loads a state puts new ones in their places."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
         """The rates of step number ``step``, from 0."""
         factor = self._factor(step / self._total)
-        for group, base in zip(self._optimizer.param_groups, self._base, strict=True):
-            group["lr"] = base * factor
+        for group, base in zip(self._groups(), self._base, strict=True):
+            group["lr"] = base if group.get("name") == "gates" else base * factor
 
 
 def _factor(schedule: str | Callable[[float], float], pruned: float) -> Callable[[float], float]:
@@ -60,6 +71,8 @@ def _factor(schedule: str | Callable[[float], float], pruned: float) -> Callable
         return schedule
     if schedule == "constant":
         return lambda done: 1.0
+    if schedule == "step":
+        return lambda done: 0.1 ** ((done >= 0.5) + (done >= 0.75))
     start = pruned if schedule == "settle" else 0.0
     return lambda done: _cosine((done - start) / (1 - start)) if done > start else 1.0
 

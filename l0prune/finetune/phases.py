@@ -11,7 +11,7 @@ Phase = Literal["warm-up", "prune", "settle"]
 
 # Defaults, as parts of all steps.
 WARMUP = 0.05
-SETTLE = 0.2
+SETTLE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ class Phases:
     def dense(epochs: int, steps_per_epoch: int) -> Phases:
         """Phases of a run without gates: all of it is one."""
         return Phases(epochs * steps_per_epoch, 0, 0)
+
+    @property
+    def learning(self) -> int:
+        """Steps in which the gates learn."""
+        return self.total - self.settle
 
     def at(self, step: int) -> Phase:
         """The phase of step number ``step``, counted from 0."""

@@ -1,16 +1,36 @@
-"""What gates add to training: the penalty, a rate of their own, their rest, and their counts."""
+"""What gates add to training: penalty, budgets, a rate of their own, their rest, and counts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from l0prune.budget import Budget
 from l0prune.cost import CostModel
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.settings import Settings
+from l0prune.fit import check_feasible, fit
 from l0prune.gates import Gates
 from l0prune.lambdas import Lambda
 from l0prune.objective import param_groups, penalty
+
+LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
+_TRAVEL = 120.0
+_FASTEST = 0.3
+# Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
+_BETAS = (0.9, 0.99)
+
+
+def default_gate_rate(steps: int) -> float:
+    """The gates' rate for so many steps in which they learn.
+
+    From nearly open to closed is about 5.4 in log α. A step of Adam moves a gate by up to the
+    rate: with this one, they have room to go there and come back many times over, but do not
+    harden in the first part of the run, when nothing is known about them yet.
+    """
+    return min(_FASTEST, _TRAVEL / max(steps, 1))
 
 
 class Pruning:
@@ -19,35 +39,106 @@ class Pruning:
     Attributes:
         gates: the bank.
         lam: λ with N filled in.
+        budget: the budgets, or None.
 
     Raises:
         UsageError: λ makes no sense, or names an axis that is not there.
     """
 
-    def __init__(self, model: nn.Module, gates: Gates, settings: Settings, n: int) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, gates: Gates, settings: Settings, n: int, phases: Phases
+    ) -> None:
+        self._model, self._settings, self._phases = model, settings, phases
         self.gates = gates
-        self.lam = Lambda.of(settings.lam, n)
+        self.lam = Lambda.of(_lambda(settings), n)
         self.lam.for_axes(gates.plan.names)
-        self._counting = settings.counting
-        self._l2 = settings.l2
+        self._priced = self.lam != Lambda(0.0)
         self._cost = CostModel(gates.plan)
+        self.budget = None if settings.budget is None else self._budget(settings)
+        if self.budget is None:
+            check_feasible(self._cost, (), settings.round_to)
 
-    def param_groups(self, settings: Settings) -> list[dict[str, Any]]:
+    def _budget(self, settings: Settings) -> Budget:
+        return Budget(
+            self._model,
+            settings.budget,
+            steps=self._phases.learning,
+            rate=settings.budget_rate,
+            ramp=settings.ramp,
+            round_to=settings.round_to,
+        )
+
+    @property
+    def gate_lr(self) -> float:
+        """The gates' learning rate."""
+        given = self._settings.gate_lr
+        return default_gate_rate(self._phases.learning) if given is None else given
+
+    def param_groups(self) -> list[dict[str, Any]]:
         """Weights and gates, each at their own rate."""
-        return param_groups(self._model, settings.lr, settings.gate_lr, settings.weight_decay)
+        settings = self._settings
+        groups = param_groups(self._model, settings.lr, self.gate_lr, settings.weight_decay)
+        if self.budget is not None:
+            for group in groups:
+                if group["name"] == "gates":
+                    group["betas"] = _BETAS
+        return groups
 
-    def penalty(self, factor: float) -> Tensor | None:
-        """``factor`` times λ·E‖θ‖₀, and the L2 term in full; None where there is nothing to add."""
-        if factor == 1:
-            return penalty(self._model, self.lam, counting=self._counting, l2=self._l2)
-        total = None
-        if factor:
-            total = factor * penalty(self._model, self.lam, counting=self._counting)
-        if self._l2:
-            decay = penalty(self._model, 0.0, counting=self._counting, l2=self._l2)
-            total = decay if total is None else total + decay
-        return total
+    def penalty(self, step: int) -> Tensor | None:
+        """What the gates add to the loss of a step: λ·E‖θ‖₀ as far as it is warmed up, the
+        budgets' part unless the gates stand, and the L2 term; None where that is nothing."""
+        factor, l2, counting = self._phases.factor(step), self._settings.l2, self._settings.counting
+        parts: list[Tensor] = []
+        if self._priced and factor == 1:
+            parts.append(penalty(self._model, self.lam, counting=counting, l2=l2))
+        else:
+            if self._priced and factor:
+                parts.append(factor * penalty(self._model, self.lam, counting=counting))
+            if l2:
+                parts.append(penalty(self._model, 0.0, counting=counting, l2=l2))
+        if self.budget is not None and self._phases.at(step) != "settle":
+            parts.append(penalty(self._model, self.budget))
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def pull(self, path: Tensor) -> float | None:
+        """The largest gradient that λ has for a gate somewhere on its ``path`` of log α.
+
+        None if there is no telling: a budget's multiplier grows until it is met.
+        """
+        if self.budget is not None:
+            return None
+        log_alpha = self.gates.log_alpha
+        counting = self._settings.counting
+        (pulls,) = torch.autograd.grad(penalty(self._model, self.lam, counting=counting), log_alpha)
+        per_chance = pulls / self._slope(log_alpha.detach()).clamp(min=1e-12)
+        return float(per_chance.max() * self._slope(path.to(log_alpha)).max())
+
+    def _slope(self, log_alpha: Tensor) -> Tensor:
+        """dP(z ≠ 0)/d log α."""
+        at = log_alpha.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.gates.gate.open_probability(at).sum(), at)
+        return slope
+
+    def ascend(self) -> None:
+        """While gates learn, before the optimizer's step: let the budgets' multipliers move."""
+        if self.budget is not None:
+            self.budget.step()
+
+    def fit(self) -> None:
+        """Before the gates stand: let the export just meet the budgets, in whole blocks."""
+        if self.budget is not None:
+            self.budget.fit(fill=not self._priced)
+        elif self._settings.round_to > 1:
+            fit(self._model, round_to=self._settings.round_to)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the budgets."""
+        return {} if self.budget is None else self.budget.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up what ``state`` gave."""
+        if self.budget is not None:
+            self.budget.load_state_dict(state)
 
     def fix(self, fixed: bool) -> None:
         """Make gates stand at their eval values, or let them be sampled."""
@@ -66,7 +157,15 @@ class Pruning:
             counts[f"expected_{unit}"] = float(self._cost.expected(p, unit))
             counts[unit] = self._cost.actual(opened, unit)
             counts[f"dense_{unit}"] = self._cost.dense(unit)
+        if self.budget is not None:
+            counts["budget"] = self.budget.report(opened)
         axes = self.gates.axes
         counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
         counts["dead"] = [axis.name for axis in axes if not opened[axis.slice].any()]
         return counts
+
+
+def _lambda(settings: Settings) -> Any:
+    if settings.lam is not None:
+        return settings.lam
+    return LAMBDA if settings.budget is None else 0.0

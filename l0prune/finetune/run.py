@@ -15,13 +15,17 @@ from l0prune.finetune.feed import Feed, call
 from l0prune.finetune.history import History
 from l0prune.finetune.interrupt import Interrupt, Interrupted
 from l0prune.finetune.loop import Loop
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Task
 from l0prune.gates import Gates
 from l0prune.rewrite import check_ungated, gates_of
 
-_OF_GATES = ("lam", "counting", "l2", "gate_lr", "warmup", "settle")
+_OF_GATES = (
+    "lam", "counting", "l2", "gate_lr", "warmup", "settle",
+    "budget", "round_to", "budget_rate", "ramp",
+)  # fmt: skip
 
 
 def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
@@ -73,7 +77,11 @@ def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
 def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None) -> History:
     device = choose(settings.device, model)
     feed = Feed(task, settings.batch_size, settings.seed, settings.augment)
-    pruning = None if gates is None else Pruning(model, gates, settings, feed.size)
+    if gates is None:
+        phases, pruning = Phases.dense(settings.epochs, feed.steps), None
+    else:
+        phases = Phases.plan(settings.epochs, feed.steps, settings.warmup, settings.settle)
+        pruning = Pruning(model, gates, settings, feed.size, phases)
     folder = None if settings.out is None else _made(Path(settings.out))
     interrupt = Interrupt()
     found = checkpoint.snapshot(model)
@@ -92,7 +100,15 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
             started_from = checkpoint.digest(found)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
             loop = Loop(
-                model, feed, settings, device, pruning, interrupt, started_from, fingerprint
+                model,
+                feed,
+                settings,
+                device,
+                phases,
+                pruning,
+                interrupt,
+                started_from,
+                fingerprint,
             )
             if folder is not None:
                 _prepare(folder, loop, settings, started_from, fingerprint)

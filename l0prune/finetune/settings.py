@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from l0prune.errors import UsageError
+from l0prune.limits import limits
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -27,25 +29,42 @@ class Settings:
 
     Attributes:
         lam: λ of the penalty: a number, an expression in N such as ``"0.1/N"``, or one for each
-            axis by glob.
+            axis by glob. None is 0.1/N, or 0 where there is a budget.
+        budget: what the exported model may cost: ``"macs=0.5"``, ``{"params": 0.1}``,
+            ``"layer3.*: params=0.3"``, several of them; None for no such constraint.
+        round_to: open slots of an axis come in multiples of this, within the budget.
+        budget_rate: of ascent of the budgets' multipliers (see ``Budget``); None to choose it by
+            the number of steps.
+        ramp: part of the steps before settling in which a budget's target sinks from the dense
+            count to what it is.
         counting: how the penalty counts: ``"joint"`` or ``"groups"`` (see ``penalty``).
         l2: weight decay weighted by the gates' probabilities (eq. 15 and 17 of the paper).
         epochs: passes over the training data.
         batch_size: examples a step; data that comes in batches of its own keeps those.
         lr: learning rate of the weights.
-        gate_lr: learning rate of the gates.
-        optimizer: ``"adam"``, ``"adamw"``, ``"sgd"`` (momentum 0.9), or a function that takes
-            the parameter groups and returns an optimizer.
+        gate_lr: learning rate of the gates; None to choose it by the number of steps in which
+            they learn, so that they can move far enough and no further.
+        optimizer: of the weights, ``"adam"``, ``"adamw"`` or ``"sgd"``, with Adam for the gates,
+            since their gradients are too small for plain descent; or a function that takes the
+            parameter groups of both and returns one optimizer.
+        momentum: of SGD.
         weight_decay: of the weights; gates are never decayed.
         schedule: ``"settle"`` (constant, then to zero along a cosine while settling),
-            ``"constant"``, ``"cosine"`` (to zero over the whole run), or a function from the
-            fraction of the steps done to a factor. It applies to every learning rate.
+            ``"constant"``, ``"cosine"`` (to zero over the whole run), ``"step"`` (a tenth after
+            half and after three quarters of the steps), or a function from the fraction of the
+            steps done to a factor. It applies to every learning rate.
         clip: largest norm of the weights' gradient, or None. The gates' gradient is left alone.
         ema: β of the moving average of weights, buffers and gates that is evaluated and kept
             (the paper's is 0.999); 0 for none.
+        distill: share of the loss that is to give what the network gave before training, 0 to 1:
+            its class scores, and the outputs of the modules in ``match``. It costs one forward
+            of that network a step.
+        temperature: by which both networks' scores are softened for that.
+        match: globs of module names.
+        teacher: another network to learn from; None for the model as it is when training begins.
         warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
         settle: epochs, or a part of one, at the end in which gates stand still and weights
-            recover; None for 20 % of the steps.
+            recover; None for 30 % of the steps.
         recalibrate: batches from which BatchNorm statistics are computed anew while settling and
             at the end; 0 leaves them alone.
         augment: let the data source augment its training batches.
@@ -58,18 +77,27 @@ class Settings:
         tensorboard: write curves for TensorBoard into ``out``; None if it is installed.
     """
 
-    lam: Any = "0.1/N"
+    lam: Any = None
+    budget: Any = None
+    round_to: int = 1
+    budget_rate: float | None = None
+    ramp: float = 0.6
     counting: Literal["joint", "groups"] = "joint"
     l2: float = 0.0
     epochs: int = 10
     batch_size: int = 100
     lr: float = 1e-3
-    gate_lr: float = 0.1
+    gate_lr: float | None = None
     optimizer: str | OptimizerFactory = "adam"
+    momentum: float = 0.9
     weight_decay: float = 0.0
     schedule: str | Callable[[float], float] = "settle"
     clip: float | None = None
     ema: float = 0.999
+    distill: float = 0.0
+    temperature: float = 4.0
+    match: str | Sequence[str] = ()
+    teacher: nn.Module | None = None
     warmup: float | None = None
     settle: float | None = None
     recalibrate: int = 100
@@ -86,13 +114,24 @@ class Settings:
         _whole("epochs", self.epochs, least=1)
         _whole("batch_size", self.batch_size, least=1)
         _whole("recalibrate", self.recalibrate, least=0)
-        for name in ("lr", "gate_lr", "weight_decay", "l2"):
+        _whole("round_to", self.round_to, least=1)
+        for name in ("lr", "weight_decay", "l2", "momentum"):
             _number(name, getattr(self, name))
-        for name in ("clip", "warmup", "settle"):
+        for name in ("gate_lr", "clip", "warmup", "settle", "budget_rate"):
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name))
         if self.clip == 0:
             raise UsageError("clip=0 would stop all learning; clip=None turns clipping off")
+        if not 0 <= self.ramp <= 1:
+            raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {self.ramp}")
+        if self.budget is not None:
+            limits(self.budget)
+        if not 0 <= self.distill <= 1:
+            raise UsageError(f"distill is a share of the loss, from 0 to 1, not {self.distill}")
+        if not self.temperature > 0:
+            raise UsageError(f"temperature must be more than 0, not {self.temperature}")
+        if self.teacher is not None and not self.distill:
+            raise UsageError("a teacher teaches nothing with distill=0; try distill=0.5")
         if not 0 <= self.ema < 1:
             raise UsageError(f"ema must lie in [0, 1), like the paper's 0.999; not {self.ema}")
         _choice("counting", self.counting, ("joint", "groups"))
@@ -100,7 +139,7 @@ class Settings:
         if not callable(self.optimizer):
             _choice("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
         if not callable(self.schedule):
-            _choice("schedule", self.schedule, ("settle", "constant", "cosine"))
+            _choice("schedule", self.schedule, ("settle", "constant", "cosine", "step"))
         if self.resume and self.out is None:
             raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
 

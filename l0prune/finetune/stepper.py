@@ -11,11 +11,12 @@ from l0prune.finetune.checkpoint import Checkpoint
 from l0prune.finetune.device import precision
 from l0prune.finetune.ema import Average
 from l0prune.finetune.feed import call
-from l0prune.finetune.optimize import Schedule, make_optimizer
+from l0prune.finetune.optimize import Schedule, make_optimizers
 from l0prune.finetune.phases import Phases
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Loss
+from l0prune.finetune.teacher import Teacher
 
 
 class Stepper:
@@ -23,7 +24,7 @@ class Stepper:
 
     Attributes:
         phases: which step belongs to which phase.
-        optimizer: of weights and gates.
+        optimizers: of weights and gates, one or two.
         average: of the model over the steps, or None.
         scaler: of the loss in fp16, or None.
     """
@@ -35,27 +36,35 @@ class Stepper:
         settings: Settings,
         device: torch.device,
         pruning: Pruning | None,
-        steps_per_epoch: int,
+        phases: Phases,
     ) -> None:
-        self._model, self._loss, self._settings = model, loss, settings
-        self._device, self._pruning = device, pruning
-        self.phases = (
-            Phases.dense(settings.epochs, steps_per_epoch)
-            if pruning is None
-            else Phases.plan(settings.epochs, steps_per_epoch, settings.warmup, settings.settle)
-        )
+        self._model, self._settings = model, settings
+        self._device, self._pruning, self.phases = device, pruning, phases
+        self.teacher = Teacher.of(model, settings)
+        self._loss = loss
         gates = None if pruning is None else pruning.gates.log_alpha
         self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
-        self.optimizer = make_optimizer(settings, self._groups())
-        self._schedule = Schedule(settings, self.optimizer, self.phases)
+        self.optimizers = make_optimizers(settings, self._groups())
+        self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        """Leave no gradients and no hooks behind."""
+        self.zero_grad()
+        if self.teacher is not None:
+            self.teacher.close()
 
     def _groups(self) -> list[dict[str, Any]]:
         settings = self._settings
         if self._pruning is not None:
-            return self._pruning.param_groups(settings)
+            return self._pruning.param_groups()
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         return [{"name": "weights", "params": self._weights, **rest}]
 
@@ -63,7 +72,12 @@ class Stepper:
         """Take up the state of a checkpoint; the model must have its weights already."""
         if self.average is not None:
             self.average.load(state.average, state.updates)
-        self.optimizer.load_state_dict(state.optimizer)
+        for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
+            optimizer.load_state_dict(of)
+        if self._pruning is not None:
+            self._pruning.load(state.budget)
+        if self.teacher is not None:
+            self.teacher.load(state.teacher)
         if self.scaler is not None:
             self.scaler.load_state_dict(state.scaler)
 
@@ -72,34 +86,55 @@ class Stepper:
         self._schedule.set(step)
         settles = self.phases.at(step) == "settle"
         if self._pruning is not None:
-            if self.average is not None and self.phases.begins_to_settle(step):
-                self.average.install()
+            if self.phases.begins_to_settle(step):
+                self._begin_to_settle(self._pruning)
             self._pruning.fix(settles)
-        with precision(self._device, self._settings.autocast):
-            loss = self._loss(call(self._model, inputs), targets)
-        extra = None if self._pruning is None else self._pruning.penalty(self.phases.factor(step))
-        total = loss if extra is None else loss + extra
+        loss, learned = self._losses(inputs, targets)
+        extra = None if self._pruning is None else self._pruning.penalty(step)
+        total = learned if extra is None else learned + extra
         (total if self.scaler is None else self.scaler.scale(total)).backward()
         if self._pruning is not None and settles:
             self._pruning.hold()
+        elif self._pruning is not None:
+            self._pruning.ascend()
         self._apply_gradients()
         if self.average is not None:
             self.average.update()
         return loss, extra
 
+    def _losses(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """The task's loss, and what is learned from: that, or mixed with a teacher's."""
+        with precision(self._device, self._settings.autocast):
+            outputs = call(self._model, inputs)
+            loss = self._loss(outputs, targets)
+            if self.teacher is None:
+                return loss, loss
+            return loss, self.teacher.mixed(loss, outputs, inputs)
+
+    def _begin_to_settle(self, pruning: Pruning) -> None:
+        """From here on the gates stand: at their averages, and where the budgets want them."""
+        if self.average is not None:
+            self.average.install()
+        pruning.fit()
+        if self.average is not None:
+            self.average.restart()
+
     def _apply_gradients(self) -> None:
         if self._settings.clip is not None:
             if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
+                for optimizer in self.optimizers:
+                    self.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self._weights, self._settings.clip)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        for optimizer in self.optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()
 
     @property
     def rate(self) -> float:
         """Learning rate of the weights in the last step."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])

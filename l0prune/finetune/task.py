@@ -25,7 +25,7 @@ def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     Shape: outputs ``(batch, classes, …)`` or an object with such ``.logits``; targets
     ``(batch, …)`` of class numbers, or probabilities of the outputs' shape.
     """
-    return F.cross_entropy(_scores(outputs).float(), targets)
+    return F.cross_entropy(scores_of(outputs).float(), targets)
 
 
 def error_rate(outputs: Any, targets: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def error_rate(outputs: Any, targets: Tensor) -> Tensor:
 
     Shape: as for ``cross_entropy``; result ``(batch,)``.
     """
-    scores = _scores(outputs)
+    scores = scores_of(outputs)
     if targets.is_floating_point() and targets.shape == scores.shape:
         targets = targets.argmax(1)
     wrong = (scores.argmax(1) != targets).float()
@@ -95,7 +95,7 @@ class _Checked:
     data: Data
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        scores = _scores(outputs)
+        scores = scores_of(outputs)
         if scores.shape[1] < self.data.classes:
             self.data.check_fits(scores.shape[1])
         return F.cross_entropy(scores.float(), targets)
@@ -106,7 +106,7 @@ def is_split(source: Any) -> TypeIs[Split]:
     return hasattr(source, "batches")
 
 
-def _scores(outputs: Any) -> Tensor:
+def scores_of(outputs: Any) -> Tensor:
     """The class scores in what a model returns."""
     scores = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     if not isinstance(scores, Tensor):

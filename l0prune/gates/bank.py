@@ -15,6 +15,10 @@ from l0prune.gates.spreader import Spreader
 from l0prune.layout import Layout
 from l0prune.plan import Plan
 
+# P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
+OPENED = 0.75
+CLOSED = 1e-3
+
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -90,6 +94,18 @@ class Gates(nn.Module):
     def open(self) -> Tensor:
         """Which gates are open (z > 0) in eval mode: bool, shape ``(plan.size,)``."""
         return self.z() > 0
+
+    @torch.no_grad()
+    def put(self, open_: Tensor) -> None:
+        """Open and close gates: those that stand otherwise move, all others stay as they are.
+
+        Args:
+            open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``.
+        """
+        now, wanted = self.open(), open_.to(self.log_alpha.device)
+        for target, probability in ((True, OPENED), (False, CLOSED)):
+            moves = (wanted == target) & (now != target)
+            self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
 
     def open_probability(self) -> Tensor:
         """P(z ≠ 0) of each gate, shape ``(plan.size,)``, differentiable."""

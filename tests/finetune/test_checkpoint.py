@@ -19,7 +19,8 @@ def made(model, **changes):
     optimizer.step()
     values = {
         "settings": SETTINGS, "models": ["start"], "model": snapshot(model),
-        "optimizer": optimizer.state_dict(), "average": {"a": torch.ones(2)}, "updates": 3,
+        "optimizers": [optimizer.state_dict()], "budget": {}, "teacher": {},
+        "average": {"a": torch.ones(2)}, "updates": 3,
         "scaler": {}, "epoch": 1, "step": 2, "losses": (1.5, 0.25, 2, 0.1), "rng_epoch": None,
         "rng": rng.capture(CPU), "records": [{"epoch": 1, "open": {"fc": 3}, "dead": []}],
     }  # fmt: skip
@@ -35,8 +36,8 @@ def test_what_is_written_is_read(tmp_path):
     for name in ("settings", "models", "updates", "epoch", "step", "losses", "records", "scaler"):
         assert getattr(found, name) == getattr(expected, name)
     other = torch.optim.Adam(gated().parameters(), fused=True)
-    other.load_state_dict(found.optimizer)
-    for number, moments in expected.optimizer["state"].items():
+    other.load_state_dict(found.optimizers[0])
+    for number, moments in expected.optimizers[0]["state"].items():
         assert differing(moments, other.state_dict()["state"][number]) == []
 
 
@@ -69,7 +70,7 @@ def test_another_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="this version can read"):
         read(tmp_path)
-    torch.save({"format": 1, "epoch": 3}, tmp_path / checkpoint.NAME)
+    torch.save({"format": 2, "epoch": 3}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="no whole checkpoint"):
         read(tmp_path)
 

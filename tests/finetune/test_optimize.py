@@ -7,33 +7,37 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.finetune.optimize import Schedule, make_optimizer
+from l0prune.finetune.optimize import Schedule, make_optimizers
 from l0prune.finetune.phases import Phases
 from l0prune.finetune.settings import Settings
 from l0prune.objective import param_groups
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW), ("sgd", torch.optim.SGD)],
+    ("name", "kinds"),
+    [
+        ("adam", [torch.optim.Adam]),
+        ("adamw", [torch.optim.AdamW]),
+        ("sgd", [torch.optim.SGD, torch.optim.Adam]),
+    ],
 )
-def test_gates_have_a_rate_of_their_own_and_no_decay(name, kind):
+def test_gates_have_a_rate_of_their_own_and_no_decay(name, kinds):
     model = gated()
     settings = Settings(optimizer=name, lr=0.25, gate_lr=0.5, weight_decay=0.125)
     groups = param_groups(model, settings.lr, settings.gate_lr, settings.weight_decay)
-    optimizer = make_optimizer(settings, groups)
-    assert type(optimizer) is kind
-    weights, gates = optimizer.param_groups
+    optimizers = make_optimizers(settings, groups)
+    assert [type(optimizer) for optimizer in optimizers] == kinds
+    weights, gates = (group for optimizer in optimizers for group in optimizer.param_groups)
     assert (weights["lr"], weights["weight_decay"]) == (0.25, 0.125)
     assert (gates["lr"], gates["weight_decay"]) == (0.5, 0.0)
     assert gates["params"] == [l0prune.gates(model).log_alpha]
-    assert optimizer.param_groups[0].get("momentum", 0.9) == 0.9
+    assert weights.get("momentum", 0.9) == 0.9
 
 
 def test_sgd_steps_as_its_formula_says():
     weight = nn.Parameter(torch.tensor([2.0]))
     groups = [{"params": [weight], "lr": 0.1, "weight_decay": 0.5}]
-    optimizer = make_optimizer(Settings(optimizer="sgd"), groups)
+    (optimizer,) = make_optimizers(Settings(optimizer="sgd"), groups)
     for _ in range(2):
         (3 * weight).sum().backward()
         optimizer.step()
@@ -48,22 +52,23 @@ def test_a_function_makes_any_other_optimizer():
         return torch.optim.RMSprop(groups)
 
     groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.1}]
-    assert type(make_optimizer(Settings(optimizer=make), groups)) is torch.optim.RMSprop
+    (optimizer,) = make_optimizers(Settings(optimizer=make), groups)
+    assert type(optimizer) is torch.optim.RMSprop
 
 
 def test_a_frozen_model_is_refused():
     with pytest.raises(UsageError, match="frozen"):
-        make_optimizer(Settings(), [])
+        make_optimizers(Settings(), [])
 
 
-def test_schedules_scale_every_rate():
+def test_schedules_scale_the_rates_of_weights():
     first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
     groups = [{"params": [first], "lr": 1.0}, {"params": [second], "lr": 4.0}]
 
     def rates(schedule, step):
         settings = Settings(schedule=schedule)
-        optimizer = make_optimizer(settings, [dict(group) for group in groups])
-        Schedule(settings, optimizer, Phases(total=8, warmup=0, settle=4)).set(step)
+        (optimizer,) = make_optimizers(settings, [dict(group) for group in groups])
+        Schedule(settings, [optimizer], Phases(total=8, warmup=0, settle=4)).set(step)
         return [group["lr"] for group in optimizer.param_groups]
 
     assert rates("constant", 7) == [1, 4]
@@ -74,12 +79,26 @@ def test_schedules_scale_every_rate():
     assert rates("settle", 4) == [1, 4]
     assert rates("settle", 6) == pytest.approx([0.5, 2])
     assert rates("settle", 7) == pytest.approx([f * (2 - math.sqrt(2)) / 4 for f in (1, 4)])
+    assert [rates("step", step)[0] for step in (3, 4, 5, 6, 7)] == pytest.approx(
+        [1, 0.1, 0.1, 0.01, 0.01]
+    )
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_the_rate_of_gates_stays(name):
+    model = gated()
+    settings = Settings(optimizer=name, schedule="cosine", lr=0.25, gate_lr=0.5)
+    groups = param_groups(model, settings.lr, settings.gate_lr)
+    optimizers = make_optimizers(settings, groups)
+    Schedule(settings, optimizers, Phases(total=8, warmup=0, settle=4)).set(4)
+    rates = {g["name"]: g["lr"] for each in optimizers for g in each.param_groups}
+    assert rates == {"weights": pytest.approx(0.125), "gates": 0.5}
 
 
 @pytest.mark.parametrize("name", ["settle", "constant"])
 def test_without_settling_rates_stay(name):
     weight = nn.Parameter(torch.ones(1))
     settings = Settings(schedule=name)
-    optimizer = make_optimizer(settings, [{"params": [weight], "lr": 0.5}])
-    Schedule(settings, optimizer, Phases.dense(epochs=2, steps_per_epoch=4)).set(7)
+    (optimizer,) = make_optimizers(settings, [{"params": [weight], "lr": 0.5}])
+    Schedule(settings, [optimizer], Phases.dense(epochs=2, steps_per_epoch=4)).set(7)
     assert optimizer.param_groups[0]["lr"] == 0.5

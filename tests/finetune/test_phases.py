@@ -8,7 +8,7 @@ from l0prune.finetune.phases import Phases
 
 def test_defaults_come_from_the_number_of_steps():
     phases = Phases.plan(epochs=10, steps_per_epoch=100, warmup=None, settle=None)
-    assert phases == Phases(total=1000, warmup=50, settle=200)
+    assert phases == Phases(total=1000, warmup=50, settle=300)
 
 
 def test_lengths_are_in_epochs_or_parts_of_one():

@@ -5,9 +5,13 @@ from small_task import gated
 import l0prune
 from l0prune.cost import CostModel
 from l0prune.errors import UsageError
+from l0prune.finetune.phases import Phases
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.settings import Settings
 from l0prune.objective import penalty
+
+PHASES = Phases(total=20, warmup=4, settle=5)
+WARMING, PRUNING, SETTLING = 1, 10, 17
 
 
 def pruning(n=240, **settings):
@@ -15,13 +19,13 @@ def pruning(n=240, **settings):
     gates = l0prune.gates(model)
     with torch.no_grad():
         gates.log_alpha.normal_(0, 2, generator=torch.Generator().manual_seed(1))
-    return model, Pruning(model, gates, Settings(**settings), n)
+    return model, Pruning(model, gates, Settings(**settings), n, PHASES)
 
 
 def test_lambda_is_in_examples():
     model, one = pruning(n=1000, lam="0.5/N")
     assert one.lam.default == 0.0005
-    torch.testing.assert_close(one.penalty(1.0), penalty(model, 0.0005))
+    torch.testing.assert_close(one.penalty(PRUNING), penalty(model, 0.0005))
 
 
 def test_lambda_of_an_axis_that_is_not_there_is_refused_before_training():
@@ -33,18 +37,18 @@ def test_the_factor_scales_lambda_and_not_the_l2_term():
     model, one = pruning(lam=0.01, l2=0.5)
     whole, count = penalty(model, 0.01, l2=0.5), penalty(model, 0.01)
     decay = whole - count
-    torch.testing.assert_close(one.penalty(1.0), whole)
-    torch.testing.assert_close(one.penalty(0.25), 0.25 * count + decay)
-    torch.testing.assert_close(one.penalty(0.0), decay)
+    torch.testing.assert_close(one.penalty(PRUNING), whole)
+    torch.testing.assert_close(one.penalty(WARMING), 0.25 * count + decay)
+    torch.testing.assert_close(one.penalty(SETTLING), decay)
 
 
 def test_without_lambda_and_l2_there_is_nothing_to_add():
-    assert pruning(lam=0.01)[1].penalty(0.0) is None
+    assert pruning(lam=0.01)[1].penalty(SETTLING) is None
 
 
 def test_counting_is_as_asked():
     model, one = pruning(lam=0.01, counting="groups")
-    torch.testing.assert_close(one.penalty(1.0), penalty(model, 0.01, counting="groups"))
+    torch.testing.assert_close(one.penalty(PRUNING), penalty(model, 0.01, counting="groups"))
 
 
 def test_the_record_counts_what_an_export_would_keep():

@@ -1,0 +1,189 @@
+"""Budgets as constraints: a multiplier for each, which rises while its budget is exceeded.
+
+With shares ``g(φ) = E[count]/dense − target`` of a network with gates φ the loss is
+
+    L(θ, φ) + Σ λᵢ·gᵢ(φ),    λᵢ ≥ 0,
+
+which weights and gates descend and multipliers ascend (Gallego-Posada et al. 2022). A multiplier
+starts again at 0 once its budget is met, so that nothing pushes a network that is small enough.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.cost import CostModel
+from l0prune.errors import UsageError
+from l0prune.fit import check_feasible, fit
+from l0prune.limits import Limit, LimitsLike, limits
+from l0prune.rewrite import gates_of
+
+# The rate of ascent, times the steps that there are.
+RATE = 500.0
+# A share of the dense count beyond which excess counts no more.
+_FAR = 0.1
+_LARGEST = 1e6
+
+
+class Budget:
+    """The budgets of one gated model, with their multipliers.
+
+    In a training loop of your own::
+
+        budget = l0prune.Budget(model, "macs=0.5", steps=1000)
+        for inputs, targets in batches:
+            loss = task_loss(model(inputs), targets) + l0prune.penalty(model, budget)
+            loss.backward()
+            budget.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        budget.fit()     # now an export meets it; go on training with l0prune.gates(model).fixed
+
+    Attributes:
+        limits: what is limited.
+        multipliers: λ of each, in units of the loss per share of the dense count.
+        done: steps done.
+
+    Args:
+        model: a gated model.
+        wanted: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"layer3.*: params=0.3"``, or several.
+        steps: in which the gates learn.
+        rate: of ascent: a multiplier grows by ``rate·g`` a step where the loss is about 1; None
+            to choose it by ``steps``.
+        ramp: part of the steps in which the target sinks from the dense count to the budget.
+        round_to: open slots of an axis come in multiples of this.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: a budget makes no sense, or cannot be met.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: LimitsLike,
+        *,
+        steps: int,
+        rate: float | None = None,
+        ramp: float = 0.6,
+        round_to: int = 1,
+    ) -> None:
+        if steps < 1:
+            raise UsageError(f"a budget needs at least one step to learn in, not {steps}")
+        if not 0 <= ramp <= 1:
+            raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {ramp}")
+        self._model, self._gates = model, gates_of(model)
+        self.limits = limits(wanted)
+        self._steps, self._ramp, self._round_to = steps, ramp, round_to
+        self._rate = RATE / steps if rate is None else rate
+        self._cost = CostModel(self._gates.plan)
+        check_feasible(self._cost, self.limits, round_to)
+        self._terms = [_Term(self._cost, limit) for limit in self.limits]
+        self._bounds = torch.tensor([term.bound for term in self._terms])
+        self.multipliers = torch.zeros(len(self._terms))
+        self.done = 0
+        self._excess: Tensor | None = None
+
+    def lagrangian(self, p: Tensor) -> Tensor:
+        """Σ λᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
+        if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
+            self.multipliers = self.multipliers.to(p.device)
+            self._bounds = self._bounds.to(p.device)
+        excess = torch.stack([term.share(p) for term in self._terms]) - self.targets.to(p.dtype)
+        self._excess = excess.detach()
+        return torch.dot(self.multipliers.to(p.dtype), excess)
+
+    @property
+    def targets(self) -> Tensor:
+        """The share of the dense count that each budget allows at this step; shape ``(k,)``."""
+        length = self._ramp * self._steps
+        passed = min(1.0, self.done / length) if length else 1.0
+        return 1 - passed * (1 - self._bounds)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Ascend: to be called between ``loss.backward()`` and the optimizer's step.
+
+        The gradient of the gates is divided by 1 + Σλᵢ, which leaves its direction. Large
+        multipliers would else fill the memory of an adaptive optimizer, and once they are back at
+        0 the gates would stand still.
+
+        Raises:
+            UsageError: this step's loss had no part of this budget.
+        """
+        if self._excess is None:
+            raise UsageError(
+                "this budget was not part of the last loss: add l0prune.penalty(model, budget)"
+            )
+        if self._gates.log_alpha.grad is not None:
+            self._gates.log_alpha.grad /= 1 + self.multipliers.sum()
+        self.multipliers = _ascended(self.multipliers, self._excess.float(), self._rate)
+        self._excess = None
+        self.done += 1
+
+    def fit(self, *, fill: bool = True) -> dict[str, int]:
+        """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
+
+        Args:
+            fill: open more where there is room; else a network that is smaller may stay so.
+
+        Returns:
+            The counts of the exported model, for each limit by its text.
+        """
+        return fit(self._model, self.limits, round_to=self._round_to, fill=fill)
+
+    def report(self, open_: Tensor) -> dict[str, dict[str, float]]:
+        """For each limit: its share of the dense count, the target now, the real share of an
+        export with these open gates, and the multiplier."""
+        return {
+            str(limit): {
+                "limit": term.bound,
+                "target": float(target),
+                "share": term.actual(open_),
+                "multiplier": float(multiplier),
+            }
+            for limit, term, target, multiplier in zip(
+                self.limits, self._terms, self.targets, self.multipliers, strict=True
+            )
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The multipliers and the steps done."""
+        return {"multipliers": self.multipliers.cpu(), "done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave."""
+        self.multipliers = state["multipliers"].to(self.multipliers.device)
+        self.done = state["done"]
+
+
+class _Term:
+    """One limit, as a share of the dense count."""
+
+    def __init__(self, cost: CostModel, limit: Limit) -> None:
+        self._cost, self._unit = cost, limit.unit
+        self._through = limit.axes(cost)
+        self._dense = cost.dense(limit.unit, self._through)
+        self.bound = min(1.0, limit.share(self._dense))
+
+    def share(self, p: Tensor) -> Tensor:
+        """The expected share that is left; a scalar that is differentiable in ``p``."""
+        expected = self._cost.expected(p, self._unit, dtype=p.dtype, through=self._through)
+        return expected / self._dense
+
+    def actual(self, open_: Tensor) -> float:
+        """The share that an export with these open gates has."""
+        return self._cost.actual(open_, self._unit, self._through) / self._dense
+
+
+def _ascended(multipliers: Tensor, excess: Tensor, rate: float) -> Tensor:
+    """One step of ascent; 0 where the budget is met.
+
+    A multiplier grows in proportion to itself once it is large, since nobody knows beforehand
+    how steep the loss is; and no faster however far off the budget is, since gates need time.
+    """
+    grown = multipliers + rate * excess.clamp(max=_FAR) * (1 + multipliers)
+    return torch.where(excess > 0, grown.clamp(max=_LARGEST), 0.0)

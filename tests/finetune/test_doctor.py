@@ -1,0 +1,86 @@
+"""Each complaint is provoked, and a healthy run has none."""
+
+import pytest
+import torch
+from small_task import FEATURES, data, gated, network
+
+import l0prune
+from l0prune.finetune.doctor import closes_below
+from l0prune.gates import HardConcrete
+
+QUIET = {"progress": False, "batch_size": 30}
+
+
+def complaints(**settings):
+    model = settings.pop("model", None) or gated()
+    records = l0prune.finetune(model, data(), **{**QUIET, **settings}).records
+    return {about: text for r in records for about, text in r.get("doctor", {}).items()}
+
+
+def test_a_healthy_run_has_no_complaints():
+    assert complaints(epochs=40, budget="params=0.5") == {}
+
+
+def test_gates_that_cannot_get_there(capsys):
+    l0prune.finetune(gated(), data(), epochs=4, gate_lr=1e-3, batch_size=30)
+    text = capsys.readouterr().err
+    assert "doctor: no gate can close in this run" in text
+    assert "gate_lr=0.001" in text
+
+
+def test_gates_that_plain_descent_cannot_move(capsys):
+    def plain(groups):
+        return torch.optim.SGD(groups)
+
+    l0prune.finetune(gated(), data(), epochs=4, gate_lr=0.1, optimizer=plain, batch_size=30)
+    assert "Adam for the gates" in capsys.readouterr().err
+
+
+def test_gates_that_have_not_moved():
+    found = complaints(epochs=10, gate_lr=1e-5)
+    assert "hardly moved" in found["stuck"]
+
+
+def test_a_lambda_that_closes_nothing():
+    found = complaints(epochs=40, lam=0, gate_lr=0.05)
+    assert "larger λ" in found["nothing closes"]
+
+
+def test_a_layer_about_to_die():
+    found = complaints(epochs=10, lam=1.0, gate_lr=0.3)
+    axis = l0prune.gates(gated()).plan.names[-1]
+    assert any(about.startswith("dying: ") for about in found)
+    assert any(f"'{axis}': 0" in text for text in found.values())
+
+
+def test_a_task_that_is_overwhelmed():
+    model = network()
+    l0prune.train_dense(model, data(), epochs=40, lr=1e-2, **QUIET)
+    l0prune.gate(model, torch.zeros(2, FEATURES))
+    found = complaints(
+        model=model, epochs=12, lam=0.5, gate_lr=0.05, settle=0, warmup=6, lr=1e-4, ema=0
+    )
+    assert "smaller λ" in found["overwhelmed"]
+
+
+def test_gates_that_have_not_decided():
+    torch.manual_seed(0)
+    model = gated()
+    with torch.no_grad():  # P(z ≠ 0) = 0.35 each: expected to be mostly gone, and all open
+        l0prune.gates(model).log_alpha.fill_(HardConcrete().initial(0.35))
+    found = complaints(model=model, epochs=4, gate_lr=1e-5, lam=0)
+    assert "have not decided" in found["undecided"]
+
+
+def test_each_complaint_is_made_once(capsys):
+    l0prune.finetune(gated(), data(), epochs=20, gate_lr=1e-5, batch_size=30)
+    assert capsys.readouterr().err.count("hardly moved") == 1
+
+
+@pytest.mark.parametrize("estimator", ["paper", "median"])
+def test_where_a_gate_closes(estimator):
+    gate = HardConcrete(estimator=estimator)
+    at = closes_below(gate)
+    either_side = torch.tensor([at - 1e-3, at + 1e-3])
+    assert (gate.estimate(either_side) > 0).tolist() == [False, True]
+    assert at == pytest.approx({"paper": -2.398, "median": -1.599}[estimator], abs=1e-3)

@@ -1,0 +1,96 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from small_task import FEATURES, data, gated, network, tensors
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.finetune.settings import Settings
+from l0prune.finetune.teacher import Teacher
+
+QUIET = {"progress": False, "batch_size": 30}
+INPUTS = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+def test_no_teacher_unless_asked_for():
+    assert Teacher.of(gated(), Settings()) is None
+
+
+def test_the_loss_is_hintons():
+    model, network_ = gated().eval(), network(norm=False)
+    settings = Settings(distill=0.25, temperature=2.0, teacher=network_)
+    teacher = Teacher.of(model, settings)
+    mine = model(INPUTS)
+    theirs = (network_(INPUTS) / 2).softmax(1)
+    divergence = (theirs * (theirs.log() - (mine / 2).log_softmax(1))).sum(1).mean()
+    expected = 0.75 * 3.0 + 0.25 * 4 * divergence
+    torch.testing.assert_close(teacher.mixed(torch.tensor(3.0), mine, INPUTS), expected)
+
+
+def test_matched_features_are_compared_in_units_of_the_teachers():
+    model, network_ = gated().eval(), network()
+    seen = {}
+    with torch.no_grad():
+        network_[0].weight.add_(1.0)
+    for name, net in (("mine", model), ("theirs", network_)):
+        net[2].register_forward_hook(lambda m, i, out, name=name: seen.update({name: out}))
+    settings = Settings(distill=1.0, temperature=100.0, teacher=network_, match=["2"])
+    teacher = Teacher.of(model, settings)
+    found = teacher.mixed(torch.tensor(3.0), model(INPUTS), INPUTS)
+    scores = F.mse_loss(seen["mine"], seen["theirs"]) / seen["theirs"].square().mean()
+    # At this temperature the divergence is that of the centred scores, as Hinton's paper has it.
+    centred = [s - s.mean(1, keepdim=True) for s in (model(INPUTS), network_(INPUTS))]
+    torch.testing.assert_close(
+        found, scores + (centred[0] - centred[1]).square().sum(1).mean() / 6, atol=0, rtol=0.05
+    )
+
+
+def test_the_teacher_is_the_model_as_it_was_and_does_not_learn():
+    model = gated()
+    teacher = Teacher.of(model, Settings(distill=0.5))
+    before = model.eval()(INPUTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    network_ = teacher._network
+    torch.testing.assert_close(network_(INPUTS), before)
+    assert not network_.training
+    assert not any(p.requires_grad for p in network_.parameters())
+    assert "l0prune_gates.log_alpha" not in network_.state_dict()  # open gates cost nothing
+
+
+def test_what_the_dense_network_knew_is_learned_without_its_targets():
+    model = network()
+    l0prune.train_dense(model, data(), epochs=15, **QUIET)
+    expected = l0prune.evaluate(model, data())["error"]
+    l0prune.gate(model, torch.zeros(2, FEATURES))
+    inputs = data().train.inputs
+    nonsense = (data().train.targets + 1) % 3
+    history = l0prune.finetune(
+        model,
+        ([(inputs, nonsense)] * 10, [(data().test.inputs, data().test.targets)]),
+        distill=1.0, budget="params=0.6", epochs=20, progress=False,
+    )  # fmt: skip
+    assert history.last["error"] <= expected + 0.02
+
+
+def test_nothing_is_left_on_the_model():
+    model = gated()
+    names = set(tensors(model))
+    l0prune.finetune(model, data(), distill=0.5, match="2", epochs=2, **QUIET)
+    assert set(tensors(model)) == names
+    assert not any(m._forward_hooks for m in model.children() if isinstance(m, nn.ReLU))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"distill": 1.5}, "share"), ({"distill": 0.5, "temperature": 0}, "temperature"),
+        ({"teacher": network()}, "distill=0"), ({"distill": 0.5, "match": "nowhere"}, "nowhere"),
+        ({"distill": 0.5, "match": "0", "teacher": nn.Linear(FEATURES, 3)}, "no module 0"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(settings, why):
+    with pytest.raises(UsageError, match=why):
+        l0prune.finetune(gated(), data(), **QUIET, **settings)

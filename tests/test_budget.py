@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.budget import Budget
+from l0prune.errors import UsageError
+
+
+def gated():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    return l0prune.gate(model, torch.zeros(2, 4), include=["0"])
+
+
+def at(model, value):
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha.fill_(value)
+
+
+def test_the_lagrangian_is_the_multiplier_times_the_excess_share():
+    model = gated()
+    budget = Budget(model, "params=23", steps=10, ramp=0.0)
+    budget.multipliers = torch.tensor([3.0])
+    at(model, 0.5)
+    p = l0prune.gates(model).open_probability()
+    expected = 3.0 * ((7 * p.sum() + 2) / 58 - 23 / 58)
+    torch.testing.assert_close(l0prune.penalty(model, budget), expected)
+
+
+def test_the_target_comes_down_in_a_straight_line():
+    model = gated()
+    budget = Budget(model, "params=0.5", steps=10, ramp=0.4)
+    targets = []
+    for _ in range(6):
+        targets.append(float(budget.targets))
+        l0prune.penalty(model, budget)
+        budget.step()
+    assert targets == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.5])
+
+
+def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
+    model = gated()
+    at(model, 9.0)  # all open: 1 of the dense count is expected
+    budget = Budget(model, "params=0.95", steps=10, ramp=0.0, rate=2.0)
+    found = []
+    for _ in range(2):
+        l0prune.penalty(model, budget)
+        budget.step()
+        found.append(float(budget.multipliers))
+    first = 2 * 0.05
+    assert found == pytest.approx([first, first + 2 * 0.05 * (1 + first)], rel=1e-3)
+    at(model, -9.0)
+    l0prune.penalty(model, budget)
+    budget.step()
+    assert float(budget.multipliers) == 0
+
+
+def test_the_gradient_of_the_gates_keeps_its_direction_and_its_scale():
+    model = gated()
+    at(model, 0.5)
+    budget = Budget(model, "params=0.5", steps=10, ramp=0.0)
+    budget.multipliers = torch.tensor([99.0])
+    log_alpha = l0prune.gates(model).log_alpha
+    l0prune.penalty(model, budget).backward()
+    before = log_alpha.grad.clone()
+    budget.step()
+    torch.testing.assert_close(log_alpha.grad, before / 100)
+
+
+def test_multipliers_go_on_where_they_were():
+    model = gated()
+    budget = Budget(model, "params=0.5, macs=0.5", steps=10)
+    for _ in range(3):
+        l0prune.penalty(model, budget)
+        budget.step()
+    other = Budget(model, "params=0.5, macs=0.5", steps=10)
+    other.load_state_dict(budget.state_dict())
+    assert torch.equal(other.multipliers, budget.multipliers)
+    assert torch.equal(other.targets, budget.targets)
+
+
+def test_a_step_without_its_penalty_is_refused():
+    with pytest.raises(UsageError, match="penalty"):
+        Budget(gated(), "params=0.5", steps=10).step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [({"steps": 0}, "at least one step"), ({"steps": 5, "ramp": 2}, "ramp")],
+)
+def test_what_makes_no_sense_is_refused(arguments, why):
+    with pytest.raises(UsageError, match=why):
+        Budget(gated(), "params=0.5", **arguments)
+
+
+def test_a_loop_of_ones_own_learns_which_slots_matter():
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 2))
+    model = gated()
+    inputs = torch.randn(256, 4)
+    targets = teacher(inputs).detach()
+    steps = 400
+    budget = Budget(model, "params=0.5", steps=steps)
+    optimizer = torch.optim.Adam(l0prune.param_groups(model, lr=1e-2, gate_lr=0.1))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets) + l0prune.penalty(model, budget)
+        loss.backward()
+        budget.step()
+        optimizer.step()
+    (count,) = budget.fit().values()
+    assert l0prune.export(model).params == count <= 29
+    assert count > 29 - 7

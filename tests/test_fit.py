@@ -1,0 +1,152 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import l0prune
+from l0prune.cost import CostModel
+from l0prune.errors import UsageError
+from l0prune.fit import fit
+
+
+class Residual(nn.Module):
+    """A stem, a residual block and a head: axes that hang together."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.inner, self.outer = nn.Conv2d(16, 24, 3, padding=1), nn.Conv2d(24, 16, 1)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu()
+        x = x + self.outer(self.inner(x).relu())
+        return self.head(x.mean((2, 3)))
+
+
+def gated(scores=None, seed=0):
+    torch.manual_seed(seed)
+    model = l0prune.gate(Residual().eval(), torch.zeros(2, 3, 8, 8))
+    if scores is not None:
+        with torch.no_grad():
+            l0prune.gates(model).log_alpha.copy_(scores)
+    return model
+
+
+def random_scores(seed, size):
+    return 3 * torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+SIZE = l0prune.gates(gated()).plan.size
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    unit=st.sampled_from(["params", "macs"]),
+    share=st.floats(0.2, 1.0),
+    round_to=st.sampled_from([1, 1, 4]),
+)
+def test_the_export_has_no_more_than_the_budget_and_hardly_less(seed, unit, share, round_to):
+    model = gated(random_scores(seed, SIZE))
+    counts = fit(model, f"{unit}={share}", round_to=round_to)
+    gates = l0prune.gates(model)
+    dense = CostModel(gates.plan).dense(unit)
+    exported = l0prune.export(model)
+    real = exported.params if unit == "params" else exported.macs
+    assert list(counts.values()) == [real]
+    # The largest slot there is: a map of the stem's output is read and written three times.
+    largest = max(
+        dense - CostModel(gates.plan).actual(torch.arange(SIZE) != slot, unit)
+        for slot in range(SIZE)
+    )
+    assert share * dense - round_to * largest < real <= share * dense
+    for axis in gates.axes:
+        assert int(axis.open.sum()) % round_to == 0 or axis.open.all()
+
+
+def test_those_of_lowest_score_close():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    l0prune.gate(model, torch.zeros(2, 4), include=["0"])
+    scores = torch.tensor([5.0, 1, 7, 3, 2, 8, 4, 6])
+    # A neuron costs 4 weights, a bias and 2 weights that read it: 7 of 58 parameters.
+    assert fit(model, "params=23", scores) == {"params=23": 23}
+    assert l0prune.gates(model).open().tolist() == [s > 5 for s in scores.tolist()]
+
+
+def test_where_there_is_room_the_best_open_again():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    l0prune.gate(model, torch.zeros(2, 4), include=["0"])
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        gates.log_alpha.copy_(torch.tensor([3.0, -9, -4, -5, -6, -7, -8, -3]))
+    assert fit(model, "params=23") == {"params=23": 23}
+    assert gates.open().tolist() == [True, False, True, False, False, False, False, True]
+    with torch.no_grad():
+        gates.log_alpha[gates.log_alpha < 2] = -9
+    assert fit(model, "params=23", fill=False) == {"params=23": 9}
+
+
+def test_gates_that_stand_right_are_left_alone():
+    scores = random_scores(3, SIZE)
+    model = gated(scores)
+    gates = l0prune.gates(model)
+    before = gates.open()
+    fit(model, "params=0.5")
+    same = gates.open() == before
+    assert not same.all()
+    assert torch.equal(gates.log_alpha[same], scores[same])
+
+
+def test_several_budgets_are_all_met():
+    model = gated(random_scores(1, SIZE) + 3)
+    counts = fit(model, "macs=0.6, params=0.5, inner: params=0.3")
+    cost = CostModel(l0prune.gates(model).plan)
+    inner = frozenset([l0prune.gates(model).plan.names.index("inner")])
+    assert counts["macs=0.6"] <= 0.6 * cost.dense("macs")
+    assert counts["params=0.5"] <= 0.5 * cost.dense("params")
+    through = 9 * 16 * 24 + 24 + 24 * 16  # what slots of `inner` can take away
+    assert cost.dense("params", inner) == through
+    assert counts["inner: params=0.3"] <= 0.3 * through
+
+
+def test_a_budget_for_one_axis_closes_no_other():
+    model = gated(random_scores(1, SIZE).abs() + 3)
+    fit(model, "inner: params=0.5")
+    others = [axis for axis in l0prune.gates(model).axes if axis.name != "inner"]
+    assert all(axis.open.all() for axis in others)
+
+
+def test_widths_alone_are_rounded_up():
+    scores = random_scores(5, SIZE)
+    model = gated(scores)
+    before = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
+    assert fit(model, round_to=8) == {}
+    after = {axis.name: axis for axis in l0prune.gates(model).axes}
+    for name, count in before.items():
+        if after[name].kind == "channel":
+            assert int(after[name].open.sum()) == min(after[name].size, 8 * -(-count // 8))
+
+
+def test_what_cannot_be_met_names_what_is_in_the_way():
+    model = gated()
+    with pytest.raises(UsageError, match=r"head .*pinned.*output") as caught:
+        fit(model, "params=0.001")
+    assert "with every gate closed that may be" in str(caught.value)
+    assert bool((l0prune.gates(model).log_alpha > 2).all())  # nothing was touched
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"budget": "nowhere: params=0.5"}, "nowhere"),
+        ({"budget": "params=0.5", "scores": torch.zeros(3)}, "one per gate"),
+        ({"budget": "params=0.5", "scores": torch.full((SIZE,), float("nan"))}, "finite"),
+        ({"budget": "params=0.5", "round_to": 0}, "round_to"),
+        ({"budget": "params=0.5", "round_to": 1.5}, "round_to"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, why):
+    with pytest.raises(UsageError, match=why):
+        fit(gated(), **arguments)

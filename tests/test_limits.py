@@ -1,0 +1,50 @@
+import pytest
+
+from l0prune.errors import UsageError
+from l0prune.limits import Limit, limits
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("macs=0.5", [("macs", 0.5, "*")]),
+        ("params=50%", [("params", 0.5, "*")]),
+        ("params=.1", [("params", 0.1, "*")]),
+        ("params=10k", [("params", 10_000, "*")]),
+        ("macs=1.5G", [("macs", 1.5e9, "*")]),
+        ("params=2500", [("params", 2500, "*")]),
+        ("macs = 0.5, params=0.1", [("macs", 0.5, "*"), ("params", 0.1, "*")]),
+        ("layer3.*: params=0.3", [("params", 0.3, "layer3.*")]),
+        ({"macs": 0.5, "fc1: params": "3k"}, [("macs", 0.5, "*"), ("params", 3000, "fc1")]),
+        (["macs=0.5", "params=0.1"], [("macs", 0.5, "*"), ("params", 0.1, "*")]),
+        (Limit("macs", 0.25), [("macs", 0.25, "*")]),
+    ],
+)
+def test_what_a_budget_says(given, expected):
+    assert [(x.unit, x.amount, x.glob) for x in limits(given)] == expected
+
+
+@pytest.mark.parametrize("text", ["macs=0.5", "layer3.*: params=0.3", "params=10000"])
+def test_a_limit_is_written_as_it_is_read(text):
+    (limit,) = limits(text)
+    assert str(limit) == text
+    assert limits(str(limit)) == (limit,)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("", "cannot read"), ("macs", "cannot read"), ("macs=half", "half"), ("time=0.5", "time"),
+        ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"),
+        (": macs=0.5", "cannot read"), ("macs=0.5, macs=0.4", "twice"), ([], "empty"),
+        (0.5, "float is no budget"), ("macs=nan", "nan"), ("macs=1e999", "more than 0"),
+    ],
+)  # fmt: skip
+def test_what_says_nothing_is_refused(given, why):
+    with pytest.raises(UsageError, match=why):
+        limits(given)
+
+
+def test_a_count_is_a_share_of_its_own_dense_count():
+    assert Limit("params", 500.0).share(2000) == 0.25
+    assert Limit("params", 0.25).share(2000) == 0.25
