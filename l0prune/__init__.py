@@ -4,14 +4,16 @@ from l0prune.artifact import load, read_info, save
 from l0prune.data import Data, load_data
 from l0prune.export import Certificate, Export, export
 from l0prune.finetune import History, Task, evaluate, finetune, train_dense
-from l0prune.gates import HardConcrete
+from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
 from l0prune.gating import gate, gates, ungate
 from l0prune.models import load_model
 from l0prune.objective import param_groups, penalty
 from l0prune.survey import Survey, survey
 
 __all__ = [
+    "BinaryConcrete",
     "Certificate",
+    "ContinuousSparsification",
     "Data",
     "Export",
     "HardConcrete",

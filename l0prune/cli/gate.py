@@ -23,6 +23,8 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.data import load_data
+from l0prune.errors import UsageError
+from l0prune.gates import gate_of, gate_to_dict
 from l0prune.models import is_rebuildable
 
 
@@ -38,9 +40,17 @@ def gate(
     open_probability: Annotated[
         float, typer.Option(help="How likely a gate is open at first; 0.99 changes nothing.")
     ] = 0.99,
-    estimator: Annotated[
-        str, typer.Option(help="Eval gates: paper (eq. 13) or median of the distribution.")
-    ] = "paper",
+    kind: Annotated[
+        str,
+        typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
+    ] = "hard-concrete",
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A setting of that kind of gate, e.g. estimator=median, final_beta=100.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the gates' first values.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
@@ -53,6 +63,7 @@ def gate(
         l0prune gate model.pt --input 1x1x28x28
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
+    chosen_gate = gate_of(kind, dict(map(_setting, setting or ())))
     data_spec = chosen(data, "data")
     source = load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
@@ -64,7 +75,7 @@ def gate(
         exclude=exclude or (),
         open_probability=open_probability,
         seed=seed,
-        gate=l0prune.HardConcrete(estimator=estimator),  # type: ignore[arg-type]
+        gate=chosen_gate,
         survey=found,
     )
     target = output_path(out, spec, ".gated.pt")
@@ -74,9 +85,21 @@ def gate(
     gates = l0prune.gates(module)
     result = {
         "file": str(target),
+        "kind": gate_to_dict(gates.gate),
         "gates": gates.plan.size,
         "axes": len(gates.plan.axes),
         "params": found.params,
         "macs": found.macs,
     }
     emit(result, json, f"{target}: {gates.plan.size:,} gates on {len(gates.plan.axes)} axes")
+
+
+def _setting(text: str) -> tuple[str, float | str]:
+    """``name=value`` as a pair, the value as a number where it is one."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} is no setting of a gate: write NAME=VALUE, e.g. beta=0.5.")
+    try:
+        return name.strip(), float(value)
+    except ValueError:
+        return name.strip(), value.strip()

@@ -49,6 +49,10 @@ class Pruning:
             total = decay if total is None else total + decay
         return total
 
+    def anneal(self, progress: float) -> None:
+        """Make the gates what they are after this part of the steps in which they learn."""
+        self.gates.gate = self.gates.gate.at(progress)
+
     def fix(self, fixed: bool) -> None:
         """Make gates stand at their eval values, or let them be sampled."""
         self.gates.fixed = fixed

@@ -78,6 +78,7 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
     interrupt = Interrupt()
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
+    kind = None if gates is None else gates.gate
     own = feed.generators()
     try:
         with (
@@ -91,6 +92,8 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
             rng.seed_all(settings.seed)
             started_from = checkpoint.digest(found)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
+            if kind is not None:
+                fingerprint["gate"] = str(kind.at(0))
             loop = Loop(
                 model, feed, settings, device, pruning, interrupt, started_from, fingerprint
             )
@@ -101,6 +104,8 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
         raise
     except BaseException:
         checkpoint.put_back(model, found)
+        if gates is not None and kind is not None:
+            gates.gate = kind
         raise
     finally:
         if gates is not None:

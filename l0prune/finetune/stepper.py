@@ -51,6 +51,7 @@ class Stepper:
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
         self.optimizer.zero_grad(set_to_none=True)
+        self._anneal(0)
 
     def _groups(self) -> list[dict[str, Any]]:
         settings = self._settings
@@ -59,8 +60,14 @@ class Stepper:
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         return [{"name": "weights", "params": self._weights, **rest}]
 
-    def load(self, state: Checkpoint) -> None:
-        """Take up the state of a checkpoint; the model must have its weights already."""
+    def _anneal(self, steps: int) -> None:
+        """Make the gates what they are after so many steps."""
+        if self._pruning is not None:
+            self._pruning.anneal(self.phases.learned(steps))
+
+    def load(self, state: Checkpoint, steps: int) -> None:
+        """Take up the state after so many steps; the model must have its weights already."""
+        self._anneal(steps)
         if self.average is not None:
             self.average.load(state.average, state.updates)
         self.optimizer.load_state_dict(state.optimizer)
@@ -85,6 +92,7 @@ class Stepper:
         self._apply_gradients()
         if self.average is not None:
             self.average.update()
+        self._anneal(step + 1)
         return loss, extra
 
     def _apply_gradients(self) -> None:

@@ -48,7 +48,8 @@ class Gates(nn.Module):
         log_alpha: the gates' parameter, shape ``(plan.size,)``; float32, or float64 in a model
             of doubles, and never less precise than that.
         plan: where the gates act.
-        gate: the kind of gate and its settings.
+        gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
+            done)`` in its place between two steps; ``finetune`` does.
         example: positional and keyword arguments of the model's forward, on the CPU.
         fixed: gates stand at their eval values, and do not learn, even in train mode.
         bypassed: the model reads its plain parameters, as if it had no gates.
@@ -146,9 +147,9 @@ class Gates(nn.Module):
             return
         self._compute()
 
-    def _mode(self) -> tuple[bool, ...]:
+    def _mode(self) -> tuple[object, ...]:
         inference = torch.is_inference_mode_enabled()
-        return (self.training, self.fixed, torch.is_grad_enabled(), inference)
+        return (self.gate, self.training, self.fixed, torch.is_grad_enabled(), inference)
 
     def _compute(self) -> None:
         now, value = self._now, self.log_alpha
