@@ -5,7 +5,7 @@ import pytest
 import torch
 from handmade import bank, gated, lenet, lenet_plan, mlp, mlp_plan
 
-from l0prune.gates import Gates, HardConcrete
+from l0prune.gates import ContinuousSparsification, Gates, HardConcrete
 from l0prune.rewrite import gates_of
 
 
@@ -64,6 +64,16 @@ def test_eval_mode_uses_the_estimate_and_follows_every_change():
     assert torch.equal(gates.current(), gates.gate.estimate(torch.zeros(gates.plan.size)))
     gates.load_state_dict({"log_alpha": torch.full((gates.plan.size,), 2.0)}, assign=True)
     assert torch.equal(gates.current(), gates.gate.estimate(gates.log_alpha))
+
+
+def test_another_gate_in_its_place_counts_at_once():
+    gates = model_and_gates()[1]
+    gates.gate = ContinuousSparsification()
+    soft = gates.current().clone()
+    gates.gate = gates.gate.at(0.5)
+    hard = gates.current()
+    torch.testing.assert_close(soft, gates.log_alpha.sigmoid())
+    torch.testing.assert_close(hard, (gates.log_alpha * 200**0.5).sigmoid())
 
 
 def test_fixed_gates_stand_still_in_train_mode_and_take_no_gradient():
