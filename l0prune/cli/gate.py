@@ -20,10 +20,10 @@ from l0prune.cli.options import (
     Weights,
     example_inputs,
     open_model,
+    parse_setting,
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.data import load_data
-from l0prune.errors import UsageError
 from l0prune.gates import gate_of, gate_to_dict
 from l0prune.models import is_rebuildable
 
@@ -47,8 +47,7 @@ def gate(
     setting: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE",
-            help="A setting of that kind of gate, e.g. estimator=median, final_beta=100.",
+            "--set", help="A setting of the gate as name=value, e.g. --set estimator=median."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the gates' first values.")] = 0,
@@ -63,7 +62,7 @@ def gate(
         l0prune gate model.pt --input 1x1x28x28
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
-    chosen_gate = gate_of(kind, dict(map(_setting, setting or ())))
+    chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec = chosen(data, "data")
     source = load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
@@ -92,14 +91,3 @@ def gate(
         "macs": found.macs,
     }
     emit(result, json, f"{target}: {gates.plan.size:,} gates on {len(gates.plan.axes)} axes")
-
-
-def _setting(text: str) -> tuple[str, float | str]:
-    """``name=value`` as a pair, the value as a number where it is one."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"{text!r} is no setting of a gate: write NAME=VALUE, e.g. beta=0.5.")
-    try:
-        return name.strip(), float(value)
-    except ValueError:
-        return name.strip(), value.strip()

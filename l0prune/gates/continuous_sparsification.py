@@ -22,8 +22,7 @@ class ContinuousSparsification:
     β rises geometrically from ``beta`` to ``final_beta`` over the steps in which gates learn.
     The gates' parameter ``log_alpha`` is the paper's s: the log odds of a gate at the start of
     training are β·s. As β rises the slope of the sigmoid goes to 0 for all but the gates close
-    to 0: what is to close has to be on its way early, so gates that start less than nearly open
-    (an open probability of 0.9) close more readily.
+    to 0, so that what is to close must be on its way early.
 
     Attributes:
         beta: β at the start, above 0.
