@@ -8,6 +8,7 @@ from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
 from l0prune.gating import gate, gates, ungate
 from l0prune.models import load_model
 from l0prune.objective import param_groups, penalty
+from l0prune.scores import score
 from l0prune.survey import Survey, survey
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "penalty",
     "read_info",
     "save",
+    "score",
     "survey",
     "train_dense",
     "ungate",

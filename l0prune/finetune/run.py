@@ -88,7 +88,7 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
             rng.undisturbed(device, own),
         ):
             with rng.undisturbed(device, own):
-                _try_out(model, feed, device, settings)
+                try_out(model, feed, device, settings.autocast)
             rng.seed_all(settings.seed)
             started_from = checkpoint.digest(found)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
@@ -139,7 +139,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _try_out(model: nn.Module, feed: Feed, device: torch.device, settings: Settings) -> None:
+def try_out(model: nn.Module, feed: Feed, device: torch.device, autocast: str | None) -> None:
     """One batch through model and loss, so that what does not fit is known before training.
 
     Raises:
@@ -149,7 +149,7 @@ def _try_out(model: nn.Module, feed: Feed, device: torch.device, settings: Setti
     if inputs is None:
         raise DataError("the training data is empty")
     try:
-        with evaluating(model), precision(device, settings.autocast):
+        with evaluating(model), precision(device, autocast):
             loss = feed.task.loss(call(model, inputs), targets)
     except L0pruneError:
         raise

@@ -76,6 +76,23 @@ def test_another_gate_in_its_place_counts_at_once():
     torch.testing.assert_close(hard, (gates.log_alpha * 200**0.5).sigmoid())
 
 
+@pytest.mark.parametrize("mode", ["train", "eval", "fixed"])
+def test_multipliers_from_elsewhere_are_used_as_they_are(mode):
+    model, gates, x = model_and_gates()
+    model.train(mode != "eval")
+    gates.fixed = mode == "fixed"
+    before = gates.current().clone()
+    z = torch.linspace(0, 1, gates.plan.size, requires_grad=True)
+    with gates.using(z):
+        model(x).sum().backward()
+        assert gates.current() is z
+    assert (z.grad != 0).any()
+    assert gates.log_alpha.grad is None
+    assert gates.current() is not z
+    if mode != "train":
+        assert torch.equal(gates.current(), before)
+
+
 def test_fixed_gates_stand_still_in_train_mode_and_take_no_gradient():
     model, gates, x = model_and_gates()
     gates.fixed = True
