@@ -6,15 +6,18 @@ from l0prune.data import Data, load_data
 from l0prune.export import Certificate, Export, export
 from l0prune.finetune import History, Task, evaluate, finetune, train_dense
 from l0prune.fit import fit
-from l0prune.gates import HardConcrete
+from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
 from l0prune.gating import gate, gates, ungate
 from l0prune.models import load_model
 from l0prune.objective import param_groups, penalty
+from l0prune.scores import score
 from l0prune.survey import Survey, survey
 
 __all__ = [
+    "BinaryConcrete",
     "Budget",
     "Certificate",
+    "ContinuousSparsification",
     "Data",
     "Export",
     "HardConcrete",
@@ -34,6 +37,7 @@ __all__ = [
     "penalty",
     "read_info",
     "save",
+    "score",
     "survey",
     "train_dense",
     "ungate",

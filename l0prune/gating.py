@@ -53,7 +53,8 @@ def gate(
         jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
             so that gates that start alike do not stay alike.
         seed: of that noise; the global generators are left alone.
-        gate: the kind of gate, by default ``HardConcrete()``.
+        gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
+            ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.
 
     Returns:
@@ -67,6 +68,11 @@ def gate(
     """
     check_ungated(model)
     kind = HardConcrete() if gate is None else gate
+    if isinstance(kind, type) or not isinstance(kind, Gate):
+        raise UsageError(
+            f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
+            "your own needs all that l0prune.gates.Gate has"
+        )
     if survey is None:
         from l0prune.survey import survey as look_over
 

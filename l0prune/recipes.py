@@ -8,17 +8,18 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any, Literal
+from typing import Any
 
 import onnxruntime
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 import l0prune
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
 from l0prune.files import atomic_write
+from l0prune.gates import Gate, gate_of
 from l0prune.models import load_model
 
 # In a source checkout the recipes lie beside the package, in an installed one inside it.
@@ -50,7 +51,20 @@ class GatePart(_Part):
     open_probability: float | dict[str, float] = 0.99
     jitter: float = 0.01
     seed: int = 0
-    estimator: Literal["paper", "median"] = "paper"
+    kind: str = "hard-concrete"
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _is_known(self) -> GatePart:
+        self.made()
+        return self
+
+    def made(self) -> Gate:
+        """The kind of gate with its settings."""
+        try:
+            return gate_of(self.kind, self.settings)
+        except UsageError as error:
+            raise ValueError(str(error)) from error  # which pydantic reports with its place
 
 
 class ExportPart(_Part):
@@ -222,11 +236,10 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
 
 
 def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
-    settings = recipe.gate.model_dump()
-    kind = l0prune.HardConcrete(estimator=settings.pop("estimator"))
+    settings = recipe.gate.model_dump(exclude={"kind", "settings"})
     example = data.train.example(2)
     args = example if isinstance(example, tuple) else (example,)
-    l0prune.gate(model, args, gate=kind, **settings)
+    l0prune.gate(model, args, gate=recipe.gate.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 

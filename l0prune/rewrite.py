@@ -57,7 +57,7 @@ def detach(model: nn.Module) -> Gates:
     Raises:
         NotGated: the model carries no gates.
     """
-    root, gates = _holder(model)
+    root, gates = holder(model)
     for hooks in (root._forward_pre_hooks, root._forward_hooks):
         for number, hook in list(hooks.items()):
             if getattr(hook, "__self__", None) is gates:
@@ -73,12 +73,12 @@ def gates_of(model: nn.Module) -> Gates:
     Raises:
         NotGated: it carries none.
     """
-    return _holder(model)[1]
+    return holder(model)[1]
 
 
 def check_intact(model: nn.Module) -> None:
     """Raise UsageError where a module that carried gates has been replaced since."""
-    root, gates = _holder(model)
+    root, gates = holder(model)
     for site in gates.plan.sites:
         path, _, leaf = site.tensor.rpartition(".")
         try:
@@ -118,8 +118,12 @@ def check_ungated(model: nn.Module) -> None:
             )
 
 
-def _holder(model: nn.Module) -> tuple[nn.Module, Gates]:
-    """The module that was gated, ``model`` or one inside it, and its bank."""
+def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
+    """The module that was gated, ``model`` or one inside it, and its bank.
+
+    Raises:
+        NotGated: there is none.
+    """
     for module in model.modules():
         bank = module._modules.get(CHILD)
         if isinstance(bank, Gates):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates import Gates, HardConcrete
+from l0prune.gates import Gate, Gates, HardConcrete
 from l0prune.layout import Both, Const, Prod, Slots
 from l0prune.plan import Axis, Plan, Site
 from l0prune.rewrite import attach
@@ -88,15 +88,18 @@ def lenet_plan() -> Plan:
     )
 
 
-def bank(plan: Plan, seed: int = 0, dtype: torch.dtype = torch.float32) -> Gates:
+def bank(
+    plan: Plan, seed: int = 0, dtype: torch.dtype = torch.float32, kind: Gate | None = None
+) -> Gates:
     """Gates all over the range, some closed in eval mode, some open, some between."""
     generator = torch.Generator().manual_seed(seed)
-    return Gates(plan, HardConcrete(), torch.randn(plan.size, generator=generator).mul(2).to(dtype))
+    log_alpha = torch.randn(plan.size, generator=generator).mul(2).to(dtype)
+    return Gates(plan, kind or HardConcrete(), log_alpha)
 
 
-def gated(model: nn.Module, plan: Plan, seed: int = 0) -> nn.Module:
+def gated(model: nn.Module, plan: Plan, seed: int = 0, kind: Gate | None = None) -> nn.Module:
     """The model with such a bank attached."""
-    attach(model, bank(plan, seed, next(model.parameters()).dtype))
+    attach(model, bank(plan, seed, next(model.parameters()).dtype, kind))
     return model
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
 from l0prune.layout import Both, Slots
 from l0prune.plan import Axis, Plan, Site
 from l0prune.rewrite import gates_of
@@ -20,6 +21,8 @@ CASES = {
     "mlp": (mlp, mlp_plan(), (5, 12)),
     "lenet": (lenet, lenet_plan(), (5, 1, 14, 14)),
 }
+KINDS = [HardConcrete(), ContinuousSparsification(), BinaryConcrete()]
+kinds = pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
 # torch.compile hides this warning of its own making from all but those who make warnings errors.
 part_compiled = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 cases = pytest.mark.parametrize(("make", "plan", "shape"), CASES.values(), ids=CASES)
@@ -53,12 +56,15 @@ def assert_same(ours, theirs, **tolerance):
 
 
 @cases
-def test_compiled_as_a_whole_it_computes_and_learns_the_same(make, plan, shape):
-    model, x = gated(make(), plan), torch.randn(shape)
+@kinds
+def test_compiled_as_a_whole_it_computes_and_learns_the_same(make, plan, shape, kind):
+    model, x = gated(make(), plan, kind=kind), torch.randn(shape)
     eager = copy.deepcopy(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizers = [torch.optim.Adam(m.parameters(), 0.05) for m in (model, eager)]
-    for step in range(3):
+    for step in range(5):
+        for each in (model, eager):  # a gate that anneals is another one at every step
+            gates_of(each).gate = kind.at(step / 5)
         y, _ = run(compiled, x, step)
         assert_same((y, slopes(model)), run(eager, x, step))
         for optimizer in optimizers:
@@ -125,8 +131,9 @@ def test_a_compiled_submodule_on_its_own_follows_the_gates():
 
 
 @pytest.mark.parametrize("segments", ["reentrant", "non-reentrant"])
-def test_checkpointed_segments_see_the_same_sample(segments):
-    plain = gated(Blocks(segments="none"), blocks_plan())
+@kinds
+def test_checkpointed_segments_see_the_same_sample(segments, kind):
+    plain = gated(Blocks(segments="none"), blocks_plan(), kind=kind.at(0.3))
     twin = copy.deepcopy(plain)
     twin.segments = segments
     x = torch.randn(4, 8, requires_grad=True)  # reentrant checkpointing needs such an input
@@ -134,8 +141,9 @@ def test_checkpointed_segments_see_the_same_sample(segments):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_around_the_whole_model_sees_the_same_sample(reentrant):
-    model = gated(mlp(), mlp_plan())
+@kinds
+def test_a_checkpoint_around_the_whole_model_sees_the_same_sample(reentrant, kind):
+    model = gated(mlp(), mlp_plan(), kind=kind.at(0.3))
     x = torch.randn(5, 12, requires_grad=True)
     wanted = run(model, x)
     model.zero_grad()

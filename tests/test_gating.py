@@ -278,6 +278,8 @@ class Unwilling(nn.Module):
         (mlp, {"open_probability": {"conv*": 0.5}}, UsageError, "conv"),
         (mlp, {"open_probability": 1.0}, UsageError, "strictly between"),
         (mlp, {"jitter": -1}, UsageError, "jitter"),
+        (mlp, {"gate": "binary-concrete"}, UsageError, "must be a gate.*'binary-concrete'"),
+        (mlp, {"gate": l0prune.BinaryConcrete}, UsageError, "must be a gate"),
         (Unwilling, {}, CaptureError, "could not follow"),
     ],
 )

@@ -74,12 +74,23 @@ def test_overrides():
         ("=3", "section.key=value"),
         ("gate.opn_probability=0.5", r"gate\.opn_probability"),
         ("gate.estimator=mean", r"gate\.estimator"),
+        ("gate.settings.estimator=mean", r"gate: .*estimator must be 'paper'"),
+        ("gate.kind=sorcery", r"gate: .*continuous-sparsification"),
         ("model.source.x=1", "source is a value"),
     ],
 )
 def test_bad_overrides_are_refused(override, message):
     with pytest.raises(UsageError, match=message):
         recipes.load("digits-lenet", [override])
+
+
+def test_the_kind_of_gate_and_its_settings():
+    assert recipes.load("digits-lenet", []).gate.made() == l0prune.HardConcrete()
+    recipe = recipes.load("digits-lenet", ["gate.settings.estimator=median"])
+    assert recipe.gate.made() == l0prune.HardConcrete(estimator="median")
+    kind = ["gate.kind=continuous-sparsification", "gate.settings.final_beta=100"]
+    wanted = l0prune.ContinuousSparsification(final_beta=100)
+    assert recipes.load("digits-lenet", kind).gate.made() == wanted
 
 
 def test_unknown_recipe_names_the_known_ones():

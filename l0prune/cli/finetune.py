@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 import l0prune
 from l0prune import artifact
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle
+from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting
 from l0prune.cli.project import chosen, defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
@@ -101,7 +100,7 @@ def finetune(
     }
     settings = dict(defaults().get("finetune", {}))
     settings |= {name: value for name, value in given.items() if value is not None}
-    settings |= dict(_parsed(text) for text in setting or ())
+    settings |= dict(map(parse_setting, setting or ()))
     folder = run or output_path(None, str(path), ".run")
     history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
     target = output_path(out, str(path), ".tuned.pt")
@@ -118,14 +117,3 @@ def _data_spec(data: str | None, info: dict[str, Any]) -> str:
             '`l0prune gate`, or as data = "…" in l0prune.toml.'
         )
     return str(spec)
-
-
-def _parsed(text: str) -> tuple[str, Any]:
-    """``name=value`` with the value as TOML reads it, or as text."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--set {text}: write name=value.")
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value

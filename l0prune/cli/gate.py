@@ -20,9 +20,11 @@ from l0prune.cli.options import (
     Weights,
     example_inputs,
     open_model,
+    parse_setting,
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.data import load_data
+from l0prune.gates import gate_of, gate_to_dict
 from l0prune.models import is_rebuildable
 
 
@@ -38,9 +40,16 @@ def gate(
     open_probability: Annotated[
         float, typer.Option(help="How likely a gate is open at first; 0.99 changes nothing.")
     ] = 0.99,
-    estimator: Annotated[
-        str, typer.Option(help="Eval gates: paper (eq. 13) or median of the distribution.")
-    ] = "paper",
+    kind: Annotated[
+        str,
+        typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
+    ] = "hard-concrete",
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A setting of the gate as name=value, e.g. --set estimator=median."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the gates' first values.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
@@ -53,6 +62,7 @@ def gate(
         l0prune gate model.pt --input 1x1x28x28
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
+    chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec = chosen(data, "data")
     source = load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
@@ -64,7 +74,7 @@ def gate(
         exclude=exclude or (),
         open_probability=open_probability,
         seed=seed,
-        gate=l0prune.HardConcrete(estimator=estimator),  # type: ignore[arg-type]
+        gate=chosen_gate,
         survey=found,
     )
     target = output_path(out, spec, ".gated.pt")
@@ -74,6 +84,7 @@ def gate(
     gates = l0prune.gates(module)
     result = {
         "file": str(target),
+        "kind": gate_to_dict(gates.gate),
         "gates": gates.plan.size,
         "axes": len(gates.plan.axes),
         "params": found.params,

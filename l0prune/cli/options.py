@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,3 +83,18 @@ def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
         )
     example = data.train.example(2)
     return example if isinstance(example, tuple) else (example,)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """``name=value`` of ``--set``, with the value as TOML reads it, or as text.
+
+    Raises:
+        UsageError: there is no value.
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text}: write name=value.")
+    try:
+        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name.strip(), value

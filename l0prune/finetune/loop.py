@@ -72,8 +72,8 @@ class Loop:
             FileError: it is the state of another model.
         """
         put_back(self._model, state.model)
-        self._stepper.load(state)
         self._epoch, self._step = state.epoch, state.step
+        self._stepper.load(state, self._done)
         loss, penalty, count, self._seconds = state.losses
         self._meter = Meter(
             forgiving=self._stepper.scaler is not None, loss=loss, penalty=penalty, count=count

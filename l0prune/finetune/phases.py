@@ -69,6 +69,10 @@ class Phases:
             return 0.0
         return min(1.0, step / self.warmup) if self.warmup else 1.0
 
+    def learned(self, step: int) -> float:
+        """The part of the steps in which gates learn that is done before this one, from 0 to 1."""
+        return min(1.0, step / (self.total - self.settle))
+
     def begins_to_settle(self, step: int) -> bool:
         """Is this the first step of settling?"""
         return self.settle > 0 and step == self.total - self.settle

@@ -140,6 +140,10 @@ class Pruning:
         if self.budget is not None:
             self.budget.load_state_dict(state)
 
+    def anneal(self, progress: float) -> None:
+        """Make the gates what they are after this part of the steps in which they learn."""
+        self.gates.gate = self.gates.gate.at(progress)
+
     def fix(self, fixed: bool) -> None:
         """Make gates stand at their eval values, or let them be sampled."""
         self.gates.fixed = fixed

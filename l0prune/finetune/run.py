@@ -86,6 +86,7 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
     interrupt = Interrupt()
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
+    kind = None if gates is None else gates.gate
     own = feed.generators()
     try:
         with (
@@ -95,10 +96,12 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
             rng.undisturbed(device, own),
         ):
             with rng.undisturbed(device, own):
-                _try_out(model, feed, device, settings)
+                try_out(model, feed, device, settings.autocast)
             rng.seed_all(settings.seed)
             started_from = checkpoint.digest(found)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
+            if kind is not None:
+                fingerprint["gate"] = str(kind.at(0))
             loop = Loop(
                 model,
                 feed,
@@ -117,6 +120,8 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
         raise
     except BaseException:
         checkpoint.put_back(model, found)
+        if gates is not None and kind is not None:
+            gates.gate = kind
         raise
     finally:
         if gates is not None:
@@ -150,7 +155,7 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _try_out(model: nn.Module, feed: Feed, device: torch.device, settings: Settings) -> None:
+def try_out(model: nn.Module, feed: Feed, device: torch.device, autocast: str | None) -> None:
     """One batch through model and loss, so that what does not fit is known before training.
 
     Raises:
@@ -160,7 +165,7 @@ def _try_out(model: nn.Module, feed: Feed, device: torch.device, settings: Setti
     if inputs is None:
         raise DataError("the training data is empty")
     try:
-        with evaluating(model), precision(device, settings.autocast):
+        with evaluating(model), precision(device, autocast):
             loss = feed.task.loss(call(model, inputs), targets)
     except L0pruneError:
         raise

@@ -49,6 +49,7 @@ class Stepper:
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
         self.zero_grad()
+        self._anneal(0)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -68,8 +69,14 @@ class Stepper:
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         return [{"name": "weights", "params": self._weights, **rest}]
 
-    def load(self, state: Checkpoint) -> None:
-        """Take up the state of a checkpoint; the model must have its weights already."""
+    def _anneal(self, steps: int) -> None:
+        """Make the gates what they are after so many steps."""
+        if self._pruning is not None:
+            self._pruning.anneal(self.phases.learned(steps))
+
+    def load(self, state: Checkpoint, steps: int) -> None:
+        """Take up the state after so many steps; the model must have its weights already."""
+        self._anneal(steps)
         if self.average is not None:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
@@ -100,6 +107,7 @@ class Stepper:
         self._apply_gradients()
         if self.average is not None:
             self.average.update()
+        self._anneal(step + 1)
         return loss, extra
 
     def _losses(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,8 @@ class Gates(nn.Module):
         log_alpha: the gates' parameter, shape ``(plan.size,)``; float32, or float64 in a model
             of doubles, and never less precise than that.
         plan: where the gates act.
-        gate: the kind of gate and its settings.
+        gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
+            done)`` in its place between two steps; ``finetune`` does.
         example: positional and keyword arguments of the model's forward, on the CPU.
         fixed: gates stand at their eval values, and do not learn, even in train mode.
         bypassed: the model reads its plain parameters, as if it had no gates.
@@ -69,6 +71,7 @@ class Gates(nn.Module):
         self.example = example
         self.fixed = False
         self.bypassed = False
+        self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
         self._multipliers = {site.layout: Multiplier() for site in plan.sites}
         self._spreader = Spreader(plan, tuple(self._multipliers))
@@ -117,6 +120,18 @@ class Gates(nn.Module):
         assert self._now.z is not None
         return self._now.z
 
+    @contextmanager
+    def using(self, z: Tensor) -> Iterator[None]:
+        """Within the context the multipliers are ``z``, in every mode, and its gradient is taken.
+
+        Shape: z ``(plan.size,)``, of the dtype and on the device of ``log_alpha``.
+        """
+        before, self._given = self._given, z
+        try:
+            yield
+        finally:
+            self._given = before
+
     def multiplier(self, layout: Layout) -> Multiplier:
         """Where the multipliers along the layout of a site stand after each ``refresh``."""
         return self._multipliers[layout]
@@ -162,13 +177,16 @@ class Gates(nn.Module):
             return
         self._compute()
 
-    def _mode(self) -> tuple[bool, ...]:
+    def _mode(self) -> tuple[object, ...]:
         inference = torch.is_inference_mode_enabled()
-        return (self.training, self.fixed, torch.is_grad_enabled(), inference)
+        grad = torch.is_grad_enabled()
+        return (self.gate, id(self._given), self.training, self.fixed, grad, inference)
 
     def _compute(self) -> None:
         now, value = self._now, self.log_alpha
-        if self.training and not self.fixed:
+        if self._given is not None:
+            now.z = self._given
+        elif self.training and not self.fixed:
             if now.noise is None:
                 now.noise = _uniform(value)
             now.z = self.gate.sample(value, now.noise)

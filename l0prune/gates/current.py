@@ -27,7 +27,7 @@ class Current:
         self.z: Tensor | None = None
         self.value: Tensor | None = None
         self.version: int | None = None
-        self.mode: tuple[bool, ...] = ()
+        self.mode: tuple[object, ...] = ()
         self.grad = False
         self.in_forward = False
 

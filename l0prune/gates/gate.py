@@ -1,7 +1,8 @@
-"""What a gate is: the seam at which a second kind of gate is one more class."""
+"""What a gate is: the seam at which another kind of gate is one more class."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -13,15 +14,27 @@ from l0prune.errors import UsageError
 
 @runtime_checkable
 class Gate(Protocol):
-    """A stochastic multiplier z ≥ 0 per slot, learned through one number ``log_alpha`` each.
+    """A multiplier z ≥ 0 per slot, learned through one number ``log_alpha`` each.
 
     A gate is a frozen dataclass: its fields are its settings, and they travel with the model.
     All tensors are flat, shape ``(gates,)``, of the dtype of ``log_alpha`` (float32 or float64).
+    What ``log_alpha`` measures is the gate's own affair, so that a rate for it, or a distance,
+    says nothing from one kind of gate to another; more of it is always more open.
+
     The gradients of ``sample`` and ``estimate`` must survive more than one backward pass
-    through the same result, because activation checkpointing makes several.
+    through the same result, because activation checkpointing makes several (``hard_sigmoid``
+    does). An ``estimate`` may have no gradient at all.
     """
 
     name: ClassVar[str]
+
+    def at(self, progress: float) -> Gate:
+        """The gate as it stands after this part, from 0 to 1, of the steps in which gates learn.
+
+        A gate that is the same all through training returns itself. The result depends on
+        ``progress`` and the settings alone, not on what was asked before.
+        """
+        ...
 
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
         """The multipliers of one training step; ``noise`` is uniform, never exactly 0 or 1."""
@@ -32,11 +45,15 @@ class Gate(Protocol):
         ...
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
-        """P(z ≠ 0), differentiable."""
+        """P(z ≠ 0), or what the gate has in its place: what penalties count. Differentiable."""
         ...
 
     def initial(self, open_probability: float) -> float:
-        """The ``log_alpha`` at which a gate is open with this probability."""
+        """The ``log_alpha`` at which a gate is open with this probability.
+
+        A likely gate must be open in eval mode and an unlikely one closed: ``estimate`` is above
+        0 at ``initial(1 - 1e-4)`` and exactly 0 at ``initial(1e-4)``.
+        """
         ...
 
 
@@ -48,6 +65,19 @@ def register(kind: GateClass) -> GateClass:
     """Class decorator: make a gate known by its ``name``, so that saved models find it again."""
     _kinds[kind.name] = kind
     return kind
+
+
+def gate_of(kind: str, settings: Mapping[str, Any]) -> Gate:
+    """The gate of this name, hyphens or underscores, with settings as a user gives them.
+
+    Raises:
+        UsageError: no gate of that name is known, or its settings make no sense.
+    """
+    name = kind.replace("-", "_")
+    if name not in _kinds:
+        known = ", ".join(sorted(_kinds)).replace("_", "-")
+        raise UsageError(f"there is no gate {kind!r}; there are {known}")
+    return _made(name, settings)
 
 
 def gate_to_dict(gate: Gate) -> dict[str, Any]:
@@ -69,8 +99,28 @@ def gate_from_dict(data: Mapping[str, Any]) -> Gate:
             "The model was probably saved by a newer version, or by code that registers its own "
             "gate and was not imported."
         )
+    return _made(name, settings)
+
+
+def _made(name: str, settings: Mapping[str, Any]) -> Gate:
+    """A gate of a known name; UsageError where it does not take these settings."""
     try:
         gate: Gate = _kinds[name](**settings)
     except TypeError as error:
-        raise UsageError(f"the {name} gate does not take these settings: {error}") from error
+        shown = name.replace("_", " ")
+        raise UsageError(f"the {shown} gate does not take these settings: {error}") from error
     return gate
+
+
+def logit(open_probability: float) -> float:
+    """log(p/(1−p)), for gates to start from.
+
+    Raises:
+        UsageError: the probability is not strictly between 0 and 1.
+    """
+    if not 0 < open_probability < 1:
+        raise UsageError(
+            "the open probability of a gate must lie strictly between 0 and 1 (log α would be "
+            f"infinite), not {open_probability}; 0.99 is nearly open"
+        )
+    return math.log(open_probability) - math.log1p(-open_probability)

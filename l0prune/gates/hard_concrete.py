@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from l0prune.errors import UsageError
-from l0prune.gates.gate import register
-from l0prune.once import once
+from l0prune.gates.gate import logit, register
+from l0prune.gates.hard_sigmoid import hard_sigmoid
 
 
 @register
@@ -52,6 +51,10 @@ class HardConcrete:
                 f"estimator must be 'paper' (eq. 13) or 'median', not {self.estimator!r}"
             )
 
+    def at(self, progress: float) -> HardConcrete:
+        """This gate: it is the same all through training."""
+        return self
+
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
         """z of eq. 10-12: ``clamp(σ((log u − log(1−u) + log α)/β)·(ζ−γ) + γ, 0, 1)``.
 
@@ -59,11 +62,12 @@ class HardConcrete:
             log_alpha: flat, shape ``(gates,)``.
             noise: u of the same shape, strictly between 0 and 1.
         """
-        return self._stretched(log_alpha, noise.logit(), 1 / self.beta)
+        return hard_sigmoid(log_alpha, noise.logit(), 1 / self.beta, self.gamma, self.zeta)
 
     def estimate(self, log_alpha: Tensor) -> Tensor:
         """ẑ of eq. 13, ``clamp(σ(log α)·(ζ−γ) + γ, 0, 1)``, or the median, with log α/β."""
-        return self._stretched(log_alpha, None, 1.0 if self.estimator == "paper" else 1 / self.beta)
+        rate = 1.0 if self.estimator == "paper" else 1 / self.beta
+        return hard_sigmoid(log_alpha, None, rate, self.gamma, self.zeta)
 
     def open_probability(self, log_alpha: Tensor) -> Tensor:
         """P(z ≠ 0) of eq. 12, ``σ(log α − β·log(−γ/ζ))``."""
@@ -75,45 +79,8 @@ class HardConcrete:
         Raises:
             UsageError: the probability is not strictly between 0 and 1.
         """
-        if not 0 < open_probability < 1:
-            raise UsageError(
-                "the open probability of a gate must lie strictly between 0 and 1 (log α would be "
-                f"infinite), not {open_probability}; 0.99 is nearly open"
-            )
-        return math.log(open_probability) - math.log1p(-open_probability) + self._shift
+        return logit(open_probability) + self._shift
 
     @property
     def _shift(self) -> float:
         return self.beta * math.log(-self.gamma / self.zeta)
-
-    def _stretched(self, log_alpha: Tensor, logistic: Tensor | None, rate: float) -> Tensor:
-        z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, self.gamma, self.zeta)
-        return z
-
-
-class _HardSigmoid(Function):
-    """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``.
-
-    One node of the graph instead of seven. It keeps s as an attribute, not as a saved tensor:
-    autograd frees those after the first backward pass, while every segment of a checkpointed
-    model makes a pass of its own through the one sample.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
-    ) -> Tensor:
-        logits = log_alpha if logistic is None else log_alpha + logistic
-        ctx.s = s = (logits * rate).sigmoid_()
-        ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
-        return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        stretch = ctx.zeta - ctx.gamma
-        # s inside these bounds is z strictly inside (0, 1); outside, the clamp has no slope.
-        lower, upper = -ctx.gamma / stretch, (1 - ctx.gamma) / stretch
-        inside = torch.ops.aten.hardtanh_backward(grad, ctx.s, lower, upper)
-        slope = torch.ops.aten.sigmoid_backward(inside, ctx.s)
-        return slope * (ctx.rate * stretch), None, None, None, None

@@ -62,7 +62,7 @@ class Spreader:
 
 
 class _ProductGather(Function):
-    """``values[table].prod(0)``, whose backward pass may run more than once (see HardConcrete)."""
+    """``values[table].prod(0)``, whose backward pass may run more than once (see hard_sigmoid)."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, table: Tensor) -> Tensor:

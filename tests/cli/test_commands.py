@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import onnxruntime
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import l0prune
 from l0prune.cli import main
 
+GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
 COMMAND = [sys.executable, "-c", "from l0prune.cli import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
 
@@ -159,7 +161,10 @@ def test_help_teaches_with_an_example(command, name):
         (["survey", "model.pt"], "example input is needed"),
         (["survey", "model.pt", "--input", "1xx8"], "is no input"),
         (["gate", "model.pt", "--input", "1x1x8x8", "--open-probability", "1"], "strictly between"),
-        (["gate", "model.pt", "--input", "1x1x8x8", "--estimator", "mean"], "estimator"),
+        ([*GATE, "--set", "estimator=mean"], "estimator must be"),
+        ([*GATE, "--set", "estimator"], "write name=value"),
+        ([*GATE, "--set", "softness=3"], "softness"),
+        ([*GATE, "--gate", "sorcery"], "hard-concrete"),
         (["finetune"], "no file is named"),
         (["export"], "no file is named"),
         (["run", "nothing"], "there is no recipe"),
@@ -207,6 +212,16 @@ def test_a_file_that_cannot_be_used_is_exit_code_1(command, tmp_path, make, mess
     assert message in err
     assert "Traceback" not in err
     assert not list(tmp_path.glob("*.gated.pt"))
+
+
+def test_another_kind_of_gate(command, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    kind = ("--gate", "continuous-sparsification", "--set", "final_beta=100")
+    code, out, err = command(*GATE, *kind, "--json")
+    assert code == 0, err
+    gate = l0prune.gates(l0prune.load(tmp_path / "model.gated.pt")).gate
+    assert gate == l0prune.ContinuousSparsification(final_beta=100)
+    assert json.loads(out)["kind"] == {"name": gate.name, **asdict(gate)}
 
 
 def test_a_model_that_cannot_be_pruned_says_so(command, tmp_path):

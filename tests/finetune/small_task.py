@@ -27,8 +27,8 @@ def network(*, norm=True, dropout=0.0):
     return nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(16, CLASSES))
 
 
-def gated(**kwargs):
-    return l0prune.gate(network(**kwargs), torch.zeros(2, FEATURES))
+def gated(kind=None, **kwargs):
+    return l0prune.gate(network(**kwargs), torch.zeros(2, FEATURES), gate=kind)
 
 
 def tensors(model):

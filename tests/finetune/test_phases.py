@@ -25,6 +25,14 @@ def test_lambda_rises_in_a_straight_line_and_is_off_while_settling():
     assert [step for step in range(100) if phases.begins_to_settle(step)] == [80]
 
 
+def test_gates_have_learned_all_they_will_when_settling_begins():
+    phases = Phases(total=100, warmup=10, settle=20)
+    assert [phases.learned(step) for step in (0, 8, 40, 79, 80, 99, 100)] == [
+        0, 0.1, 0.5, 79 / 80, 1, 1, 1,
+    ]  # fmt: skip
+    assert Phases(total=10, warmup=0, settle=0).learned(10) == 1
+
+
 def test_without_warm_up_and_settling_it_is_all_pruning():
     phases = Phases.plan(3, 7, warmup=0, settle=0)
     assert {phases.at(step) for step in range(21)} == {"prune"}

@@ -5,7 +5,7 @@ import pytest
 import torch
 from handmade import bank, gated, lenet, lenet_plan, mlp, mlp_plan
 
-from l0prune.gates import Gates, HardConcrete
+from l0prune.gates import ContinuousSparsification, Gates, HardConcrete
 from l0prune.rewrite import gates_of
 
 
@@ -64,6 +64,33 @@ def test_eval_mode_uses_the_estimate_and_follows_every_change():
     assert torch.equal(gates.current(), gates.gate.estimate(torch.zeros(gates.plan.size)))
     gates.load_state_dict({"log_alpha": torch.full((gates.plan.size,), 2.0)}, assign=True)
     assert torch.equal(gates.current(), gates.gate.estimate(gates.log_alpha))
+
+
+def test_another_gate_in_its_place_counts_at_once():
+    gates = model_and_gates()[1]
+    gates.gate = ContinuousSparsification()
+    soft = gates.current().clone()
+    gates.gate = gates.gate.at(0.5)
+    hard = gates.current()
+    torch.testing.assert_close(soft, gates.log_alpha.sigmoid())
+    torch.testing.assert_close(hard, (gates.log_alpha * 200**0.5).sigmoid())
+
+
+@pytest.mark.parametrize("mode", ["train", "eval", "fixed"])
+def test_multipliers_from_elsewhere_are_used_as_they_are(mode):
+    model, gates, x = model_and_gates()
+    model.train(mode != "eval")
+    gates.fixed = mode == "fixed"
+    before = gates.current().clone()
+    z = torch.linspace(0, 1, gates.plan.size, requires_grad=True)
+    with gates.using(z):
+        model(x).sum().backward()
+        assert gates.current() is z
+    assert (z.grad != 0).any()
+    assert gates.log_alpha.grad is None
+    assert gates.current() is not z
+    if mode != "train":
+        assert torch.equal(gates.current(), before)
 
 
 def test_fixed_gates_stand_still_in_train_mode_and_take_no_gradient():

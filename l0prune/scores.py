@@ -1,0 +1,275 @@
+"""How much each gated slot seems to matter, told from the network as it is: one-shot scores.
+
+Gates learn which slots can go; a score guesses it from the weights, or from one look at the data,
+as pruning without learning does. A new score is one function under ``@register``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from l0prune.errors import DataError, UsageError
+from l0prune.finetune import rng
+from l0prune.finetune.device import at_home_again, choose, evaluating
+from l0prune.finetune.feed import Feed, call
+from l0prune.finetune.run import try_out
+from l0prune.finetune.task import Task, batch_length
+from l0prune.gates import Gates
+from l0prune.gates.spreader import gate_table
+from l0prune.layout import Layout
+from l0prune.moments import distinct
+from l0prune.plan import Plan
+from l0prune.rewrite import holder
+
+Normalise = Literal["axis-mean", "none"]
+
+_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
+
+
+def score(
+    model: nn.Module,
+    how: str = "taylor",
+    data: Any = None,
+    *,
+    normalise: Normalise = "axis-mean",
+    batches: int | None = None,
+    batch_size: int = 100,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+) -> Tensor:
+    """How much each gated slot seems to matter; more means keep. The model is left as it was.
+
+    The gates' own values have no part in it: a score is of the network with all gates at 1.
+
+    - ``"magnitude"``: the L2 norm of the weights that the slot's gate multiplies, over all its
+      sites. So its square is how far closing the gate moves the weights.
+    - ``"group-magnitude"``: the L2 norm of all weights that are cut with the slot: the rows that
+      write it, the columns that read it, and the norms and biases between.
+    - ``"bn-scale"``: |γ|, the scale of torch.nn's normalisation layers that the slot passes
+      through, their mean where there are several. An axis of which not every slot does gets its
+      magnitudes, divided by their mean.
+    - ``"taylor"``: (dL/dz)² with L the mean loss over the data, in eval mode: to first order the
+      square of how much the loss changes when the gate closes. One backward pass a batch.
+    - ``"fisher"``: the mean over the batches of their (dL/dz)², which does not vanish where L
+      is at a minimum. It depends on the size of the batches.
+    - ``"random"``: uniform between 0 and 1, the floor under all others.
+
+    Scores of different axes are made comparable by dividing each by its axis' mean, so that a
+    slot counts by how it stands among its like (Torch-Pruning's default, too). With
+    ``normalise="none"`` they are as they come, and axes of few large weights go last.
+
+    Args:
+        model: a gated model.
+        how: the score's name.
+        data: for those that look at data: what ``finetune`` takes; its training part is used.
+        normalise: ``"axis-mean"`` or ``"none"``.
+        batches: at most so many batches of the data; None for all.
+        batch_size: examples a batch, where the data lets us choose.
+        device: where to take gradients, as for ``finetune``.
+        seed: of the order of the data, and of ``"random"``.
+
+    Returns:
+        float64, shape ``(plan.size,)``, on the CPU; 0 or more.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: there is no such score, it needs data, or an argument makes no sense.
+        DataError: the data is empty, does not fit the model, or its loss is nan or inf.
+    """
+    root, gates = holder(model)
+    if how not in _scores:
+        raise UsageError(f"there is no score {how!r}; there are {', '.join(sorted(_scores))}")
+    if normalise not in ("axis-mean", "none"):
+        raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
+    task = None if data is None else Task.of(data)
+    values = _scores[how](Subject(root, gates, task, batches, batch_size, device, seed))
+    if not bool(torch.isfinite(values).all()):
+        raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
+    return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a score is told from.
+
+    Attributes:
+        root: the module that was gated.
+        gates: its bank.
+        task: the data and the loss, or None.
+        batches: see ``score``; as are ``batch_size``, ``device`` and ``seed``.
+    """
+
+    root: nn.Module
+    gates: Gates
+    task: Task | None
+    batches: int | None
+    batch_size: int
+    device: str | torch.device
+    seed: int
+
+    @property
+    def plan(self) -> Plan:
+        """Where the gates act."""
+        return self.gates.plan
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The plain parameters, without gates, by the names that the plan has for them."""
+        named = self.root.named_parameters()
+        return {self.plan.aliases.get(name, name): value.detach() for name, value in named}
+
+    def gradients(self) -> Iterator[tuple[Tensor, int]]:
+        """dL/dz at z = 1 of each batch's mean loss, in eval mode, and its number of examples.
+
+        Shape: ``(plan.size,)``, float64 on the CPU.
+
+        Raises:
+            UsageError: there is no data.
+            DataError: the data is empty or does not fit the model.
+        """
+        if self.task is None:
+            raise UsageError("this score looks at data; give what l0prune.finetune takes")
+        feed = Feed(self.task, self.batch_size, self.seed, augment=False)
+        place = choose(self.device, self.root)
+        with (
+            rng.undisturbed(place, feed.generators()),
+            at_home_again(self.root, place),
+            evaluating(self.root),
+        ):
+            with rng.undisturbed(place, feed.generators()):
+                try_out(self.root, feed, place, None)
+            z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
+            with self.gates.using(z), torch.enable_grad():
+                for inputs, targets in islice(feed.train(0, place), self.batches):
+                    loss = self.task.loss(call(self.root, inputs), targets)
+                    if not loss.requires_grad:
+                        raise UsageError(
+                            "the loss does not depend on the gates in a way that torch can "
+                            "differentiate; the model or the loss works under no_grad"
+                        )
+                    (slope,) = torch.autograd.grad(loss, z)
+                    yield slope.to("cpu", torch.float64), batch_length(inputs, targets)
+
+
+Score = TypeVar("Score", bound=Callable[[Subject], Tensor])
+_scores: dict[str, Callable[[Subject], Tensor]] = {}
+
+
+def register(name: str) -> Callable[[Score], Score]:
+    """Decorator: make a function known to ``score``.
+
+    It takes a ``Subject`` and returns one number of 0 or more for each gate: float64, shape
+    ``(plan.size,)``, on the CPU.
+    """
+
+    def known(function: Score) -> Score:
+        _scores[name] = function
+        return function
+
+    return known
+
+
+@register("magnitude")
+def magnitude(of: Subject) -> Tensor:
+    """‖W − W⊙z‖₂ where this gate alone is closed, over all sites of the gate."""
+    tensors = of.tensors()
+    sites = ((tensors[site.tensor], site.dim, site.layout) for site in of.plan.sites)
+    return _sums(of.plan, ((_squares(t, dim), layout) for t, dim, layout in sites)).sqrt()
+
+
+@register("group-magnitude")
+def group_magnitude(of: Subject) -> Tensor:
+    """The L2 norm of every parameter's slices along the slot."""
+    parts = (
+        (_squares(value, dim), layout)
+        for name, value in of.tensors().items()
+        for dim, layout in enumerate(of.plan.tensors.get(name, ()))
+    )
+    return _sums(of.plan, parts).sqrt()
+
+
+@register("bn-scale")
+def bn_scale(of: Subject) -> Tensor:
+    """The mean |γ| at the slot; over the axis mean, the magnitude of an axis without any."""
+    tensors = of.tensors()
+    names = {
+        of.plan.aliases.get(f"{name}.weight", f"{name}.weight")
+        for name, module in of.root.named_modules()
+        if isinstance(module, _NORMS)
+    }
+    gammas = [
+        (tensors[name].abs().cpu().double(), layout)
+        for name in sorted(names & tensors.keys())
+        for layout in of.plan.tensors.get(name, ())
+        if tensors[name].dim() == 1  # a LayerNorm over several dims scales no slot as one
+    ]
+    total = _sums(of.plan, gammas)
+    count = _sums(of.plan, [(torch.ones_like(gamma), layout) for gamma, layout in gammas])
+    result = over_axis_mean(of.plan, magnitude(of))
+    for axis in of.plan.axes:
+        if (count[axis.slice] > 0).all():
+            result[axis.slice] = total[axis.slice] / count[axis.slice]
+    return result
+
+
+@register("taylor")
+def taylor(of: Subject) -> Tensor:
+    """(dL/dz)² with L the mean loss over all examples."""
+    return _mean_over_examples(of.gradients()).square()
+
+
+@register("fisher")
+def fisher(of: Subject) -> Tensor:
+    """The mean over the examples of their batch's (dL/dz)²."""
+    return _mean_over_examples((slope.square(), length) for slope, length in of.gradients())
+
+
+@register("random")
+def random(of: Subject) -> Tensor:
+    """Uniform between 0 and 1."""
+    generator = torch.Generator().manual_seed(of.seed)
+    return torch.rand(of.plan.size, dtype=torch.float64, generator=generator)
+
+
+def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
+    """Each value over the mean of its axis; an axis that is all 0 stays so."""
+    result = values.clone()
+    for axis in plan.axes:
+        mean = values[axis.slice].mean()
+        if mean > 0:
+            result[axis.slice] /= mean
+    return result
+
+
+def _squares(tensor: Tensor, dim: int) -> Tensor:
+    """The sum of squares of each slice along ``dim``; float64 on the CPU, shape ``(slices,)``."""
+    slices = tensor.movedim(dim, 0).flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+    return slices.cpu().double().square().sum(1)
+
+
+def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
+    """The values at all positions where a gate acts, added up gate by gate.
+
+    Shape: each part's values ``(size_of(layout),)``; result ``(plan.size,)``.
+    """
+    total = torch.zeros(plan.size + 1, dtype=torch.float64)  # the last is of positions ungated
+    for values, layout in parts:
+        for gates in distinct(gate_table(plan, layout).T, plan.size).T:
+            total.index_add_(0, gates, values)
+    return total[:-1]
+
+
+def _mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """The mean of what is given for each batch, weighted by its number of examples."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for values, examples in batches:
+        total, count = total + values * examples, count + examples
+    if not count:
+        raise UsageError("there is no batch to look at; batches must be at least 1")
+    return total / count
