@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,16 +22,17 @@ class Pruning:
         lam: λ with N filled in.
 
     Raises:
-        UsageError: λ makes no sense, or names an axis that is not there.
+        UsageError: λ or the prior makes no sense, or names an axis that is not there.
     """
 
     def __init__(self, model: nn.Module, gates: Gates, settings: Settings, n: int) -> None:
         self._model = model
         self.gates = gates
         self.lam = Lambda.of(settings.lam, n)
-        self.lam.for_axes(gates.plan.names)
-        self._counting = settings.counting
-        self._l2 = settings.l2
+        self._penalty = partial(penalty, model, counting=settings.counting)
+        self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
+        self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
+        self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
         self._cost = CostModel(gates.plan)
 
     def param_groups(self, settings: Settings) -> list[dict[str, Any]]:
@@ -38,14 +40,16 @@ class Pruning:
         return param_groups(self._model, settings.lr, settings.gate_lr, settings.weight_decay)
 
     def penalty(self, factor: float) -> Tensor | None:
-        """``factor`` times λ·E‖θ‖₀, and the L2 term in full; None where there is nothing to add."""
+        """``factor`` times λ·E‖θ‖₀ and what the gates say beyond their prior, and the L2 term in
+        full; None where there is nothing to add.
+        """
         if factor == 1:
-            return penalty(self._model, self.lam, counting=self._counting, l2=self._l2)
+            return self._penalty(self.lam, **self._prior, **self._decay)
         total = None
         if factor:
-            total = factor * penalty(self._model, self.lam, counting=self._counting)
-        if self._l2:
-            decay = penalty(self._model, 0.0, counting=self._counting, l2=self._l2)
+            total = factor * self._penalty(self.lam, **self._prior)
+        if self._decay["l2"]:
+            decay = self._penalty(0.0, **self._decay)
             total = decay if total is None else total + decay
         return total
 

@@ -21,7 +21,9 @@ from l0prune.finetune.task import Task
 from l0prune.gates import Gates
 from l0prune.rewrite import check_ungated, gates_of
 
-_OF_GATES = ("lam", "counting", "l2", "gate_lr", "warmup", "settle")
+_OF_GATES = (
+    "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
+)  # fmt: skip
 
 
 def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
