@@ -36,7 +36,7 @@ def metrics(folder: Path) -> Path | None:
 def read(name: str, path: Path) -> Curve:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     if not records or "expected_macs" not in records[-1]:
-        raise FileError(f"{path} is not of a run with gates")
+        raise FileError(f"{path} holds no epoch of a run with gates")
     series = {key: [record.get(key) for record in records] for key in SERIES}
     return {"name": name, "dense_macs": records[-1]["dense_macs"], **series}
 
@@ -59,20 +59,21 @@ def draw(curves: list[Curve], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, panels = pyplot.subplots(
         1, len(curves), figsize=(4.5 * len(curves), 3.2), squeeze=False, layout="constrained"
     )
     for panel, one in zip(panels[0], curves, strict=True):
         panel.axhline(one["dense_macs"], color="black", linestyle=":", label="dense")
-        panel.plot(one["epoch"], one["expected_macs"], label="expected")
-        panel.plot(one["epoch"], one["macs"], linestyle="--", label="if exported now")
+        panel.plot(one["epoch"], one["expected_macs"], marker=".", label="expected")
+        panel.plot(one["epoch"], one["macs"], linestyle="--", marker=".", label="if exported now")
         settling = [e for e, phase in zip(one["epoch"], one["phase"], strict=True)
                     if phase == "settle"]  # fmt: skip
         if settling:
             panel.axvspan(settling[0], settling[-1], color="0.93", label="weights settle")
         panel.set(title=one["name"], xlabel="epoch", ylabel="MACs an example", ylim=(0, None))
+        panel.yaxis.set_major_formatter(ticker.EngFormatter())
         panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -84,7 +85,7 @@ def main() -> int:
     )
     parser.add_argument("runs", nargs="+", help="folders of runs, or recipes")
     parser.add_argument("--figure", type=Path, help="file to draw: .png, .svg, .pdf")
-    parser.add_argument("--home", type=Path, default=Path("curves"), help="folder of recipes' runs")
+    parser.add_argument("--home", type=Path, default=Path("runs"), help="folder of recipes' runs")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     options = parser.parse_args()
     try:
