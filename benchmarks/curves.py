@@ -71,8 +71,9 @@ def draw(curves: list[Curve], path: Path) -> None:
         settling = [e for e, phase in zip(one["epoch"], one["phase"], strict=True)
                     if phase == "settle"]  # fmt: skip
         if settling:
-            panel.axvspan(settling[0], settling[-1], color="0.93", label="weights settle")
+            panel.axvspan(settling[0] - 1, settling[-1], color="0.93", label="weights settle")
         panel.set(title=one["name"], xlabel="epoch", ylabel="MACs an example", ylim=(0, None))
+        panel.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         panel.yaxis.set_major_formatter(ticker.EngFormatter())
         panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)
