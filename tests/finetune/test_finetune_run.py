@@ -53,8 +53,9 @@ def test_pruning_is_the_users_own_loop_to_the_bit(terms):
     for epoch in range(2):
         for inputs, targets in order(epoch, seed=4):
             optimizer.zero_grad()
+            loss = cross_entropy(twin(inputs), targets)
             extra = penalty(twin, 2 / 240, n=240, **terms)
-            (cross_entropy(twin(inputs), targets) + extra).backward()
+            (loss + extra).backward()
             optimizer.step()
             penalties.append(extra.item())
     assert differing(tensors(model), tensors(twin)) == []
