@@ -65,7 +65,13 @@ class Divergence:
                 f"a prior needs gates whose divergence from it is known, and that of {gate.name} "
                 "gates is not; hard_concrete gates have one"
             )
-        items = tuple(prior.items()) if isinstance(prior, Mapping) else prior
+        items = tuple(prior.items()) if isinstance(prior, Mapping) else (("*", prior),)
+        for _, probability in items:
+            if not (isinstance(probability, float | int) and 0 < probability < 1):
+                raise UsageError(
+                    "prior is the probability that a gate is open before any data are seen, "
+                    f"strictly between 0 and 1, not {probability!r}"
+                )
         key = (gate, items, log_alpha.device)
         if key not in self._priors:
             chosen, at = self._worked_out(gate, prior)
@@ -77,16 +83,11 @@ class Divergence:
 
     def _worked_out(self, gate: Gate, prior: Prior) -> tuple[Tensor, Tensor]:
         """The gates that have a prior, and its log α for each of them."""
-        chosen, at = [], []
+        chosen: list[int] = []
+        at: list[float] = []
         given = per_axis(self._plan, prior, None, "prior")
         for axis, probability in zip(self._plan.axes, given, strict=True):
             if probability is not None:
-                if not (isinstance(probability, float | int) and 0 < probability < 1):
-                    raise UsageError(
-                        "prior is the probability that a gate is open before any data are seen, "
-                        f"strictly between 0 and 1, not {probability!r}"
-                    )
-                chosen.append(torch.arange(axis.slice.start, axis.slice.stop))
-                initial = gate.initial(probability)
-                at.append(torch.full((axis.size,), initial, dtype=torch.float64))
-        return torch.cat(chosen), torch.cat(at)
+                chosen += range(axis.slice.start, axis.slice.stop)
+                at += [gate.initial(probability)] * axis.size
+        return torch.tensor(chosen, dtype=torch.int64), torch.tensor(at, dtype=torch.float64)

@@ -45,7 +45,7 @@ def test_priors_per_axis():
     model = gated()
     gates = l0prune.gates(model)
     first, second = (axis.name for axis in gates.axes)
-    for prior in ({first: 0.3, "*": 0.8}, {first: 0.3}):
+    for prior in ({first: 0.3, "*": 0.8}, {first: 0.3}, {}):
         expected = by_hand(gates, lambda name, p=prior: p.get(name, p.get("*")))
         value = penalty(model, 0.0, n=N, prior=prior).item()
         assert value == pytest.approx(expected / N, rel=1e-10)
@@ -116,7 +116,7 @@ def test_wrong_use():
     model = gated()
     with pytest.raises(UsageError, match="prior needs n"):
         penalty(model, 0.1, prior=0.1)
-    for nonsense in (0, 1, -0.1, math.nan, "0.1"):
+    for nonsense in (0, 1, -0.1, math.nan, "0.1", [0.1], {"*": 2}):
         with pytest.raises(UsageError, match="prior is the probability"):
             penalty(model, 0.1, n=N, prior=nonsense)
     with pytest.raises(UsageError, match=r"prior is given for 'nowhere'"):
