@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gates import Gate, Gates, HardConcrete
 from l0prune.gates.bank import Example
+from l0prune.globs import listed, per_axis
 from l0prune.plan import Plan
 from l0prune.rewrite import attach, check_ungated, detach, gates_of, parameter_of
 
@@ -123,7 +123,7 @@ def _selected(plan: Plan, include: tuple[str, ...], exclude: tuple[str, ...]) ->
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={list(include)}, exclude={list(exclude)}; "
-            f"the model's axes are {_listed(plan)}"
+            f"the model's axes are {listed(plan)}"
         )
     return selected
 
@@ -134,18 +134,11 @@ def _initial(
     """The initial log α of every gate: float32, on the CPU, shape ``(plan.size,)``."""
     if not 0 <= jitter < float("inf"):
         raise UsageError(f"jitter is a standard deviation, so it must be 0 or more, not {jitter}")
-    by_glob = open_probability if isinstance(open_probability, Mapping) else {"*": open_probability}
-    for glob in by_glob:
-        if not any(fnmatchcase(name, glob) for name in plan.names):
-            raise UsageError(
-                f"open_probability is given for {glob!r}, which matches no gated axis; "
-                f"the gated axes are {_listed(plan)}"
-            )
+    start = per_axis(plan, open_probability, NEARLY_OPEN, "open_probability")
     generator = torch.Generator().manual_seed(seed)
     log_alpha = torch.randn(plan.size, generator=generator) * jitter
-    for axis in plan.axes:
-        matching = (p for glob, p in by_glob.items() if fnmatchcase(axis.name, glob))
-        log_alpha[axis.slice] += kind.initial(next(matching, NEARLY_OPEN))
+    for axis, probability in zip(plan.axes, start, strict=True):
+        log_alpha[axis.slice] += kind.initial(probability)
     return log_alpha
 
 
@@ -165,8 +158,3 @@ def _kept_example(survey: Survey) -> Example:
 
     args, kwargs = pytree.tree_map(keep, survey.example)
     return args, kwargs
-
-
-def _listed(plan: Plan, most: int = 20) -> str:
-    names = ", ".join(plan.names[:most])
-    return f"{names}, … ({len(plan.axes)} in all)" if len(plan.axes) > most else names

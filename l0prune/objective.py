@@ -17,6 +17,7 @@ from l0prune.lambdas import Lambda, LambdaLike
 from l0prune.plan import Plan
 from l0prune.rewrite import gates_of
 from l0prune.squares import Counting, ExpectedSquares
+from l0prune.variational import Divergence, Prior
 
 
 def penalty(
@@ -26,6 +27,8 @@ def penalty(
     n: int | None = None,
     counting: Counting = "joint",
     l2: float = 0.0,
+    l2_detach: bool = False,
+    prior: Prior | None = None,
 ) -> Tensor:
     """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
 
@@ -37,22 +40,32 @@ def penalty(
 
     With ``l2`` the expected L2 penalty of eq. 15 and 17 is added: ½·l2·Σ P(weight is there)·W²
     over the model's trainable parameters, for the same meaning of "there". W is the plain
-    parameter, before the gates multiply it.
+    parameter, before the gates multiply it. It closes gates of large weights as well as
+    decaying weights; with ``l2_detach`` it only decays, at the rate of the gates' probabilities.
+
+    With ``prior`` it is the variational penalty of eq. 21: Σ KL(q(z)‖p(z))/N is added, over all
+    gates, for a prior p(z) that is a gate of the same kind which is open with that probability
+    (eq. 27, 28). λ·N is then the code length of a weight in nats; ``l0prune.variational`` has the
+    whole objective.
 
     Args:
         model: a gated model.
         lam: a ``Budget``, whose Lagrangian this then is; or λ as a number, as text (``"0.1/N"``,
             which needs ``n``; ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis
             names to numbers or texts.
-        n: N, the number of training examples.
+        n: N, the number of training examples, over which the loss is a mean.
         counting: ``"joint"`` or ``"groups"``.
         l2: strength of the L2 term.
+        l2_detach: keep the L2 term from changing the gates.
+        prior: P(z ≠ 0) of the gates before any data are seen, strictly between 0 and 1, or a
+            mapping from globs over axis names to it, where axes that no glob matches have no
+            prior; needs ``n``.
 
     Returns a scalar of the dtype and on the device of the gates' ``log_alpha``.
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: λ, ``counting`` or ``l2`` makes no sense.
+        UsageError: λ, ``counting``, ``l2`` or ``prior`` makes no sense.
     """
     if counting not in ("joint", "groups"):
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
@@ -68,8 +81,14 @@ def penalty(
             total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
             root = next(m for m in model.modules() if any(c is gates for c in m.children()))
-            squares = prices.squares.total(root, gates.log_alpha, p, counting)
+            there = p.detach() if l2_detach else p
+            squares = prices.squares.total(root, gates.log_alpha, there, counting)
             total = total + 0.5 * l2 * squares
+        if prior is not None:
+            if n is None or n < 1:
+                raise UsageError(f"prior needs n, the number of training examples, not {n}")
+            nats = prices.divergence.total(gates.log_alpha, gates.gate, prior)
+            total = total + nats / n
     return total
 
 
@@ -105,6 +124,7 @@ class _Prices:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.squares = ExpectedSquares(plan)
+        self.divergence = Divergence(plan)
         self._cost = CostModel(plan)
         self._per_axis: dict[Lambda, tuple[float, ...]] = {}
         self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import count, enumerate_expected, plan_of, plans, probabilities, whole
 
+import l0prune
+from l0prune import recipes
 from l0prune.cost import CostModel, group_count
 from l0prune.errors import UsageError
 from l0prune.layout import Both, Cat, Const, Prod, Slots
@@ -67,6 +69,30 @@ def test_moments_of_a_shared_axis_in_closed_form():
     for power, value in enumerate(closed, start=1):
         model = CostModel(plan_of(sizes, [Cost("m", "params", 1.0, (axis,) * power)]))
         assert float(model.expected(p, "params")) == pytest.approx(float(value), rel=1e-14)
+
+
+def test_expected_macs_are_the_mean_over_sampled_gates():
+    """LeNet-5's MACs layer by layer, over gates drawn as in training (the paper's figure 3)."""
+    model = l0prune.load_model(recipes.load("mnist-lenet5", []).model.source)
+    gates = l0prune.gates(l0prune.gate(model, torch.zeros(2, 1, 28, 28)))
+    generator = torch.Generator().manual_seed(0)
+    log_alpha = torch.randn(gates.plan.size, dtype=torch.float64, generator=generator) * 2
+    expected = float(CostModel(gates.plan).expected(gates.gate.open_probability(log_alpha), "macs"))
+    at = {axis.name: axis.slice for axis in gates.plan.axes}
+    draws = []
+    for _ in range(2000):
+        u = torch.rand(gates.plan.size, dtype=torch.float64, generator=generator)
+        there = (gates.gate.sample(log_alpha, u.clamp(1e-12)) > 0).double()
+        first, second, hidden = (there[at[name]] for name in ("0", "3", "7"))
+        inputs = there[at["7.in"]].reshape(50, 16) * second[:, None]
+        draws.append(
+            24 * 24 * 25 * first.sum()
+            + 8 * 8 * 25 * first.sum() * second.sum()
+            + inputs.sum() * hidden.sum()
+            + hidden.sum() * 10
+        )
+    macs = torch.stack(draws)
+    assert abs(macs.mean() - expected) < 5 * macs.std() / len(draws) ** 0.5
 
 
 def test_actual_drops_what_nobody_reads_and_keeps_one_slot_of_a_dead_axis():

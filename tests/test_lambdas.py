@@ -1,11 +1,17 @@
+import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributions import Normal
 
+import l0prune
 from l0prune.errors import UsageError
 from l0prune.lambdas import Lambda
+from l0prune.objective import penalty
 
 N = 60_000
 
@@ -29,6 +35,34 @@ def test_values(text, value):
     assert lam.uniform
     assert lam.default == pytest.approx(value, rel=1e-15)
     assert lam.for_axes(["a", "b"]) == (lam.default, lam.default)
+
+
+@pytest.mark.parametrize(
+    ("text", "price"), [("aic", lambda n: 2.0), ("bic", math.log)], ids=["aic", "bic"]
+)
+def test_aic_and_bic_are_the_criteria_of_a_regression(text, price):
+    """Akaike's 2k − 2·log L and Schwarz's k·log n − 2·log L are 2n·(mean loss + λ·E‖θ‖₀)."""
+    n, generator = 40, torch.Generator().manual_seed(0)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    true = torch.tensor([1.0, 0.4, 0.0, 0.0], dtype=torch.float64)
+    y = x @ true + torch.randn(n, dtype=torch.float64, generator=generator)
+    model = nn.Linear(4, 1, bias=False).double()
+    l0prune.gate(model, x[:2])
+    parameter, gates = dict(model.named_parameters())["weight"], l0prune.gates(model)
+    ours, theirs = {}, {}
+    for chosen in itertools.product((False, True), repeat=4):
+        mask = torch.tensor(chosen)
+        fit = torch.zeros(4, dtype=torch.float64)
+        fit[mask] = torch.linalg.lstsq(x[:, mask], y).solution
+        with torch.no_grad():
+            parameter.copy_(fit.unsqueeze(0))
+            gates.log_alpha.copy_(torch.where(mask, 1e4, -1e4))
+            mean = -Normal(model(x).squeeze(1), 1.0).log_prob(y).mean()
+            ours[chosen] = 2 * n * float(mean + penalty(model, text, n=n))
+        residual = float((y - x @ fit).square().sum())
+        log_likelihood = -0.5 * residual - 0.5 * n * math.log(2 * math.pi)
+        theirs[chosen] = price(n) * sum(chosen) - 2 * log_likelihood
+    assert ours == pytest.approx(theirs, rel=1e-12)
 
 
 @given(st.floats(0, 1e6), st.integers(1, 10**9))

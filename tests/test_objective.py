@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from plans import enumerate_expected, plan_of, whole
 from torch import nn
 
 import l0prune
+from l0prune import recipes
 from l0prune.cost import CostModel
 from l0prune.errors import NotGated, UsageError
 from l0prune.gates import Gates, HardConcrete
@@ -118,6 +121,27 @@ def test_squares_of_frozen_parameters_are_left_out():
     assert torch.allclose(model.out.bias.grad, 2.0 * model.out.bias)
 
 
+@pytest.mark.parametrize("counting", ["joint", "groups"])
+def test_the_l2_term_moves_gates_unless_it_is_detached(counting):
+    model = gated_stream()
+    log_alpha = l0prune.gates(model).log_alpha
+    parameters = [p for p in model.parameters() if p is not log_alpha]
+    kept = penalty(model, 0.7, counting=counting, l2=0.3)
+    cut = penalty(model, 0.7, counting=counting, l2=0.3, l2_detach=True)
+    assert kept.item() == cut.item()
+
+    of_weights = torch.autograd.grad(kept, parameters, retain_graph=True)
+    same = torch.autograd.grad(cut, parameters, retain_graph=True)
+    assert all(torch.equal(one, other) for one, other in zip(of_weights, same, strict=True))
+
+    (of_gates,) = torch.autograd.grad(cut, log_alpha)
+    (of_lambda,) = torch.autograd.grad(penalty(model, 0.7, counting=counting), log_alpha)
+    torch.testing.assert_close(of_gates, of_lambda, rtol=1e-12, atol=0)
+    # What is left out closes gates: each has weights whose squares it could save.
+    (pull,) = torch.autograd.grad(kept, log_alpha)
+    assert (pull > of_gates).all()
+
+
 def chain():
     """Two axes of one Linear each: fc1 → a0 (3) → fc2 → a1 (2) → fc3."""
     sizes = [3, 2]
@@ -146,6 +170,25 @@ def test_lambda_per_axis():
         assert joint.item() == pytest.approx(1 * 2 * pa + 2 * pa * pb + 3 * pb, rel=1e-6)
     even = penalty(model, {"*": 0.25}).item()
     assert even == pytest.approx(0.25 * float(CostModel(plan).expected(p, "params")), rel=1e-6)
+
+
+def test_lambda_per_layer_is_the_papers_objective_of_each_layer():
+    """Each layer at its own λ: λ_l·Σ P(z_j ≠ 0)·(weights that gate j multiplies), eq. 16."""
+    recipe = recipes.load("mnist-lenet5", [])
+    model = l0prune.gate(l0prune.load_model(recipe.model.source), torch.zeros(2, 1, 28, 28))
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        gates.log_alpha.normal_(0, 2, generator=torch.Generator().manual_seed(0))
+    # Maps are gated where conv layers write them, the inputs of each Linear where it reads them.
+    lams, weights = (10.0, 0.5, 0.1, 10.0), (1 * 25, 20 * 25, 500, 10)
+    total = 0.0
+    for name, lam, own in zip(("0", "3", "7.in", "7"), lams, weights, strict=True):
+        axis = next(a for a in gates.axes if a.name == name)
+        p = torch.sigmoid(gates.log_alpha[axis.slice].double() - 2 / 3 * math.log(0.1 / 1.1))
+        total += lam * own * p.sum().item()
+    lam = "0=10/N, 3=0.5/N, 7.in=0.1/N, 7=10/N"
+    ours = penalty(model, lam, n=60_000, counting="groups")
+    assert ours.item() == pytest.approx(total / 60_000, rel=1e-6)
 
 
 def test_stays_float32_under_autocast():

@@ -18,6 +18,7 @@ EXAMPLES = {
 PARAMS = {
     "digits-lenet": 13_802,
     "mnist-mlp": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
+    "mnist-mlp-sep": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
     "mnist-lenet5": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
     "mnist-lenet5-sep": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
     "cifar-resnet": 269_722,  # He et al. 2016: 0.27 M

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Pruning:
         budget: the budgets, or None.
 
     Raises:
-        UsageError: λ makes no sense, or names an axis that is not there.
+        UsageError: λ or the prior makes no sense, or names an axis that is not there.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class Pruning:
         self._model, self._settings, self._phases = model, settings, phases
         self.gates = gates
         self.lam = Lambda.of(_lambda(settings), n)
-        self.lam.for_axes(gates.plan.names)
-        self._priced = self.lam != Lambda(0.0)
+        self._priced = self.lam != Lambda(0.0) or settings.prior is not None
+        self._penalty = partial(penalty, model, counting=settings.counting)
+        self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
+        self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
+        self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
         self._cost = CostModel(gates.plan)
         self.budget = None if settings.budget is None else self._budget(settings)
         if self.budget is None:
@@ -85,19 +89,22 @@ class Pruning:
         return groups
 
     def penalty(self, step: int) -> Tensor | None:
-        """What the gates add to the loss of a step: λ·E‖θ‖₀ as far as it is warmed up, the
-        budgets' part unless the gates stand, and the L2 term; None where that is nothing."""
-        factor, l2, counting = self._phases.factor(step), self._settings.l2, self._settings.counting
+        """What the gates add to the loss of a step, or None where that is nothing.
+
+        λ·E‖θ‖₀ and what the gates say beyond their prior, as far as λ is warmed up; the budgets'
+        part unless the gates stand; and the L2 term in full.
+        """
+        factor = self._phases.factor(step)
         parts: list[Tensor] = []
         if self._priced and factor == 1:
-            parts.append(penalty(self._model, self.lam, counting=counting, l2=l2))
+            parts.append(self._penalty(self.lam, **self._prior, **self._decay))
         else:
             if self._priced and factor:
-                parts.append(factor * penalty(self._model, self.lam, counting=counting))
-            if l2:
-                parts.append(penalty(self._model, 0.0, counting=counting, l2=l2))
+                parts.append(factor * self._penalty(self.lam, **self._prior))
+            if self._decay["l2"]:
+                parts.append(self._penalty(0.0, **self._decay))
         if self.budget is not None and self._phases.at(step) != "settle":
-            parts.append(penalty(self._model, self.budget))
+            parts.append(self._penalty(self.budget))
         return sum(parts[1:], parts[0]) if parts else None
 
     def pull(self, path: Tensor) -> float | None:
@@ -108,8 +115,7 @@ class Pruning:
         if self.budget is not None:
             return None
         log_alpha = self.gates.log_alpha
-        counting = self._settings.counting
-        (pulls,) = torch.autograd.grad(penalty(self._model, self.lam, counting=counting), log_alpha)
+        (pulls,) = torch.autograd.grad(self._penalty(self.lam), log_alpha)
         per_chance = pulls / self._slope(log_alpha.detach()).clamp(min=1e-12)
         return float(per_chance.max() * self._slope(path.to(log_alpha)).max())
 

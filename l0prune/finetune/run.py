@@ -23,7 +23,7 @@ from l0prune.gates import Gates
 from l0prune.rewrite import check_ungated, gates_of
 
 _OF_GATES = (
-    "lam", "counting", "l2", "gate_lr", "warmup", "settle",
+    "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
     "budget", "round_to", "budget_rate", "ramp",
 )  # fmt: skip
 

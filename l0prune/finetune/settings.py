@@ -14,6 +14,7 @@ from torch import nn
 
 from l0prune.errors import UsageError
 from l0prune.limits import limits
+from l0prune.variational import Prior
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -39,6 +40,9 @@ class Settings:
             count to what it is.
         counting: how the penalty counts: ``"joint"`` or ``"groups"`` (see ``penalty``).
         l2: weight decay weighted by the gates' probabilities (eq. 15 and 17 of the paper).
+        l2_detach: keep that weight decay from changing the gates.
+        prior: P(z ≠ 0) of the gates before any data are seen, one for all or by globs over axis
+            names: the variational objective (eq. 21 of the paper); None for λ alone.
         epochs: passes over the training data.
         batch_size: examples a step; data that comes in batches of its own keeps those.
         lr: learning rate of the weights.
@@ -84,6 +88,8 @@ class Settings:
     ramp: float = 0.6
     counting: Literal["joint", "groups"] = "joint"
     l2: float = 0.0
+    l2_detach: bool = False
+    prior: Prior | None = None
     epochs: int = 10
     batch_size: int = 100
     lr: float = 1e-3

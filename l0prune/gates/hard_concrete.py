@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from l0prune.errors import UsageError
 from l0prune.gates.gate import logit, register
@@ -73,6 +74,35 @@ class HardConcrete:
         """P(z ≠ 0) of eq. 12, ``σ(log α − β·log(−γ/ζ))``."""
         return torch.sigmoid(log_alpha - self._shift)
 
+    def divergence(self, log_alpha: Tensor, prior: Tensor) -> Tensor:
+        """KL(q(z)‖p(z)) in nats of each gate q from the same kind of gate p at log α ``prior``.
+
+        By the chain rule of relative entropy over the parts of eq. 26 and 27: the atoms at 0 and
+        1, and what lies between (eq. 28, 29). For equal β, γ and ζ all of it has a closed form.
+        With Q and P the distributions of s̄, c = α_p/α_q and v(u) = c + (1−c)·u, the densities
+        at the point where Q = u have the ratio q/p = v(u)²/c, and Q/P = v. So with the numbers
+        ℓ = log v at s̄ = 0 and 1, and h their difference,
+
+            KL = Q(0)·ℓ₀ + (1−Q(1))·(ℓ₁ − log c)
+                 + (Q(1)−Q(0))·(ℓ₀ + ℓ₁ − log c + h·coth(h/2) − 2),
+
+        since log v has, over a range of v, the mean (ℓ₀+ℓ₁)/2 + (h/2)·coth(h/2) − 1.
+
+        Args:
+            log_alpha: flat, shape ``(gates,)``; float64 where small values are to be exact.
+            prior: log α of p, of the same shape and dtype.
+        """
+        # log α + logistic noise at which s̄ reaches 0 and 1
+        closed = self._shift
+        full = self.beta * math.log((1 - self.gamma) / (self.zeta - 1))
+        zero, one = closed - log_alpha, full - log_alpha
+        low = logsigmoid(zero) - logsigmoid(closed - prior)
+        high = logsigmoid(one) - logsigmoid(full - prior)
+        log_c = prior - log_alpha
+        at_zero, at_one = torch.sigmoid(zero), torch.sigmoid(-one)
+        between = low + high - log_c + 2 * _coth_excess((high - low) / 2)
+        return at_zero * low + at_one * (high - log_c) + (1 - at_zero - at_one) * between
+
     def initial(self, open_probability: float) -> float:
         """The log α at which P(z ≠ 0) is ``open_probability``: the inverse of eq. 12.
 
@@ -84,3 +114,16 @@ class HardConcrete:
     @property
     def _shift(self) -> float:
         return self.beta * math.log(-self.gamma / self.zeta)
+
+
+def _coth_excess(x: Tensor) -> Tensor:
+    """``x·coth(x) − 1``, and its gradient, without the poles that cancel at 0."""
+    small = x.abs() < 0.1
+    squared = torch.where(small, x, 0).square()
+    # The Taylor series; the next term is below 1e-17.
+    terms = (1 / 3, -1 / 45, 2 / 945, -1 / 4725, 2 / 93555)
+    series = torch.zeros_like(x)
+    for term in reversed(terms):
+        series = (series + term) * squared
+    safe = torch.where(small, 1, x)
+    return torch.where(small, series, safe / safe.tanh() - 1)

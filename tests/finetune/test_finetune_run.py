@@ -40,18 +40,22 @@ def test_dense_training_is_the_textbook_loop_to_the_bit():
     assert history.last["phase"] == "dense"
 
 
-def test_pruning_is_the_users_own_loop_to_the_bit():
+@pytest.mark.parametrize(
+    "terms", [{}, {"counting": "groups", "prior": 0.1, "l2": 0.02, "l2_detach": True}]
+)
+def test_pruning_is_the_users_own_loop_to_the_bit(terms):
     model, twin = gated(norm=False), gated(norm=False)
     rest = {"ema": 0, "warmup": 0, "settle": 0, "lam": "2/N", "gate_lr": 0.05, "seed": 4}
-    history = finetune(model, data(), epochs=2, **rest, **QUIET)
+    history = finetune(model, data(), epochs=2, **rest, **terms, **QUIET)
     optimizer = torch.optim.Adam(param_groups(twin, lr=1e-3, gate_lr=0.05), fused=True)
     torch.manual_seed(4)
     penalties = []
     for epoch in range(2):
         for inputs, targets in order(epoch, seed=4):
             optimizer.zero_grad()
-            extra = penalty(twin, 2 / 240)
-            (cross_entropy(twin(inputs), targets) + extra).backward()
+            loss = cross_entropy(twin(inputs), targets)
+            extra = penalty(twin, 2 / 240, n=240, **terms)
+            (loss + extra).backward()
             optimizer.step()
             penalties.append(extra.item())
     assert differing(tensors(model), tensors(twin)) == []

@@ -42,6 +42,23 @@ def test_the_factor_scales_lambda_and_not_the_l2_term():
     torch.testing.assert_close(one.penalty(SETTLING), decay)
 
 
+def test_the_factor_scales_what_gates_say_beyond_their_prior():
+    model, one = pruning(n=240, lam=0.01, prior=0.1, l2=0.5, l2_detach=True)
+    priced = penalty(model, 0.01, n=240, prior=0.1)
+    assert priced > penalty(model, 0.01)
+    decay = penalty(model, 0.0, l2=0.5)
+    torch.testing.assert_close(one.penalty(1.0), priced + decay)
+    torch.testing.assert_close(one.penalty(0.25), 0.25 * priced + decay)
+    torch.testing.assert_close(one.penalty(0.0), decay)
+
+
+def test_a_prior_that_makes_no_sense_is_refused_before_training():
+    with pytest.raises(UsageError, match="nowhere"):
+        pruning(prior={"nowhere": 0.5})
+    with pytest.raises(UsageError, match="strictly between"):
+        pruning(prior=1.5)
+
+
 def test_without_lambda_and_l2_there_is_nothing_to_add():
     assert pruning(lam=0.01)[1].penalty(SETTLING) is None
 

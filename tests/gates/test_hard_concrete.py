@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from densities import divergence, log_density
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,6 +83,57 @@ def test_open_probability_is_how_often_a_sample_is_not_zero(gate):
         often = (gate.sample(numbers(log_alpha).expand(count), u.clamp(1e-12)) > 0).double().mean()
         p = gate.open_probability(numbers(log_alpha)).item()
         assert abs(often.item() - p) < 5 * math.sqrt(p * (1 - p) / count)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    ("log_alpha", "prior"),
+    [(0, 0), (0, 1e-3), (0.3, 0.55), (1, -2), (-5, 3), (2.5, 2.3), (8, -8), (-8, 8), (-3, 12)],
+)
+def test_divergence_is_the_integral_over_the_density_of_eq_26(gate, log_alpha, prior):
+    closed = gate.divergence(numbers(log_alpha), numbers(prior)).item()
+    assert closed == pytest.approx(divergence(gate, log_alpha, prior), rel=1e-11, abs=1e-15)
+
+
+@pytest.mark.parametrize(("log_alpha", "prior"), [(1.0, -2.0), (-1.5, 0.5), (0.2, 0.0)])
+def test_divergence_is_the_mean_log_ratio_of_samples(log_alpha, prior):
+    gate, count = HardConcrete(), 40_000
+    u = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    samples = gate.sample(numbers(log_alpha).expand(count), u.clamp(1e-12)).tolist()
+    ratios = numbers(
+        *(log_density(z, gate, log_alpha) - log_density(z, gate, prior) for z in samples)
+    )
+    closed = gate.divergence(numbers(log_alpha), numbers(prior)).item()
+    assert abs(ratios.mean().item() - closed) < 5 * ratios.std().item() / math.sqrt(count)
+
+
+@given(log_alphas, st.floats(-10, 10))
+def test_divergence_is_positive_and_has_the_slope_of_its_values(log_alpha, prior):
+    gate, at = HardConcrete(), numbers(log_alpha).requires_grad_()
+    value = gate.divergence(at, numbers(prior))
+    assert value.item() >= -1e-13
+    (slope,) = torch.autograd.grad(value.sum(), at)
+    step = 1e-4
+    ends = [gate.divergence(numbers(log_alpha + s), numbers(prior)).item() for s in (-step, step)]
+    assert slope.item() == pytest.approx((ends[1] - ends[0]) / (2 * step), rel=1e-5, abs=1e-8)
+
+
+def test_divergence_is_least_and_flat_at_the_prior():
+    at = numbers(-4, -0.3, 0, 2).requires_grad_()
+    value = HardConcrete().divergence(at, at.detach().clone())
+    assert value.tolist() == [0, 0, 0, 0]
+    (slope,) = torch.autograd.grad(value.sum(), at)
+    torch.testing.assert_close(slope, numbers(0, 0, 0, 0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_divergence_of_a_certain_gate_is_the_surprise_of_the_prior(gate):
+    at, prior = numbers(-1e4, -80, 80, 1e4).requires_grad_(), numbers(0.7, 0.7, 0.7, 0.7)
+    value = gate.divergence(at, prior)
+    wanted = [-log_density(z, gate, 0.7) for z in (0, 0, 1, 1)]
+    assert value.tolist() == pytest.approx(wanted, rel=1e-12)
+    (slope,) = torch.autograd.grad(value.sum(), at)
+    assert slope.isfinite().all()
 
 
 @given(st.floats(1e-6, 1 - 1e-6))

@@ -1,0 +1,24 @@
+import pytest
+from plans import plan_of
+
+from l0prune.errors import UsageError
+from l0prune.globs import listed, per_axis
+
+
+def test_the_first_glob_that_matches_counts():
+    plan = plan_of([1, 1, 1], [])
+    assert per_axis(plan, 0.3, None, "x") == [0.3, 0.3, 0.3]
+    assert per_axis(plan, {"a1": 0.5, "a*": 0.2}, None, "x") == [0.2, 0.5, 0.2]
+    assert per_axis(plan, {"a2": 0.5}, None, "x") == [None, None, 0.5]
+    assert per_axis(plan, {}, 0.9, "x") == [0.9, 0.9, 0.9]
+
+
+def test_a_glob_that_matches_nothing_is_a_mistake():
+    with pytest.raises(UsageError, match=r"prior is given for 'b\*'.*a0, a1"):
+        per_axis(plan_of([1, 1], []), {"b*": 0.5}, None, "prior")
+
+
+def test_a_long_list_is_cut_short():
+    plan = plan_of([1] * 30, [])
+    assert listed(plan).endswith("a18, a19, … (30 in all)")
+    assert listed(plan, most=30).endswith("a28, a29")
