@@ -139,6 +139,9 @@ def test_a_gate_without_a_divergence_says_so():
         def initial(self, open_probability):
             return 1.0
 
+        def at(self, progress):
+            return self
+
     model = l0prune.gate(nn.Linear(5, 2), torch.randn(2, 5), gate=Step())
     with pytest.raises(UsageError, match=r"step gates is not"):
         penalty(model, 0.1, n=N, prior=0.1)

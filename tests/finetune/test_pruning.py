@@ -6,7 +6,7 @@ import l0prune
 from l0prune.cost import CostModel
 from l0prune.errors import UsageError
 from l0prune.finetune.phases import Phases
-from l0prune.finetune.pruning import Pruning
+from l0prune.finetune.pruning import Pruning, default_gate_rate
 from l0prune.finetune.settings import Settings
 from l0prune.objective import penalty
 
@@ -47,9 +47,9 @@ def test_the_factor_scales_what_gates_say_beyond_their_prior():
     priced = penalty(model, 0.01, n=240, prior=0.1)
     assert priced > penalty(model, 0.01)
     decay = penalty(model, 0.0, l2=0.5)
-    torch.testing.assert_close(one.penalty(1.0), priced + decay)
-    torch.testing.assert_close(one.penalty(0.25), 0.25 * priced + decay)
-    torch.testing.assert_close(one.penalty(0.0), decay)
+    torch.testing.assert_close(one.penalty(PRUNING), priced + decay)
+    torch.testing.assert_close(one.penalty(WARMING), 0.25 * priced + decay)
+    torch.testing.assert_close(one.penalty(SETTLING), decay)
 
 
 def test_a_prior_that_makes_no_sense_is_refused_before_training():
@@ -89,3 +89,33 @@ def test_an_axis_without_an_open_gate_is_dead():
     record = one.record()
     assert record["dead"] == [axis.name]
     assert record["open"][axis.name] == 1  # an export keeps one slot, whose weights are zero
+
+
+def test_a_budget_is_on_while_gates_learn_and_needs_no_lambda():
+    model, one = pruning(budget="params=0.5")
+    assert one.lam.default == 0
+    one.budget.multipliers = torch.tensor([2.0])
+    torch.testing.assert_close(one.penalty(PRUNING), penalty(model, one.budget))
+    assert one.penalty(SETTLING) is None
+
+
+def test_a_budget_and_lambda_add_up():
+    model, one = pruning(budget="params=0.5", lam=0.01)
+    one.budget.multipliers = torch.tensor([2.0])
+    expected = penalty(model, 0.01) + penalty(model, one.budget)
+    torch.testing.assert_close(one.penalty(PRUNING), expected)
+
+
+def test_before_the_gates_stand_the_export_just_meets_the_budget():
+    model, one = pruning(budget="params=0.5", lam=0)
+    one.fit()
+    dense = CostModel(l0prune.gates(model).plan).dense("params")
+    assert 0.45 * dense < one.record()["params"] <= 0.5 * dense
+    assert one.record()["budget"]["params=0.5"]["share"] == one.record()["params"] / dense
+
+
+def test_the_gates_rate_comes_from_the_steps_unless_it_is_given():
+    assert pruning()[1].gate_lr == default_gate_rate(PHASES.learning)
+    assert pruning(gate_lr=0.07)[1].gate_lr == 0.07
+    assert default_gate_rate(100) == 0.3
+    assert default_gate_rate(12_000) == 0.01
