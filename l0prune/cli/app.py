@@ -11,20 +11,21 @@ from l0prune.cli import recipes
 from l0prune.cli.edge import run_command
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
+from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate
 from l0prune.cli.survey import survey
 
 _HELP = """Cut a trained PyTorch network down to a smaller one that gives the same answers.
 
     l0prune gate model.pt --input 1x3x224x224
-    l0prune finetune --data imagefolder:DIR --lambda 0.1/N
+    l0prune finetune --data imagefolder:DIR --budget macs=0.5
     l0prune export --onnx
 
 Or all of it on embedded data: l0prune run digits-lenet
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-for command in (survey, gate, finetune, export, recipes.run):
+for command in (survey, gate, fit, finetune, export, recipes.run):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import l0prune
 from l0prune import artifact
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Json,
+    TrustPickle,
+    parse_setting,
+    recorded_data,
+)
 from l0prune.cli.project import chosen, defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
-from l0prune.usercode import check_recorded
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -49,6 +55,9 @@ def finetune(
         float | None, typer.Option(help="Learning rate of the gates [chosen by the steps].")
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
+    learn: Annotated[
+        bool, typer.Option(help="Let gates learn, or leave them as `l0prune fit` set them.")
+    ] = True,
     settle: Annotated[
         float | None, typer.Option(help="Epochs at the end with fixed gates [30 %].")
     ] = None,
@@ -78,9 +87,13 @@ def finetune(
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = artifact.read_info(path)
-    if data is None and not trust_pickle:
-        check_recorded(str(info.get("data", "")), path)
-    source = load_data(_data_spec(data, info), chosen(data_root, "data_root", info))
+    spec = recorded_data(data, info, path, trust_pickle)
+    if spec is None:
+        raise UsageError(
+            "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
+            '`l0prune gate`, or as data = "…" in l0prune.toml.'
+        )
+    source = load_data(spec, chosen(data_root, "data_root", info))
     model = l0prune.load(path, trust_pickle=trust_pickle)
     given = {
         "lam": lam,
@@ -92,6 +105,7 @@ def finetune(
         "lr": lr,
         "gate_lr": gate_lr,
         "optimizer": optimizer,
+        "learn": None if learn else False,
         "settle": settle,
         "seed": seed,
         "device": device,
@@ -107,13 +121,3 @@ def finetune(
     l0prune.save(model, target, {**info, "data": source.name, "history": history.last})
     say(f"checkpoints and metrics are in {folder}")
     emit({"file": str(target), "run": str(folder), **history.last}, json, f"{target} written")
-
-
-def _data_spec(data: str | None, info: dict[str, Any]) -> str:
-    spec = chosen(data, "data", info)
-    if spec is None:
-        raise UsageError(
-            "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
-            '`l0prune gate`, or as data = "…" in l0prune.toml.'
-        )
-    return str(spec)

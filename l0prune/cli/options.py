@@ -11,6 +11,7 @@ import typer
 from l0prune.cli.project import chosen
 from l0prune.errors import UsageError
 from l0prune.models import load_model, parse_input
+from l0prune.usercode import check_recorded
 
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
@@ -98,3 +99,17 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return name.strip(), value
+
+
+def recorded_data(
+    given: str | None, info: dict[str, Any], path: Path, trust_pickle: bool
+) -> str | None:
+    """The data source: as given, as the file's maker named it, or as the project does.
+
+    Raises:
+        UsageError: the file names code of its own, which only its owner can trust.
+    """
+    if given is None and not trust_pickle:
+        check_recorded(str(info.get("data", "")), path)
+    spec = chosen(given, "data", info)
+    return None if spec is None else str(spec)

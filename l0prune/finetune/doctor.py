@@ -89,7 +89,7 @@ class Doctor:
         # Adam's steps are no longer than its rate; plain descent goes by the gradient.
         path = torch.linspace(self._threshold, float(self._start.max()), 100)
         pull = self._pruning.pull(path) if plain else 1.0
-        if pull is None or not self._way:
+        if pull is None or not self._way or not self._phases.learning:
             return
         reach = self._rate * pull * self._phases.learning
         if reach < self._way:

@@ -48,6 +48,12 @@ class Phases:
         return Phases(total, rise, rest)
 
     @staticmethod
+    def settling(epochs: int, steps_per_epoch: int) -> Phases:
+        """Phases of a run in which the gates stand from the first step on."""
+        total = epochs * steps_per_epoch
+        return Phases(total, 0, total)
+
+    @staticmethod
     def dense(epochs: int, steps_per_epoch: int) -> Phases:
         """Phases of a run without gates: all of it is one."""
         return Phases(epochs * steps_per_epoch, 0, 0)
@@ -71,7 +77,7 @@ class Phases:
 
     def learned(self, step: int) -> float:
         """The part of the steps in which gates learn that is done before this one, from 0 to 1."""
-        return min(1.0, step / (self.total - self.settle))
+        return min(1.0, step / self.learning) if self.learning else 1.0
 
     def begins_to_settle(self, step: int) -> bool:
         """Is this the first step of settling?"""

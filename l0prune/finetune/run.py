@@ -24,7 +24,7 @@ from l0prune.rewrite import check_ungated, gates_of
 
 _OF_GATES = (
     "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
-    "budget", "round_to", "budget_rate", "ramp",
+    "budget", "round_to", "budget_rate", "ramp", "learn",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
     if gates is None:
         phases, pruning = Phases.dense(settings.epochs, feed.steps), None
     else:
-        phases = Phases.plan(settings.epochs, feed.steps, settings.warmup, settings.settle)
+        phases = _phases(settings, feed.steps)
         pruning = Pruning(model, gates, settings, feed.size, phases)
     folder = None if settings.out is None else _made(Path(settings.out))
     interrupt = Interrupt()
@@ -127,6 +127,13 @@ def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None
         if gates is not None:
             gates.fixed = fixed
     return loop.history
+
+
+def _phases(settings: Settings, steps: int) -> Phases:
+    """Of a run with gates."""
+    if not settings.learn:
+        return Phases.settling(settings.epochs, steps)
+    return Phases.plan(settings.epochs, steps, settings.warmup, settings.settle)
 
 
 def _prepare(

@@ -66,6 +66,8 @@ class Settings:
         temperature: by which both networks' scores are softened for that.
         match: globs of module names.
         teacher: another network to learn from; None for the model as it is when training begins.
+        learn: let the gates learn; else they stand as they are (after ``l0prune.fit``), and only
+            the weights learn: all of the run is settling.
         warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
         settle: epochs, or a part of one, at the end in which gates stand still and weights
             recover; None for 30 % of the steps.
@@ -104,6 +106,7 @@ class Settings:
     temperature: float = 4.0
     match: str | Sequence[str] = ()
     teacher: nn.Module | None = None
+    learn: bool = True
     warmup: float | None = None
     settle: float | None = None
     recalibrate: int = 100
@@ -132,6 +135,11 @@ class Settings:
             raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {self.ramp}")
         if self.budget is not None:
             limits(self.budget)
+        if not self.learn and (self.lam is not None or self.budget is not None):
+            raise UsageError(
+                "with learn=False gates stand as they are, so that λ and budgets have nothing to "
+                "act on; meet a budget with l0prune.fit before"
+            )
         if not 0 <= self.distill <= 1:
             raise UsageError(f"distill is a share of the loss, from 0 to 1, not {self.distill}")
         if not self.temperature > 0:

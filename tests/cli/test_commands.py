@@ -93,6 +93,31 @@ def test_three_commands_in_a_row(tmp_path):
     assert (torch.from_numpy(got) - expected).abs().max().item() <= 1e-5 * scale
 
 
+def test_a_budget_and_the_classical_way_to_it(tmp_path):
+    pytest.importorskip("sklearn")
+    torch.save(network(), tmp_path / "model.pt")
+    assert run(*GATE, cwd=tmp_path)[0] == 0
+    short = ("--data", "digits", "--epochs", "4", "--json")
+
+    code, out, err = run("finetune", *short, "--budget", "params=0.5", cwd=tmp_path)
+    assert code == 0, err
+    learned = json.loads(out)
+    assert 0.98 < learned["budget"]["params=0.5"]["share"] / 0.5 <= 1
+
+    code, out, err = run("fit", "--budget", "params=0.5", "--round-to", "4", "--json", cwd=tmp_path)
+    assert code == 0, err
+    fitted = json.loads(out)
+    assert fitted["file"] == "model.fit.pt"
+    assert all(count % 4 == 0 for name, count in fitted["open"].items() if ".in" not in name)
+    code, out, err = run("finetune", "model.fit.pt", *short, "--no-learn", cwd=tmp_path)
+    assert code == 0, err
+    trained = json.loads(out)
+    assert trained["open"] == fitted["open"]
+    code, out, err = run("export", trained["file"], "--onnx", "--json", cwd=tmp_path)
+    assert code == 0, err
+    assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]
+
+
 def test_a_stopped_run_goes_on(tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")
@@ -146,7 +171,7 @@ def test_recipes(command):
     assert 'source = "digits"' in out
 
 
-@pytest.mark.parametrize("name", ["survey", "gate", "finetune", "export", "run"])
+@pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "run"])
 def test_help_teaches_with_an_example(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
@@ -167,6 +192,7 @@ def test_help_teaches_with_an_example(command, name):
         ([*GATE, "--gate", "sorcery"], "hard-concrete"),
         (["finetune"], "no file is named"),
         (["export"], "no file is named"),
+        (["fit"], "no file is named"),
         (["run", "nothing"], "there is no recipe"),
         (["run", "digits-lenet", "dense"], "section.key=value"),
         (["nonsense"], "No such command"),
@@ -229,6 +255,18 @@ def test_a_model_that_cannot_be_pruned_says_so(command, tmp_path):
     code, _, err = command("gate", "m.pt", "--input", "2x4", "--exclude", "*")
     assert code == 1
     assert "no axis is left" in err
+
+
+def test_a_budget_that_cannot_be_met(command, tmp_path):
+    pytest.importorskip("sklearn")
+    torch.save(network(), tmp_path / "model.pt")
+    command(*GATE)
+    for arguments in (["fit"], ["finetune", "--data", "digits"]):
+        code, out, err = command(*arguments, "--budget", "params=0.0001")
+        assert (code, out) == (2, "")
+        assert "cannot be met" in err
+        assert "feeds the model's output" in err
+        assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("lam", ["-1/N", "0.1/M", "nothing=1"])

@@ -1,0 +1,68 @@
+"""``l0prune fit``: close gates by a score, without learning, until a budget is met."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import l0prune
+from l0prune import artifact
+from l0prune.cli.edge import emit
+from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_data
+from l0prune.cli.project import chosen, newest, output_path
+from l0prune.data import load_data
+from l0prune.errors import UsageError
+
+_GATES = "gates"
+
+
+def fit(
+    file: Annotated[
+        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
+    ] = None,
+    budget: Annotated[
+        list[str] | None, typer.Option(help="macs=0.5, params=10k, 'layer3.*: params=0.3', …")
+    ] = None,
+    score: Annotated[
+        str,
+        typer.Option(
+            help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
+            "random; or gates, what they have learned."
+        ),
+    ] = "magnitude",
+    round_to: Annotated[int, typer.Option(help="Widths come in multiples of this.")] = 1,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    batches: Annotated[
+        int | None, typer.Option(help="Batches of data for taylor and fisher [all].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order of the data, and of random.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")] = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Close the gates of lowest score until an export just meets a budget; nothing is learned.
+
+    The classical way, in one shot. The weights want training afterwards: with
+    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are. Example:
+
+        l0prune fit model.gated.pt --score taylor --data mnist --budget macs=0.5
+    """
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    if not budget and round_to == 1:
+        raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
+    info = artifact.read_info(path)
+    spec = recorded_data(data, info, path, trust_pickle)
+    model = l0prune.load(path, trust_pickle=trust_pickle)
+    scores = None
+    if score != _GATES:
+        source = load_data(spec, chosen(data_root, "data_root", info)) if spec else None
+        scores = l0prune.score(model, score, source, batches=batches, seed=seed)
+    counts = l0prune.fit(model, budget or None, scores, round_to=round_to)
+    target = output_path(out, str(path), ".fit.pt")
+    l0prune.save(model, target, info)
+    axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
+    met = ", ".join(f"{limit}: {count:,}" for limit, count in counts.items())
+    emit({"file": str(target), "counts": counts, "open": axes}, json, f"{target} written; {met}")
