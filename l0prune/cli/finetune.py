@@ -120,4 +120,5 @@ def finetune(
     target = output_path(out, str(path), ".tuned.pt")
     l0prune.save(model, target, {**info, "data": source.name, "history": history.last})
     say(f"checkpoints and metrics are in {folder}")
-    emit({"file": str(target), "run": str(folder), **history.last}, json, f"{target} written")
+    result = {"file": str(target), "run": str(folder), **history.last}
+    emit({**result, "doctor": history.complaints}, json, f"{target} written")

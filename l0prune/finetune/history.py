@@ -58,6 +58,11 @@ class History:
         key = self.metric if self.metric in self.last else "train_loss"
         return min((r for r in self.records if r["phase"] == phase), key=lambda r: float(r[key]))
 
+    @property
+    def complaints(self) -> dict[str, str]:
+        """What the doctor said in the whole run, by what it was about."""
+        return {about: text for r in self.records for about, text in r.get("doctor", {}).items()}
+
     def __len__(self) -> int:
         return len(self.records)
 

@@ -29,10 +29,11 @@ _OF_GATES = (
 
 
 def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
-    """Learn the weights and gates of a gated model together, in place, under λ·E‖θ‖₀.
+    """Learn the weights and gates of a gated model together, in place, under a budget or λ·E‖θ‖₀.
 
     Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
-    the weights settle. After each epoch the moving average of weights, buffers and gates is
+    the weights settle. Before the gates are fixed, the last of them are opened and closed so that
+    an export just meets the budgets. After each epoch the moving average of weights, buffers and gates is
     tested in eval mode; in the end the model has these averages, so that what was reported last
     is what an export computes. Device, modes and random generators are then as they were.
 

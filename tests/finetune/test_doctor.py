@@ -13,8 +13,7 @@ QUIET = {"progress": False, "batch_size": 30}
 
 def complaints(**settings):
     model = settings.pop("model", None) or gated()
-    records = l0prune.finetune(model, data(), **{**QUIET, **settings}).records
-    return {about: text for r in records for about, text in r.get("doctor", {}).items()}
+    return l0prune.finetune(model, data(), **{**QUIET, **settings}).complaints
 
 
 def test_a_healthy_run_has_no_complaints():
