@@ -33,9 +33,10 @@ def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
 
     Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
     the weights settle. Before the gates are fixed, the last of them are opened and closed so that
-    an export just meets the budgets. After each epoch the moving average of weights, buffers and gates is
-    tested in eval mode; in the end the model has these averages, so that what was reported last
-    is what an export computes. Device, modes and random generators are then as they were.
+    an export just meets the budgets. After each epoch the moving average of weights, buffers and
+    gates is tested in eval mode; in the end the model has these averages, so that what was
+    reported last is what an export computes. Device, modes and random generators are then as they
+    were.
 
     With ``out`` a checkpoint is kept there, from which ``resume=True`` goes on after Ctrl-C,
     SIGTERM or a crash; on the CPU the outcome is the same to the bit as without the stop.
