@@ -23,6 +23,12 @@ SETTINGS = {
     "gate_lr": 0.2, "clip": 1.0, "schedule": "cosine", "progress": False,
 }  # fmt: skip
 
+# What has a state of its own: multipliers, a second optimizer, a teacher.
+BUDGET = {
+    "lam": None, "budget": "params=0.6, 0: macs=0.7", "optimizer": "sgd", "lr": 0.05,
+    "distill": 0.5, "match": "2",
+}  # fmt: skip
+
 
 class Shaken(Dataset):
     """Examples with noise from the generators of Python and torch, as augmentation draws it."""
@@ -39,7 +45,7 @@ class Shaken(Dataset):
 
 
 def source(kind):
-    if kind == "split":
+    if kind in ("split", "budget"):
         return clouds()
     generator = torch.Generator().manual_seed(11) if kind == "own generator" else None
     return DataLoader(Shaken(), batch_size=30, shuffle=True, generator=generator)
@@ -63,8 +69,9 @@ def task(kind, stop=None, number=signal.SIGKILL, *, testing=False):
 
 def run(folder, kind="split", *stop, resume=False, testing=False):
     model = gated(dropout=0.3)
+    settings = {**SETTINGS, **(BUDGET if kind == "budget" else {})}
     history = finetune(
-        model, task(kind, *stop, testing=testing), out=folder, resume=resume, **SETTINGS
+        model, task(kind, *stop, testing=testing), out=folder, resume=resume, **settings
     )
     return model, history
 

@@ -23,7 +23,7 @@ def measured(history):
     return [{k: v for k, v in r.items() if k != "seconds"} for r in history.records]
 
 
-@pytest.fixture(scope="module", params=["split", "loader", "own generator"])
+@pytest.fixture(scope="module", params=["split", "loader", "own generator", "budget"])
 def whole(request, tmp_path_factory):
     """A kind of data, and what a run without a stop came to on it."""
     folder = tmp_path_factory.mktemp("whole")
