@@ -33,6 +33,8 @@ def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
     l0prune.gate(model, *example)
     bank = l0prune.gates(model)
     is_closed = torch.rand(bank.plan.size) < 0.5
+    for axis in bank.plan.axes:  # a small one that closes whole would let nothing through
+        is_closed[axis.start] &= not bool(is_closed[axis.slice].all())
     fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
     bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
     z, parameters = bank.z(), dict(model.named_parameters())
