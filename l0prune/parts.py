@@ -21,6 +21,7 @@ from l0prune.capture import batch_of, capture, within
 from l0prune.errors import CaptureError
 from l0prune.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan import Cost, Pin, Plan
+from l0prune.watch import Seen, read_outside
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,8 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
     batch = _batch_of_whole(example)
-    plan = _join(
-        [_of_island(part, found[:i], found[i + 1 :], batch) for i, part in enumerate(found)]
-    )
+    seen = read_outside(copy.deepcopy(model), [part.path for part in found], example)
+    plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
     pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
     costs, unused = [], [name for part in found for name in part.analysis.captured.unused]
     for name, parameter in model.named_parameters():
@@ -155,20 +155,25 @@ def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused:
     return Parts(plan, found, tuple(unused))
 
 
-def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch: int) -> Plan:
-    """The plan of an island as a part of the whole model's.
+def _of_island(
+    model: nn.Module, found: Sequence[Part], number: int, batch: int, seen: Seen
+) -> Plan:
+    """The plan of one of the islands as a part of the whole model's.
 
     Single input columns are not gated: cutting those takes a gather, for which the user's own
-    code has no place. What is shared with another island stays whole, and counts once.
+    code has no place. What is shared with another island, or read by the code around it, stays
+    whole; the former counts once.
     """
+    part, earlier, later = found[number], found[:number], found[number + 1 :]
     plan = part.analysis.plan
-    shared = plan.tensors.keys() & (_tensors_of((*earlier, *later)) | _known_outside(part))
+    shared = plan.tensors.keys() & (_tensors_of((*earlier, *later)) | _known_outside(model, part))
     whole = dict.fromkeys(
         (i for name in sorted(shared) for dim in plan.tensors[name] for i in axes_of(dim)),
         "something outside the part that was captured shares it",
     )
     borders = (i for i, axis in enumerate(plan.axes) if axis.kind == "input")
     whole |= dict.fromkeys(borders, f"it reads {part.path}'s inputs, all of which stay")
+    whole |= seen.whole(plan)
     pins = [
         Pin(f"{name} dim {number}", whole[axis])
         for name, dims in plan.tensors.items()
@@ -183,11 +188,14 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     return replace(plan, costs=tuple(costs), pins=(*plan.pins, *pins), parts=(part.path,))
 
 
-def _known_outside(part: Part) -> set[str]:
+def _known_outside(model: nn.Module, part: Part) -> set[str]:
     """Tensors that have a name outside the part, too: code there may read them."""
+    module = model.get_submodule(part.path)
+    every = model.named_modules(remove_duplicate=False)
+    own = tuple(f"{path}." for path, each in every if each is module)
     names = [(name, name) for name in part.analysis.plan.tensors]
     names += list(part.analysis.captured.aliases.items())
-    return {tensor for name, tensor in names if not name.startswith(f"{part.path}.")}
+    return {tensor for name, tensor in names if not name.startswith(own)}
 
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:

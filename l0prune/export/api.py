@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.axes import analyse
@@ -28,6 +29,7 @@ from l0prune.export.program import dense_module, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
+from l0prune.export.stand_in import stand_in
 from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
 from l0prune.rewrite import check_intact, detach, gates_of
@@ -48,7 +50,7 @@ class _Cut:
 
     gated: nn.Module
     own: list[Candidate]
-    graphs: dict[str, nn.Module]
+    graphs: dict[str, GraphModule]
     gathers: str
 
 
@@ -153,12 +155,18 @@ def _prove_parts(
     dense, changes = own.module, own.changes
     for path, reason in reasons.items():
         if reason:
-            dense.set_submodule(path, both.graphs[path])
+            stand_in(dense, path, both.graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
     inputs = [fresh_inputs(example, None, seed) for seed in range(2)]
-    checks = compare_in_parts(both.gated, dense, paths, inputs)
-    certificate = Certificate(tuple(checks))
+    try:
+        certificate = Certificate(tuple(compare_in_parts(both.gated, dense, paths, inputs)))
+    except CertificateError as error:
+        raise CertificateError(
+            f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
+            "code around them may read what was cut off them (a weight, a size). What it reads has "
+            f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
+        ) from error
     dense.to(dtype)
     received: dict[str, list[Inputs]] = {path: [] for path in paths}
     for given in inputs:
@@ -235,7 +243,7 @@ def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
     return cut(plan, fold(plan, doubled(tensors), z), plan.kept(z > 0))
 
 
-def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> nn.Module:
+def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> GraphModule:
     """The captured graph of a part at its new sizes."""
     return dense_module(part.analysis, tensors, part.analysis.plan.kept(z > 0))
 

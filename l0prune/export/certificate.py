@@ -243,12 +243,12 @@ def _running_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Inputs with their floating-point tensors in ``dtype``, on the CPU."""
+    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``."""
 
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to("cpu", dtype if leaf.is_floating_point() else None)
+        return leaf.to("cpu", dtype if leaf.is_floating_point() else None, copy=True)
 
     args, kwargs = pytree.tree_map(to, inputs)
     return args, kwargs

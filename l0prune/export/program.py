@@ -70,11 +70,12 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
         name = analysis.captured.stored(target)
         if name not in tensors:
             continue
-        is_parameter = name in analysis.captured.parameters
-        if name not in made:
-            made[name] = nn.Parameter(tensors[name]) if is_parameter else tensors[name]
         path, _, leaf = target.rpartition(".")
         owner = module.get_submodule(path)
+        is_parameter = name in analysis.captured.parameters
+        if name not in made and is_parameter:
+            made[name] = nn.Parameter(tensors[name], getattr(owner, leaf).requires_grad)
+        made.setdefault(name, tensors[name])
         if is_parameter:
             setattr(owner, leaf, made[name])
         elif leaf in owner._buffers:
