@@ -162,3 +162,57 @@ def test_a_graph_remembers_what_was_frozen():
     assert not dense.rebuilt
     frozen = [name for name, p in dense.module.named_parameters() if not p.requires_grad]
     assert frozen == ["net.2.weight"]
+
+
+class Mixed(nn.Module):
+    """Numbers and None among what it takes and returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def forward(self, x, scale=1.0, mask=None, shifts=(), twice=False):
+        y = self.net(x) * scale
+        y = y if mask is None else y * mask
+        y = sum(shifts, y * 2 if twice else y)
+        return {"y": y, "count": 3, "none": None, "all": [y * 2, x.shape[0]]}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": 2.0, "mask": None},
+        {"scale": 0.5, "mask": torch.tensor([1.0, 2.0, 0.0, 1.0]), "twice": True},
+        {"shifts": (torch.ones(4), None, 1)[::2]},
+    ],
+    ids=["none", "scalar", "mask", "tuple"],
+)
+def test_numbers_among_inputs_and_outputs(options, tmp_path):
+    class Mixing(Two):
+        def layers(self):
+            return [lambda x: self.a(x, **options)["all"][0], self.b]
+
+    dense = cut(Mixing(Mixed()))
+    assert set(dense.widths) == {"a.net.0", "b.0"}
+    dense.save_onnx(tmp_path / "parts.onnx")
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+
+    whole = close_some(l0prune.gate(randomise(Mixed()).eval(), (X,), options))
+    dense = l0prune.export(whole)
+    dense.save_onnx(tmp_path / "whole.onnx")
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+
+
+def test_a_size_that_is_returned_as_a_number_is_compared():
+    class Telling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = small()
+
+        def forward(self, x):
+            return self.net(x), self.net[0].out_features
+
+    dense = l0prune.export(gated(Telling()))
+    assert not dense.rebuilt
+    assert dense.module(X)[1] == 8

@@ -24,6 +24,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
+_NUMBERS = (bool, int, str)  # what an output may hold beside tensors, and must be the same
+
 Compared = Literal["dense", "class", "onnx"]
 
 
@@ -199,7 +201,8 @@ def compare_onnx(
     for given in inputs:
         leaves = pytree.tree_leaves(cast(given, torch.float32))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        error = difference(_output(model, given, torch.float32), run(tensors))
+        expected = pytree.tree_leaves(_output(model, given, torch.float32))
+        error = difference([leaf for leaf in expected if isinstance(leaf, Tensor)], run(tensors))
         allowed = _allowed(gated, given, error, torch.float32)
         checks.append(Check("onnx", "float32", _batch(given), error, allowed, part))
     return checks
@@ -255,14 +258,20 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Largest difference over all output tensors, each relative to its own largest value."""
-    firsts, seconds = _tensors(expected), _tensors(found)
+    """Largest difference over all output tensors, each relative to its own largest value.
+
+    Infinite where shapes, or numbers that are no tensors, are not the same.
+    """
+    firsts, seconds = _comparable(expected), _comparable(found)
     if len(firsts) != len(seconds) or any(
-        a.shape != b.shape for a, b in zip(firsts, seconds, strict=True)
+        a != b if isinstance(a, _NUMBERS) or isinstance(b, _NUMBERS) else a.shape != b.shape
+        for a, b in zip(firsts, seconds, strict=True)
     ):
         return float("inf")
     errors = []
     for a, b in zip(firsts, seconds, strict=True):
+        if isinstance(a, _NUMBERS):
+            continue
         if a.numel():
             a, b = a.double(), b.double()
             gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
@@ -271,8 +280,8 @@ def difference(expected: Any, found: Any) -> float:
     return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+def _comparable(output: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]
 
 
 def _batch(inputs: Inputs) -> int:

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import onnxruntime
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files import atomic_write
@@ -25,11 +28,12 @@ LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
 def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
-    """The program in ONNX, quietly.
+    """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
 
     Raises:
         L0pruneError: torch's exporter has no translation for an operator.
     """
+    program = _with_tensors_only(program)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -50,6 +54,25 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
         logger.setLevel(level)
     assert made is not None
     return made.model_proto
+
+
+def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
+    """The program, or a copy that returns its tensors only: ONNX files have no other outputs."""
+    specs = program.graph_signature.output_specs
+    is_tensor = [isinstance(spec.arg, TensorArgument) for spec in specs]
+    if all(is_tensor):
+        return program
+    copied = copy.deepcopy(program)
+    output = copied.graph.output_node()
+    outputs: Any = output.args[0]
+    output.args = (tuple(compress(outputs, is_tensor)),)
+    copied.graph_signature.output_specs = list(compress(specs, is_tensor))
+    called = copied.module_call_graph[0].signature
+    assert called is not None
+    called.outputs = list(compress(called.outputs, is_tensor))
+    called.out_spec = pytree.tree_structure(output.args[0])
+    copied.graph_module.recompile()
+    return copied
 
 
 def _with_plain_strides(program: ExportedProgram) -> ExportedProgram:
