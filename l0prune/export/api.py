@@ -24,12 +24,13 @@ from l0prune.export.certificate import (
     compare_in_parts,
     fresh_inputs,
 )
-from l0prune.export.own_class import Candidate, Verdict, candidates, choose, gathers, note_on
+from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
 from l0prune.export.program import dense_module, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
 from l0prune.export.stand_in import stand_in
+from l0prune.export.verdict import Verdict, note_on
 from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
 from l0prune.rewrite import check_intact, detach, gates_of
@@ -49,7 +50,7 @@ class _Cut:
     """
 
     gated: nn.Module
-    own: list[Candidate]
+    own: OwnClass
     graphs: dict[str, GraphModule]
     gathers: str
 
@@ -61,7 +62,7 @@ class _Proven:
     module: nn.Module
     pieces: list[Piece]
     checks: list[Check]
-    reasons: dict[str, str]
+    verdicts: dict[str, Verdict]
     changes: Changes
 
 
@@ -93,18 +94,19 @@ def export(model: nn.Module) -> Export:
     state = _state_dict(plain, parts.plan, tensors)
     is_open = _on_plan(parts.plan, gates.plan, z) > 0
     kept = parts.plan.kept(is_open)
-    own = candidates(plain, parts.plan, kept, tensors, state)
+    own = own_class(plain, parts.plan, kept, tensors, state)
     picks = gathers(graphs[""], parts.plan, is_open) if "" in graphs else ""
     both = _Cut(gated, own, graphs, picks)
     cost = CostModel(parts.plan)
     predicted = cost.actual(is_open, "params")
     prove = _prove_whole if "" in both.graphs else _prove_parts
     proven = prove(both, parts, example, dtype, predicted)
-    reason = " ".join(filter(None, proven.reasons.values()))
+    reason = " ".join(filter(None, (v.reason for v in proven.verdicts.values())))
+    training = " ".join(filter(None, (v.training for v in proven.verdicts.values())))
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note=note_on(proven.reasons, parts.unused),
+        note=note_on(proven.verdicts, parts.unused),
         pieces=tuple(proven.pieces),
         certificate=Certificate(tuple(proven.checks)),
         params=cost.actual(is_open, "params"),
@@ -115,7 +117,7 @@ def export(model: nn.Module) -> Export:
         _state=state,
         _manifest={
             **manifest(plain, state, proven.changes),
-            "rebuild": {"verified": not reason, "reason": reason},
+            "rebuild": {"verified": not reason, "reason": reason, "training": training},
         },
     )
 
@@ -130,17 +132,18 @@ def _prove_whole(
     batches = BATCHES if captured.dynamic else (captured.batch,)
     inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
     certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
-    own, verdict = both.own[0], Verdict(both.gathers)
+    own, changes, verdict = None, both.own.tries[0], Verdict(both.gathers)
     if not both.gathers:
-        own, verdict = choose(both.own, "", both.gated, inputs)
+        choice = choose(both.own, [Reference("", both.gated, inputs)])
+        own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
     graph.to(dtype)
     program, dynamic = reexport(graph, example, captured.dynamic)
     return _Proven(
-        module=graph if verdict.reason else own.module.to(dtype),
+        module=graph if verdict.reason or own is None else own.to(dtype),
         pieces=[Piece("", program, dynamic, both.gated, inputs)],
         checks=[*certificate.checks, *verdict.checks],
-        reasons={"": verdict.reason},
-        changes=own.changes,
+        verdicts={"": verdict},
+        changes=changes,
     )
 
 
@@ -150,11 +153,11 @@ def _prove_parts(
     """A model of which only islands were captured: their own classes, or else their graphs."""
     paths = list(both.graphs)
     # one candidate for all parts, so that what they share stays shared
-    tried = [(_reasons(own, both, parts), own) for own in both.own]
-    reasons, own = min(tried, key=lambda each: sum(map(bool, each[0].values())))
-    dense, changes = own.module, own.changes
-    for path, reason in reasons.items():
-        if reason:
+    references = [Reference(p.path, both.graphs[p.path], [p.example]) for p in parts.found]
+    choice = choose(both.own, references)
+    dense, changes = choice.module, choice.changes
+    for path, verdict in choice.verdicts.items():
+        if verdict.reason:
             stand_in(dense, path, both.graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
@@ -173,21 +176,13 @@ def _prove_parts(
         for call in record(both.gated, paths, cast(given, dtype)):
             received[call.path].append(filled(call.inputs))
     pieces, part_examples = [], {part.path: part.example for part in parts.found}
-    for path in paths:
+    for path, verdict in choice.verdicts.items():
         received[path] = received[path] or [part_examples[path]]
         program, dynamic = reexport_part(dense.get_submodule(path), received[path][0])
-        dynamic = dynamic and not reasons[path]  # a graph was captured at the example's sizes
+        dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
         submodule = both.gated.get_submodule(path)
         pieces.append(Piece(path, program, dynamic, submodule, tuple(received[path])))
-    return _Proven(dense, pieces, list(certificate.checks), reasons, changes)
-
-
-def _reasons(own: Candidate, both: _Cut, parts: Parts) -> dict[str, str]:
-    """By path, why the part of a candidate cannot stand in for the graph; empty where it can."""
-    return {
-        part.path: choose([own], part.path, both.graphs[part.path], [part.example])[1].reason
-        for part in parts.found
-    }
+    return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -126,7 +126,8 @@ class Export:
 
         The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
         tensor, attributes of each module that have changed, and under ``rebuild`` whether the
-        model's own class, resized like that, was found to compute the same, or why not.
+        model's own class, resized like that, was found to compute the same, or why not; and why
+        it fails in ``training`` mode, where it does.
 
         Returns:
             The files written; more than one program where the model was captured in parts.

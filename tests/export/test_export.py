@@ -105,7 +105,7 @@ def test_state_dict_and_manifest_rebuild_the_class(tmp_path):
     l0prune.export(model).save(tmp_path / "model.pt")
     content = torch.load(tmp_path / "model.pt", weights_only=True)
     manifest = json.loads(content["manifest"])
-    assert manifest["rebuild"] == {"verified": True, "reason": ""}
+    assert manifest["rebuild"] == {"verified": True, "reason": "", "training": ""}
     rebuilt = build().eval()
     for path, attributes in manifest["attributes"].items():
         for name, value in attributes.items():
