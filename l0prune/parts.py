@@ -8,7 +8,6 @@ island stay whole. All else is the user's own Python code, which runs on as it i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from l0prune.axes import Analysis, analyse
 from l0prune.calls import Inputs, filled, record
 from l0prune.capture import batch_of, capture, within
+from l0prune.copies import copied
 from l0prune.errors import CaptureError
 from l0prune.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan import Cost, Pin, Plan
@@ -90,7 +90,7 @@ def _islands(model: nn.Module, example: Inputs) -> list[Part]:
     level = _children(model, "", seen)
     while level:
         try:
-            calls = record(copy.deepcopy(model), level, example)  # a forward may leave traces
+            calls = record(copied(model), level, example)  # a forward may leave traces
         except Exception:  # it does not even run: the error of the whole capture says why
             return []
         received: dict[str, list[Inputs]] = {path: [] for path in level}
@@ -139,7 +139,7 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
     batch = _batch_of_whole(example)
-    seen = read_outside(copy.deepcopy(model), [part.path for part in found], example)
+    seen = read_outside(copied(model), [part.path for part in found], example)
     plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
     pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
     costs, unused = [], [name for part in found for name in part.analysis.captured.unused]

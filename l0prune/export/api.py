@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from torch.utils import _pytree as pytree
 from l0prune.axes import analyse
 from l0prune.calls import Inputs, filled, record
 from l0prune.capture import capture, evaluating, within
+from l0prune.copies import copied
 from l0prune.cost import CostModel
 from l0prune.errors import CertificateError, UsageError
 from l0prune.export.certificate import (
@@ -79,7 +79,7 @@ def export(model: nn.Module) -> Export:
     gates = gates_of(model)
     check_intact(model)
     gated = _copy(model).cpu().eval()
-    plain = copy.deepcopy(gated)
+    plain = copied(gated)
     bank = detach(plain)
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
     example = cast(bank.example, dtype)
@@ -192,14 +192,14 @@ def _copy(model: nn.Module) -> nn.Module:
     torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
     """
     try:
-        return copy.deepcopy(model)
+        return copied(model)
     except RuntimeError:
         args, kwargs = gates_of(model).example
         place = next(model.parameters()).device
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
         with evaluating(model), torch.no_grad():
             model(*args, **kwargs)
-        return copy.deepcopy(model)
+        return copied(model)
 
 
 def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
@@ -219,8 +219,10 @@ def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
         if _same_gates(parts.plan, gated_by):
             return parts
     raise UsageError(
-        "The model's forward has changed since it was gated: its gates no longer fit. Ungate it "
-        "(l0prune.ungate) and gate it again."
+        "The gates do not fit what a copy of the model computes. Either its forward has changed "
+        "since it was gated: ungate it (l0prune.ungate) and gate it again. Or its code reaches the "
+        "model by a global or another object, where a copy still finds the original: let it use "
+        "self, or what self holds."
     )
 
 

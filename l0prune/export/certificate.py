@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.calls import Call, Inputs, filled, record
 from l0prune.capture import batch_of
+from l0prune.copies import copied
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
 
@@ -143,7 +143,7 @@ def compare(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
         for given in inputs:
             error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
@@ -166,7 +166,7 @@ def compare_in_parts(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
         name = str(dtype).removeprefix("torch.")
         for given in inputs:
             calls = _calls(first, paths, given, dtype)
@@ -196,7 +196,7 @@ def compare_onnx(
     part: str = "",
 ) -> list[Check]:
     """Compare an ONNX session with the gated model, or a part of it, in float32."""
-    model = copy.deepcopy(gated).to("cpu", torch.float32)
+    model = copied(gated).to("cpu", torch.float32)
     checks = []
     for given in inputs:
         leaves = pytree.tree_leaves(cast(given, torch.float32))
@@ -214,7 +214,7 @@ def _allowed(gated: nn.Module, given: Inputs, error: float, dtype: torch.dtype) 
     if error <= usual or dtype == torch.float64:
         return usual
     outputs = [
-        _output(copy.deepcopy(gated).to("cpu", each), given, each)
+        _output(copied(gated).to("cpu", each), given, each)
         for each in (torch.float64, torch.float32)
     ]
     both = 2 * difference(*outputs)

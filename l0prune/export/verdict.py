@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.calls import Inputs
+from l0prune.copies import copied
 from l0prune.errors import CertificateError
 from l0prune.export.certificate import Check, cast, compare
 from l0prune.export.doubles import InDoubles
@@ -67,11 +67,11 @@ def training_fault(old: nn.Module, new: nn.Module, inputs: Inputs) -> str:
 
 
 def _shapes_in_training(module: nn.Module, inputs: Inputs) -> list[torch.Size]:
-    copied = copy.deepcopy(module).to("cpu", torch.float64).train()
+    again = copied(module).to("cpu", torch.float64).train()
     args, kwargs = cast(inputs, torch.float64)
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InDoubles():
         warnings.simplefilter("ignore")
-        output = copied(*args, **kwargs)
+        output = again(*args, **kwargs)
     return [leaf.shape for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
