@@ -22,6 +22,7 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
+from l0prune.export.plain_terms import in_plain_terms
 from l0prune.files import atomic_write
 
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
@@ -44,7 +45,7 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
             try:
                 made = torch.onnx.export(program, dynamo=True, verbose=False)
             except Exception:
-                made = torch.onnx.export(_with_plain_strides(program), dynamo=True, verbose=False)
+                made = torch.onnx.export(in_plain_terms(program), dynamo=True, verbose=False)
     except Exception as error:
         raise L0pruneError(
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
@@ -71,28 +72,6 @@ def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
     assert called is not None
     called.outputs = list(compress(called.outputs, is_tensor))
     called.out_spec = pytree.tree_structure(output.args[0])
-    copied.graph_module.recompile()
-    return copied
-
-
-def _with_plain_strides(program: ExportedProgram) -> ExportedProgram:
-    """A copy whose attention gives its result in row-major order, and whose views may copy.
-
-    torch's exporter decomposes masked attention into operators whose result lies otherwise in
-    memory than that of the fused one, and then fails at the ``view`` that comes after it.
-    """
-    copied = copy.deepcopy(program)
-    for node in list(copied.graph.nodes):
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-        elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
-            with copied.graph.inserting_after(node):
-                kwargs = {"memory_format": torch.contiguous_format}
-                plain = copied.graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
-            plain.meta = dict(node.meta)
-            node.replace_all_uses_with(
-                plain, delete_user_cb=lambda user, own=plain: user is not own
-            )
     copied.graph_module.recompile()
     return copied
 
