@@ -139,7 +139,7 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
     batch = _batch_of_whole(example)
-    seen = read_outside(copied(model), [part.path for part in found], example)
+    seen = read_outside(copied(model), [part.path for part in found], example) if found else Seen()
     plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
     pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
     costs, unused = [], [name for part in found for name in part.analysis.captured.unused]

@@ -87,17 +87,6 @@ def windows(m, x):
     return m.b(z + columns.unflatten(-1, (6, 6))).mean((2, 3)) + m.c(strips).mean((2, 3))
 
 
-def standardised(m, x):
-    """Weights with a mean and variance of their own for each filter, as in NFNets."""
-    for layer, gain in ((m.a, m.g), (m.b, m.h)):
-        w = layer.weight
-        w = F.batch_norm(
-            w.reshape(1, len(w), -1), None, None, weight=gain, training=True
-        ).reshape_as(w)
-        x = F.relu(F.conv2d(x, w, layer.bias, padding=1))
-    return m.c(x).mean((2, 3))
-
-
 def channel_shuffle(m, x):
     x = m.a(x)
     b, c, h, w = x.shape
@@ -190,18 +179,6 @@ CASES = {
         Fn(windows, a=conv(3, 8), b=conv(8, 2), c=conv(8, 2)),
         IMAGE,
         {"a": 8},
-    ),
-    "standardised_weights": (
-        Fn(
-            standardised,
-            a=conv(3, 8),
-            b=conv(8, 8),
-            c=conv(8, 2),
-            g=nn.Parameter(torch.rand(8)),
-            h=nn.Parameter(torch.rand(8)),
-        ),
-        IMAGE,
-        {},
     ),
     "squeeze_excite": (
         Fn(squeeze_excite, a=conv(3, 8), down=conv(8, 4, 1), up=conv(4, 8, 1), b=conv(8, 2)),

@@ -30,6 +30,7 @@ from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
 from l0prune.export.stand_in import stand_in
+from l0prune.export.standardised import with_statistics_taken
 from l0prune.export.verdict import Verdict, note_on
 from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
@@ -237,7 +238,9 @@ def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
     stored = {within(part.path, name): value for name, value in constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
-    return cut(plan, fold(plan, doubled(tensors), z), plan.kept(z > 0))
+    kept = plan.kept(z > 0)
+    folded = fold(plan, doubled(tensors), z)
+    return cut(plan, with_statistics_taken(part.analysis, folded, kept), kept)
 
 
 def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> GraphModule:

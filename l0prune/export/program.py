@@ -19,7 +19,7 @@ from l0prune.axes import Analysis
 from l0prune.axes.nodes import operator_name
 from l0prune.calls import Inputs
 from l0prune.capture import batch_shapes, widened
-from l0prune.export import layernorm  # noqa: F401  (registers its rewrite)
+from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
 from l0prune.export.literals import rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -9,19 +10,31 @@ from torch.fx import Node
 from l0prune.axes.nodes import argument, norm_dim, shape_of
 from l0prune.axes.registry import Value, affine, of_operand, rule
 from l0prune.axes.rules.movement import source
+from l0prune.axes.standardised import takes_own_statistics, weight_behind
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
 
 
-@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
+def _normed(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where scale and shift are; by its own statistics zeros stay zeros, but for a shift."""
+    if affine(1)(node, operands):
+        return True
+    shift = argument(node, 2, "bias")
+    is_unshifted = not isinstance(shift, Node) or operands[node.all_input_nodes.index(shift)]
+    by_itself = takes_own_statistics(node) and argument(node, 7, "eps", 0) > 0
+    return by_itself and operands[0] is True and bool(is_unshifted)
+
+
+@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=_normed)
 def batch_norm(infer: Inference, node: Node) -> Value:
     """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
 
-    Where they are those of the values themselves, all positions of a channel count.
+    Where they are those of the values themselves, all positions of a channel count; but those of
+    a weight can be taken before it is cut.
     """
     dims = infer.dims(source(node))
-    if len(node.args) <= 5 or node.args[5]:
+    if takes_own_statistics(node) and not infer.is_parameter(weight_behind(node)):
         by_example = "instance_norm" in str(node.target)
         for dim in dims[2:] if by_example else (dims[0], *dims[2:]):
             infer.solver.pin(dim, "{who} takes statistics over it")
