@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -137,11 +139,11 @@ def _prove_whole(
     if not both.gathers:
         choice = choose(both.own, [Reference("", both.gated, inputs)])
         own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
-    graph.to(dtype)
-    program, dynamic = reexport(graph, example, captured.dynamic)
+    export = partial(reexport, dynamic=captured.dynamic)
+    program, single, dynamic = _programs(graph, dtype, example, export)
     return _Proven(
         module=graph if verdict.reason or own is None else own.to(dtype),
-        pieces=[Piece("", program, dynamic, both.gated, inputs)],
+        pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
         checks=[*certificate.checks, *verdict.checks],
         verdicts={"": verdict},
         changes=changes,
@@ -171,7 +173,6 @@ def _prove_parts(
             "code around them may read what was cut off them (a weight, a size). What it reads has "
             f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
         ) from error
-    dense.to(dtype)
     received: dict[str, list[Inputs]] = {path: [] for path in paths}
     for given in inputs:
         for call in record(both.gated, paths, cast(given, dtype)):
@@ -179,11 +180,31 @@ def _prove_parts(
     pieces, part_examples = [], {part.path: part.example for part in parts.found}
     for path, verdict in choice.verdicts.items():
         received[path] = received[path] or [part_examples[path]]
-        program, dynamic = reexport_part(dense.get_submodule(path), received[path][0])
+        part = dense.get_submodule(path)
+        program, single, dynamic = _programs(part, dtype, received[path][0], reexport_part)
         dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
         submodule = both.gated.get_submodule(path)
-        pieces.append(Piece(path, program, dynamic, submodule, tuple(received[path])))
+        pieces.append(Piece(path, program, single, dynamic, submodule, tuple(received[path])))
+    dense.to(dtype)
     return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
+
+
+def _programs(
+    module: nn.Module,
+    dtype: torch.dtype,
+    example: Inputs,
+    export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
+) -> tuple[ExportedProgram, ExportedProgram, bool]:
+    """The module, which becomes one of ``dtype``, as a program; and one of float32, for ONNX.
+
+    The last says whether the batch is free in both.
+    """
+    copy = module if dtype == torch.float32 else copied(module)
+    single, is_free = export(copy.to(torch.float32), cast(example, torch.float32))
+    if copy is module:
+        return single, single, is_free
+    program, dynamic = export(module.to(dtype), cast(example, dtype))
+    return program, single, dynamic and is_free
 
 
 def _copy(model: nn.Module) -> nn.Module:

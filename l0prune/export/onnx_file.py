@@ -112,8 +112,8 @@ def _named() -> Iterator[None]:
     except Exception as error:
         raise L0pruneError(
             f"ONNX Runtime cannot run the file that was made, so it was not written: "
-            f"{_cause(error)}. It runs float32 models; --pt2 or --state (Export.save) write the "
-            "model in torch's own formats."
+            f"{_cause(error)}. --pt2 or --state (Export.save) write the model in torch's own "
+            "formats."
         ) from error
 
 

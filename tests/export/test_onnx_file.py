@@ -1,5 +1,6 @@
 """The ONNX file: models that torch's own exporter stumbles over."""
 
+import onnx
 import pytest
 import torch
 from deadness import close_some, randomise
@@ -73,3 +74,17 @@ def test_attention_over_more_or_fewer_than_four_dims(mask, leading, tmp_path):
     dense.save_onnx(tmp_path / "model.onnx")
     assert dense.params < dense.params_before
     assert dense.certificate.worst("onnx", "float32") <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_file_is_in_float32_whatever_the_model_is_in(dtype, tmp_path):
+    x = torch.randn(2, 3, 6, 6, dtype=dtype)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 1))
+    model = close_some(l0prune.gate(randomise(model).to(dtype).eval(), x))
+    dense = l0prune.export(model)
+    (path,) = dense.save_onnx(tmp_path / "model.onnx")
+    graph = onnx.load(path).graph
+    floats = {tensor.data_type for tensor in graph.initializer if "weight" in tensor.name}
+    assert floats == {graph.input[0].type.tensor_type.elem_type} == {onnx.TensorProto.FLOAT}
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+    assert dense.module(x).dtype == dense.program.module()(x).dtype == dtype
