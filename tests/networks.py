@@ -266,7 +266,7 @@ CASES = {
     "weight_norm": (
         nn.Sequential(nn.Linear(10, 8), nn.ReLU(), weight_norm(nn.Linear(8, 3))),
         FLAT,
-        {"0.in": 10},
+        {"0": 8, "0.in": 10},
     ),
     "layer_norm_stream": (
         nn.Sequential(
@@ -352,7 +352,7 @@ CASES = {
             c=nn.Linear(6, 3),
         ),
         FLAT,
-        {"b.parametrizations.weight.original0": 6, "a.in": 10},
+        {"a": 8, "b.parametrizations.weight.original0": 6, "a.in": 10},
     ),
     "weights_transposed_in_every_way": (
         Fn(

@@ -1,15 +1,15 @@
-"""Weights that a forward standardises before it uses them, as NFNets and BiT do.
+"""Weights that a forward standardises before it uses them: NFNets, BiT, weight norm.
 
-``batch_norm(W.reshape(1, rows, -1), training=True)`` gives each row of W mean 0 and variance 1 over
-all its columns, whatever the input is. So the statistics can be taken once and for all, before any
-column is cut: ``export/standardised.py`` does.
+``batch_norm(W.reshape(1, rows, -1), training=True)`` gives each row of W mean 0 and variance 1,
+and ``_weight_norm(v, g)`` each slice of v the norm g, whatever the input is. So the statistics can
+be taken once and for all, before any column is cut: ``export/standardised.py`` does.
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import IDENTITIES, RESHAPES, argument, operator_name, shape_of
+from l0prune.axes.nodes import IDENTITIES, RESHAPES, argument, norm_dim, operator_name, shape_of
 
 _OWN_STATISTICS = 5  # the argument: of what it is given, or those that were kept
 
@@ -20,11 +20,14 @@ def takes_own_statistics(node: Node) -> bool:
 
 
 def weight_behind(node: Node) -> Node | None:
-    """The stored tensor whose rows the batch norm ``node`` standardises; None if it does not.
+    """The stored tensor whose rows or slices ``node`` standardises; None if it does not.
 
     Nothing else may use the tensor, since what is stored is to become the standardised one.
     """
-    if operator_name(node.target) != "aten.batch_norm" or not takes_own_statistics(node):
+    name = operator_name(node.target)
+    if name == "aten._weight_norm":
+        return _stored(node.args[0], node)
+    if name != "aten.batch_norm" or not takes_own_statistics(node):
         return None
     keeps = any(isinstance(argument(node, n, ""), Node) for n in (3, 4))
     shape = shape_of(node) or []
@@ -34,12 +37,19 @@ def weight_behind(node: Node) -> Node | None:
     return stored if (shape_of(stored) or [0])[0] == shape[1] else None
 
 
+def dims_of_statistics(node: Node) -> list[int]:
+    """The dims of such a node that the statistics go over."""
+    rank = len(shape_of(node) or [])
+    own = norm_dim(node) if operator_name(node.target) == "aten._weight_norm" else 1
+    return [dim for dim in range(rank) if dim != own]
+
+
 def standardised(node: Node) -> Node | None:
     """The stored tensor that ``node`` is, row by row standardised; None if it is no such thing."""
     top: object = node
     while isinstance(top, Node) and operator_name(top.target) in (*RESHAPES, *IDENTITIES):
         top = top.args[0] if top.args else None
-    if not isinstance(top, Node) or top.op != "call_function":
+    if not isinstance(top, Node) or operator_name(top.target) != "aten.batch_norm":
         return None
     stored = weight_behind(top)
     is_same_shape = stored is not None and shape_of(stored) == shape_of(node)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import l0prune
 
@@ -111,3 +112,41 @@ def test_an_instance_norm_keeps_zeros_unless_it_shifts(shift):
 class Summing(nn.Module):
     def forward(self, x):
         return x.sum(1)
+
+
+def test_weight_norms_over_what_is_cut():
+    model = nn.Sequential(
+        weight_norm(nn.Conv2d(3, 8, 3)),
+        nn.LeakyReLU(),
+        weight_norm(nn.Conv2d(8, 10, 1)),
+        nn.LeakyReLU(),
+        weight_norm(nn.Conv2d(10, 4, 1, groups=2)),
+    )
+    dense = cut(model, X)
+    assert sorted(size for _, size in dense.widths.values()) == [5, 8]
+
+
+def test_a_weight_norm_with_a_norm_for_each_position_of_the_kernel():
+    """As the positional convolution of wav2vec 2.0 has it, beside a residual stream."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.read = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 4, 1)
+            self.conv = weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
+
+        def forward(self, x):
+            x = self.embed(x)
+            return self.read(F.layer_norm((x + F.gelu(self.conv(x))).mT, (8,)).mT)
+
+    dense = cut(Positions(), torch.randn(2, 3, 5))
+    assert dense.widths
+
+
+def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), weight_norm(nn.Conv2d(8, 4, 1)))
+    l0prune.gate(randomise(model).eval(), X)
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha.fill_(-5)
+    dense = l0prune.export(model)
+    torch.testing.assert_close(dense.module(X), model(X))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, affine, of_operand, rule
+from l0prune.axes.registry import Value, affine, of_operand, rule, some
 from l0prune.axes.rules.movement import source
-from l0prune.axes.standardised import takes_own_statistics, weight_behind
+from l0prune.axes.standardised import dims_of_statistics, takes_own_statistics, weight_behind
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
@@ -95,18 +95,20 @@ def softmax(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten._weight_norm", "aten._weight_norm_interface", zero=of_operand(1))
+@rule("aten._weight_norm", zero=some)
 def weight_norm(infer: Inference, node: Node) -> Value:
-    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries."""
+    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries.
+
+    The others do, too, where the norms can be taken before they are cut.
+    """
     v, g = node.args[:2]
     assert isinstance(v, Node)
     assert isinstance(g, Node)
     own = norm_dim(node)
     dims = infer.dims(v)
     infer.solver.unify(dims[own], infer.dims(g)[own])
-    for number, dim in enumerate(dims):
-        if number != own:
-            infer.solver.pin(dim, "a weight norm is taken over it")
+    for number in () if infer.is_parameter(weight_behind(node)) else dims_of_statistics(node):
+        infer.solver.pin(dims[number], "a weight norm is taken over it")
     return infer.dims(v)
 
 
