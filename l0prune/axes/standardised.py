@@ -44,16 +44,26 @@ def dims_of_statistics(node: Node) -> list[int]:
     return [dim for dim in range(rank) if dim != own]
 
 
+def has_statistics(node: Node) -> bool:
+    """Is the node, but for its shape, a weight that has been standardised?"""
+    return weight_behind(_unmoved(node)) is not None
+
+
 def standardised(node: Node) -> Node | None:
     """The stored tensor that ``node`` is, row by row standardised; None if it is no such thing."""
-    top: object = node
-    while isinstance(top, Node) and operator_name(top.target) in (*RESHAPES, *IDENTITIES):
-        top = top.args[0] if top.args else None
-    if not isinstance(top, Node) or operator_name(top.target) != "aten.batch_norm":
-        return None
-    stored = weight_behind(top)
+    top = _unmoved(node)
+    stored = weight_behind(top) if operator_name(top.target) == "aten.batch_norm" else None
     is_same_shape = stored is not None and shape_of(stored) == shape_of(node)
     return stored if is_same_shape else None
+
+
+def _unmoved(node: Node) -> Node:
+    """What the node is the same values of, in another shape."""
+    while operator_name(node.target) in (*RESHAPES, *IDENTITIES):
+        if not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+    return node
 
 
 def _stored(source: object, user: Node) -> Node | None:

@@ -19,7 +19,13 @@ from l0prune.export.doubles import InDoubles
 
 ALL = {**CASES, **AVERAGES}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
-WITH_ONNX += ["mean_over_channels", "rms_norm", "tied_table_and_head", "group_norm"]
+WITH_ONNX += [
+    "mean_over_channels",
+    "rms_norm",
+    "tied_table_and_head",
+    "group_norm",
+    "group_norm_over_all",
+]
 
 
 def gated_case(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:

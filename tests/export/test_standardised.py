@@ -1,6 +1,5 @@
 """Weights that the forward standardises: cut after the statistics of the whole have been taken."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
@@ -99,19 +98,11 @@ def test_statistics_of_activations_pin():
     assert any("takes statistics over it" in reason for reason in reasons)
 
 
-@pytest.mark.parametrize("shift", [True, False])
-def test_an_instance_norm_keeps_zeros_unless_it_shifts(shift):
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.InstanceNorm2d(8, affine=shift), nn.ReLU(), nn.Flatten(2)
-    )
-    summed = nn.Sequential(model, Summing(), nn.Linear(36, 3))
-    dense = cut(summed, X)
-    assert "0.0" in dense.widths
-
-
-class Summing(nn.Module):
-    def forward(self, x):
-        return x.sum(1)
+def test_columns_are_cut_only_where_what_they_read_is_zero():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Softplus(), Standardised(8, 4, 1))
+    reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
+    assert any("not zero there" in reason for reason in reasons)
+    assert not l0prune.survey(model, X).axes
 
 
 def test_weight_norms_over_what_is_cut():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
@@ -16,17 +15,7 @@ if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
 
 
-def _normed(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Zero where scale and shift are; by its own statistics zeros stay zeros, but for a shift."""
-    if affine(1)(node, operands):
-        return True
-    shift = argument(node, 2, "bias")
-    is_unshifted = not isinstance(shift, Node) or operands[node.all_input_nodes.index(shift)]
-    by_itself = takes_own_statistics(node) and argument(node, 7, "eps", 0) > 0
-    return by_itself and operands[0] is True and bool(is_unshifted)
-
-
-@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=_normed)
+@rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))
 def batch_norm(infer: Inference, node: Node) -> Value:
     """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
 
@@ -72,13 +61,19 @@ def native_layer_norm(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten.group_norm")
+@rule("aten.group_norm", zero=affine(2))
 def group_norm(infer: Inference, node: Node) -> Value:
-    """Statistics over each group of channels on its own: groups go as a whole or stay."""
+    """Statistics over each group of channels on its own: groups go as a whole or stay.
+
+    One group is a LayerNorm over channels and positions: any of its channels may go.
+    """
     dims = infer.dims(source(node))
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
+    if node.args[1] == 1:
+        infer.read(dims[1], node, None, source(node), why="{who} averages over it", stays=True)
+        return infer.dims(source(node))
     group, inner = infer.solver.factor(dims[1], int(node.args[1]))  # type: ignore[arg-type]
     infer.solver.pin(inner, "{who} averages over it")
     if inner.size > 1:
