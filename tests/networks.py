@@ -396,6 +396,17 @@ CASES = {
             c=nn.Linear(6, 3),
         ),
         TOKENS,
-        {"a.in": 32},
+        {"a": 8, "a.in": 32},
+    ),
+    "recurrent_in_two_directions": (
+        Fn(
+            lambda m, x: m.c(m.r(F.layer_norm(m.a(x), (8,), m.w))[0]),
+            a=nn.Linear(32, 8),
+            w=nn.Parameter(torch.rand(8)),
+            r=nn.LSTM(8, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True),
+            c=nn.Linear(6, 3),
+        ),
+        TOKENS,
+        {"a": 8, "a.in": 32},
     ),
 }
