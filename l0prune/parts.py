@@ -8,7 +8,6 @@ island stay whole. All else is the user's own Python code, which runs on as it i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,9 +17,11 @@ from torch.utils import _pytree as pytree
 from l0prune.axes import Analysis, analyse
 from l0prune.calls import Inputs, filled, record
 from l0prune.capture import batch_of, capture, within
+from l0prune.copies import copied
 from l0prune.errors import CaptureError
 from l0prune.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan import Cost, Pin, Plan
+from l0prune.watch import Seen, read_outside
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _islands(model: nn.Module, example: Inputs) -> list[Part]:
     level = _children(model, "", seen)
     while level:
         try:
-            calls = record(copy.deepcopy(model), level, example)  # a forward may leave traces
+            calls = record(copied(model), level, example)  # a forward may leave traces
         except Exception:  # it does not even run: the error of the whole capture says why
             return []
         received: dict[str, list[Inputs]] = {path: [] for path in level}
@@ -138,9 +139,8 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
     batch = _batch_of_whole(example)
-    plan = _join(
-        [_of_island(part, found[:i], found[i + 1 :], batch) for i, part in enumerate(found)]
-    )
+    seen = read_outside(copied(model), [part.path for part in found], example) if found else Seen()
+    plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
     pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
     costs, unused = [], [name for part in found for name in part.analysis.captured.unused]
     for name, parameter in model.named_parameters():
@@ -155,20 +155,25 @@ def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused:
     return Parts(plan, found, tuple(unused))
 
 
-def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch: int) -> Plan:
-    """The plan of an island as a part of the whole model's.
+def _of_island(
+    model: nn.Module, found: Sequence[Part], number: int, batch: int, seen: Seen
+) -> Plan:
+    """The plan of one of the islands as a part of the whole model's.
 
     Single input columns are not gated: cutting those takes a gather, for which the user's own
-    code has no place. What is shared with another island stays whole, and counts once.
+    code has no place. What is shared with another island, or read by the code around it, stays
+    whole; the former counts once.
     """
+    part, earlier, later = found[number], found[:number], found[number + 1 :]
     plan = part.analysis.plan
-    shared = plan.tensors.keys() & (_tensors_of((*earlier, *later)) | _known_outside(part))
+    shared = plan.tensors.keys() & (_tensors_of((*earlier, *later)) | _known_outside(model, part))
     whole = dict.fromkeys(
         (i for name in sorted(shared) for dim in plan.tensors[name] for i in axes_of(dim)),
         "something outside the part that was captured shares it",
     )
     borders = (i for i, axis in enumerate(plan.axes) if axis.kind == "input")
     whole |= dict.fromkeys(borders, f"it reads {part.path}'s inputs, all of which stay")
+    whole |= seen.whole(plan)
     pins = [
         Pin(f"{name} dim {number}", whole[axis])
         for name, dims in plan.tensors.items()
@@ -183,11 +188,14 @@ def _of_island(part: Part, earlier: Sequence[Part], later: Sequence[Part], batch
     return replace(plan, costs=tuple(costs), pins=(*plan.pins, *pins), parts=(part.path,))
 
 
-def _known_outside(part: Part) -> set[str]:
+def _known_outside(model: nn.Module, part: Part) -> set[str]:
     """Tensors that have a name outside the part, too: code there may read them."""
+    module = model.get_submodule(part.path)
+    every = model.named_modules(remove_duplicate=False)
+    own = tuple(f"{path}." for path, each in every if each is module)
     names = [(name, name) for name in part.analysis.plan.tensors]
     names += list(part.analysis.captured.aliases.items())
-    return {tensor for name, tensor in names if not name.startswith(f"{part.path}.")}
+    return {tensor for name, tensor in names if not name.startswith(own)}
 
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:

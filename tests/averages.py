@@ -138,6 +138,29 @@ AVERAGES = {
         IMAGE,
         {"0.groups": 4, "3": 8},
     ),
+    "group_norm_over_all": (
+        nn.Sequential(conv(3, 12), nn.GroupNorm(1, 12, eps=1e-2), nn.ReLU(), conv(12, 2)),
+        IMAGE,
+        {"0": 12},
+    ),
+    "group_norm_over_all_of_a_stream": stream(
+        lambda m, h: F.group_norm(h.mT, 1, None, m.w).mT, w=nn.Parameter(torch.rand(8))
+    ),
+    "layer_norm_over_two_dims": (
+        Fn(
+            lambda m, x: m.o(m.n(m.i(x).unflatten(-1, (2, 4))).flatten(2)),
+            i=nn.Linear(32, 8),
+            n=nn.LayerNorm((2, 4), eps=1e-2),
+            o=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"i": 2, "i#2": 4, "i.in": 32},
+    ),
+    "layer_norm_over_channels_and_positions": (
+        nn.Sequential(conv(3, 8), nn.LayerNorm((8, 6, 6)), nn.ReLU(), conv(8, 2)),
+        IMAGE,
+        {"0": 8},
+    ),
     "group_norms_of_several_sizes": (
         Fn(
             under_a_concat,

@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import l0prune
 from l0prune.axes import analyse
+from l0prune.axes.standardised import weight_behind
 from l0prune.capture import capture
 from l0prune.layout import axes_of
 from l0prune.plan import Plan
@@ -38,7 +39,11 @@ def relative_effect_of_dead_slots(
     the output change, relative to its scale? Zero but for rounding if the plan is right."""
     model = copy.deepcopy(model).double().eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    plan = analyse(capture(model, args)).plan
+    analysis = analyse(capture(model, args))
+    plan, captured = analysis.plan, analysis.captured
+    # weights whose statistics the export takes before the cut: until then no value is dead
+    weights = [weight_behind(node) for node in captured.graph.nodes]
+    whole = {captured.names.get(node.name) for node in weights if node is not None}
     generator = torch.Generator().manual_seed(seed)
     z = torch.rand(plan.size, generator=generator, dtype=torch.float64)
     z *= torch.rand(plan.size, generator=generator) < 0.5
@@ -46,7 +51,7 @@ def relative_effect_of_dead_slots(
     plain = functional_call(model, gated(plan, state, z), args, tie_weights=True)
     noisy = {name: tensor.clone() for name, tensor in state.items()}
     for name, dims in plan.tensors.items():
-        if name not in noisy or not noisy[name].is_floating_point():
+        if name not in noisy or name in whole or not noisy[name].is_floating_point():
             continue
         for dim, layout in enumerate(dims):
             if axes_of(layout):

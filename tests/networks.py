@@ -87,17 +87,6 @@ def windows(m, x):
     return m.b(z + columns.unflatten(-1, (6, 6))).mean((2, 3)) + m.c(strips).mean((2, 3))
 
 
-def standardised(m, x):
-    """Weights with a mean and variance of their own for each filter, as in NFNets."""
-    for layer, gain in ((m.a, m.g), (m.b, m.h)):
-        w = layer.weight
-        w = F.batch_norm(
-            w.reshape(1, len(w), -1), None, None, weight=gain, training=True
-        ).reshape_as(w)
-        x = F.relu(F.conv2d(x, w, layer.bias, padding=1))
-    return m.c(x).mean((2, 3))
-
-
 def channel_shuffle(m, x):
     x = m.a(x)
     b, c, h, w = x.shape
@@ -191,18 +180,6 @@ CASES = {
         IMAGE,
         {"a": 8},
     ),
-    "standardised_weights": (
-        Fn(
-            standardised,
-            a=conv(3, 8),
-            b=conv(8, 8),
-            c=conv(8, 2),
-            g=nn.Parameter(torch.rand(8)),
-            h=nn.Parameter(torch.rand(8)),
-        ),
-        IMAGE,
-        {},
-    ),
     "squeeze_excite": (
         Fn(squeeze_excite, a=conv(3, 8), down=conv(8, 4, 1), up=conv(4, 8, 1), b=conv(8, 2)),
         IMAGE,
@@ -289,7 +266,7 @@ CASES = {
     "weight_norm": (
         nn.Sequential(nn.Linear(10, 8), nn.ReLU(), weight_norm(nn.Linear(8, 3))),
         FLAT,
-        {"0.in": 10},
+        {"0": 8, "0.in": 10},
     ),
     "layer_norm_stream": (
         nn.Sequential(
@@ -375,7 +352,7 @@ CASES = {
             c=nn.Linear(6, 3),
         ),
         FLAT,
-        {"b.parametrizations.weight.original0": 6, "a.in": 10},
+        {"a": 8, "b.parametrizations.weight.original0": 6, "a.in": 10},
     ),
     "weights_transposed_in_every_way": (
         Fn(
@@ -419,6 +396,17 @@ CASES = {
             c=nn.Linear(6, 3),
         ),
         TOKENS,
-        {"a.in": 32},
+        {"a": 8, "a.in": 32},
+    ),
+    "recurrent_in_two_directions": (
+        Fn(
+            lambda m, x: m.c(m.r(F.layer_norm(m.a(x), (8,), m.w))[0]),
+            a=nn.Linear(32, 8),
+            w=nn.Parameter(torch.rand(8)),
+            r=nn.LSTM(8, 6, num_layers=2, bidirectional=True, proj_size=3, batch_first=True),
+            c=nn.Linear(6, 3),
+        ),
+        TOKENS,
+        {"a": 8, "a.in": 32},
     ),
 }

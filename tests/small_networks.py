@@ -139,7 +139,7 @@ def rolled_over_channels():
     return Fn(lambda m, x: m.b((y := m.a(x)) + y.roll(1, 1)), a=conv(3, 8), b=conv(8, 2))
 
 
-@case(8, 32, shape=TOKENS)
+@case(8, 8, 32, shape=TOKENS)
 def lstm():
     """What it reads can be cut; its own gates are coupled over time."""
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0][:, -1])))  # noqa: E731
@@ -152,7 +152,7 @@ def lstm():
     )
 
 
-@case(8, 32, shape=TOKENS)
+@case(8, 8, 32, shape=TOKENS)
 def gru_both_ways():
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0].mean(1))))  # noqa: E731
     return Fn(

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import count, enumerate_expected, plan_of, plans, probabilities, whole
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
 from l0prune import recipes
@@ -216,3 +218,15 @@ def test_small_and_large_models_are_counted_alike():
         (got,) = torch.autograd.grad(value, p)
         (wanted,) = torch.autograd.grad(by_hand, p)
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "settings", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str
+)
+def test_recurrent_layers_cost_what_the_flop_counter_says(kind, settings):
+    layer, x = kind(10, 8, batch_first=True, **settings).double(), torch.randn(2, 5, 10).double()
+    model = nn.Sequential(nn.Linear(10, 10).double(), layer)
+    with FlopCounterMode(display=False) as flops, torch.no_grad():
+        model(x)
+    assert l0prune.survey(model, x).macs * 2 * len(x) == flops.get_total_flops()

@@ -69,11 +69,11 @@ def layers(model, *shape):
 
 
 def test_sides_name_their_axes_or_the_module_in_the_way():
-    model = nn.Sequential(nn.Linear(10, 8), nn.LayerNorm((5, 8)), nn.Linear(8, 6), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(10, 8), nn.Softmax(-1), nn.Linear(8, 6), nn.Linear(6, 3))
     found = layers(model, 2, 5, 10)
     assert found["0"].input.axes == ("0.in",)
-    assert found["0"].output.reason == "LayerNorm at 1 averages over several dims at once"
-    assert found["2"].input.reason == "LayerNorm at 1 averages over several dims at once"
+    assert found["0"].output.reason == "a softmax or running sum goes over it in Softmax at 1"
+    assert found["2"].input.reason == "a softmax or running sum goes over it in Softmax at 1"
     assert found["2"].output.axes == found["3"].input.axes == ("2",)
     assert found["3"].output.reason == "it feeds the model's output"
     assert (found["2"].params, found["2"].macs) == (8 * 6 + 6, 5 * 8 * 6)

@@ -23,6 +23,7 @@ from l0prune.axes.nodes import (
 from l0prune.axes.registry import RULES, Value, registered
 from l0prune.axes.rules.pointwise import pointwise
 from l0prune.axes.solver import Const, Expr, Solver
+from l0prune.axes.standardised import has_statistics, standardised
 from l0prune.capture import Captured, module_of, source_of
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
@@ -188,12 +189,16 @@ class Inference:
                 source = node.args[1]  # a slice is as large as g says
                 if not isinstance(source, Node):
                     return None
+            elif dim == 0 and (weight := standardised(node)) is not None:
+                source = weight  # its rows
             elif name not in IDENTITIES:
                 return None
             node = source
-        stored = self.captured.names.get(node.name)
-        is_parameter = stored is not None and stored in self.captured.parameters
-        return (stored, dim) if stored is not None and is_parameter else None
+        return (self.captured.names[node.name], dim) if self.is_parameter(node) else None
+
+    def is_parameter(self, node: Node | None) -> bool:
+        """Does the node stand for a stored parameter?"""
+        return node is not None and (self.captured.names.get(node.name) in self.captured.parameters)
 
     def read(
         self,
@@ -206,10 +211,12 @@ class Inference:
     ) -> None:
         """Record that ``node`` contracts the axis away, with dim of ``weight`` where it has one."""
         place = self.place(*weight) if weight else None
-        operands = (*others, weight[0]) if weight else others
+        # a slot of a weight that is standardised first is not zero where what is stored is
+        operands = (*others, weight[0]) if weight and not has_statistics(weight[0]) else others
         if weight and place is None:
             self._note_computed(expr, node, *weight)
-        why = why or f"{operator_name(node.target)} sums over it without a weight"
+        weight_is = "with a weight that is computed" if weight else "without a weight"
+        why = why or f"{operator_name(node.target)} sums over it {weight_is}"
         self.reads.append(Read(expr, node, place, operands, why, stays))
 
     def write(self, expr: Expr, node: Node, weight: Node | None, dim: int) -> None:

@@ -73,6 +73,14 @@ IDENTITIES = tuple(
     )
 )  # fmt: skip
 
+# Row-major regroupings of the dims.
+RESHAPES = tuple(
+    f"aten.{name}"
+    for name in (
+        "view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
+    )
+)  # fmt: skip
+
 
 def dim_order(node: Node, rank: int) -> list[int]:
     """For a permutation: which source dim each output dim is."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.axes import analyse
 from l0prune.calls import Inputs, filled, record
 from l0prune.capture import capture, evaluating, within
+from l0prune.copies import copied
 from l0prune.cost import CostModel
 from l0prune.errors import CertificateError, UsageError
 from l0prune.export.certificate import (
@@ -23,11 +26,14 @@ from l0prune.export.certificate import (
     compare_in_parts,
     fresh_inputs,
 )
-from l0prune.export.own_class import Candidate, Verdict, candidates, choose, gathers, note_on
+from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
 from l0prune.export.program import dense_module, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
+from l0prune.export.stand_in import stand_in
+from l0prune.export.standardised import with_statistics_taken
+from l0prune.export.verdict import Verdict, note_on
 from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
 from l0prune.rewrite import check_intact, detach, gates_of
@@ -47,8 +53,8 @@ class _Cut:
     """
 
     gated: nn.Module
-    own: list[Candidate]
-    graphs: dict[str, nn.Module]
+    own: OwnClass
+    graphs: dict[str, GraphModule]
     gathers: str
 
 
@@ -59,7 +65,7 @@ class _Proven:
     module: nn.Module
     pieces: list[Piece]
     checks: list[Check]
-    reasons: dict[str, str]
+    verdicts: dict[str, Verdict]
     changes: Changes
 
 
@@ -76,7 +82,7 @@ def export(model: nn.Module) -> Export:
     gates = gates_of(model)
     check_intact(model)
     gated = _copy(model).cpu().eval()
-    plain = copy.deepcopy(gated)
+    plain = copied(gated)
     bank = detach(plain)
     dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
     example = cast(bank.example, dtype)
@@ -91,18 +97,19 @@ def export(model: nn.Module) -> Export:
     state = _state_dict(plain, parts.plan, tensors)
     is_open = _on_plan(parts.plan, gates.plan, z) > 0
     kept = parts.plan.kept(is_open)
-    own = candidates(plain, parts.plan, kept, tensors, state)
+    own = own_class(plain, parts.plan, kept, tensors, state)
     picks = gathers(graphs[""], parts.plan, is_open) if "" in graphs else ""
     both = _Cut(gated, own, graphs, picks)
     cost = CostModel(parts.plan)
     predicted = cost.actual(is_open, "params")
     prove = _prove_whole if "" in both.graphs else _prove_parts
     proven = prove(both, parts, example, dtype, predicted)
-    reason = " ".join(filter(None, proven.reasons.values()))
+    reason = " ".join(filter(None, (v.reason for v in proven.verdicts.values())))
+    training = " ".join(filter(None, (v.training for v in proven.verdicts.values())))
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note=note_on(proven.reasons, parts.unused),
+        note=note_on(proven.verdicts, parts.unused),
         pieces=tuple(proven.pieces),
         certificate=Certificate(tuple(proven.checks)),
         params=cost.actual(is_open, "params"),
@@ -113,7 +120,7 @@ def export(model: nn.Module) -> Export:
         _state=state,
         _manifest={
             **manifest(plain, state, proven.changes),
-            "rebuild": {"verified": not reason, "reason": reason},
+            "rebuild": {"verified": not reason, "reason": reason, "training": training},
         },
     )
 
@@ -128,17 +135,18 @@ def _prove_whole(
     batches = BATCHES if captured.dynamic else (captured.batch,)
     inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
     certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
-    own, verdict = both.own[0], Verdict(both.gathers)
+    own, changes, verdict = None, both.own.tries[0], Verdict(both.gathers)
     if not both.gathers:
-        own, verdict = choose(both.own, "", both.gated, inputs)
-    graph.to(dtype)
-    program, dynamic = reexport(graph, example, captured.dynamic)
+        choice = choose(both.own, [Reference("", both.gated, inputs)])
+        own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
+    export = partial(reexport, dynamic=captured.dynamic)
+    program, single, dynamic = _programs(graph, dtype, example, export)
     return _Proven(
-        module=graph if verdict.reason else own.module.to(dtype),
-        pieces=[Piece("", program, dynamic, both.gated, inputs)],
+        module=graph if verdict.reason or own is None else own.to(dtype),
+        pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
         checks=[*certificate.checks, *verdict.checks],
-        reasons={"": verdict.reason},
-        changes=own.changes,
+        verdicts={"": verdict},
+        changes=changes,
     )
 
 
@@ -148,38 +156,55 @@ def _prove_parts(
     """A model of which only islands were captured: their own classes, or else their graphs."""
     paths = list(both.graphs)
     # one candidate for all parts, so that what they share stays shared
-    tried = [(_reasons(own, both, parts), own) for own in both.own]
-    reasons, own = min(tried, key=lambda each: sum(map(bool, each[0].values())))
-    dense, changes = own.module, own.changes
-    for path, reason in reasons.items():
-        if reason:
-            dense.set_submodule(path, both.graphs[path])
+    references = [Reference(p.path, both.graphs[p.path], [p.example]) for p in parts.found]
+    choice = choose(both.own, references)
+    dense, changes = choice.module, choice.changes
+    for path, verdict in choice.verdicts.items():
+        if verdict.reason:
+            stand_in(dense, path, both.graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
     inputs = [fresh_inputs(example, None, seed) for seed in range(2)]
-    checks = compare_in_parts(both.gated, dense, paths, inputs)
-    certificate = Certificate(tuple(checks))
-    dense.to(dtype)
+    try:
+        certificate = Certificate(tuple(compare_in_parts(both.gated, dense, paths, inputs)))
+    except CertificateError as error:
+        raise CertificateError(
+            f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
+            "code around them may read what was cut off them (a weight, a size). What it reads has "
+            f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
+        ) from error
     received: dict[str, list[Inputs]] = {path: [] for path in paths}
     for given in inputs:
         for call in record(both.gated, paths, cast(given, dtype)):
             received[call.path].append(filled(call.inputs))
     pieces, part_examples = [], {part.path: part.example for part in parts.found}
-    for path in paths:
+    for path, verdict in choice.verdicts.items():
         received[path] = received[path] or [part_examples[path]]
-        program, dynamic = reexport_part(dense.get_submodule(path), received[path][0])
-        dynamic = dynamic and not reasons[path]  # a graph was captured at the example's sizes
+        part = dense.get_submodule(path)
+        program, single, dynamic = _programs(part, dtype, received[path][0], reexport_part)
+        dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
         submodule = both.gated.get_submodule(path)
-        pieces.append(Piece(path, program, dynamic, submodule, tuple(received[path])))
-    return _Proven(dense, pieces, list(certificate.checks), reasons, changes)
+        pieces.append(Piece(path, program, single, dynamic, submodule, tuple(received[path])))
+    dense.to(dtype)
+    return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
 
 
-def _reasons(own: Candidate, both: _Cut, parts: Parts) -> dict[str, str]:
-    """By path, why the part of a candidate cannot stand in for the graph; empty where it can."""
-    return {
-        part.path: choose([own], part.path, both.graphs[part.path], [part.example])[1].reason
-        for part in parts.found
-    }
+def _programs(
+    module: nn.Module,
+    dtype: torch.dtype,
+    example: Inputs,
+    export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
+) -> tuple[ExportedProgram, ExportedProgram, bool]:
+    """The module, which becomes one of ``dtype``, as a program; and one of float32, for ONNX.
+
+    The last says whether the batch is free in both.
+    """
+    copy = module if dtype == torch.float32 else copied(module)
+    single, is_free = export(copy.to(torch.float32), cast(example, torch.float32))
+    if copy is module:
+        return single, single, is_free
+    program, dynamic = export(module.to(dtype), cast(example, dtype))
+    return program, single, dynamic and is_free
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -189,14 +214,14 @@ def _copy(model: nn.Module) -> nn.Module:
     torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
     """
     try:
-        return copy.deepcopy(model)
+        return copied(model)
     except RuntimeError:
         args, kwargs = gates_of(model).example
         place = next(model.parameters()).device
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
         with evaluating(model), torch.no_grad():
             model(*args, **kwargs)
-        return copy.deepcopy(model)
+        return copied(model)
 
 
 def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
@@ -216,8 +241,10 @@ def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
         if _same_gates(parts.plan, gated_by):
             return parts
     raise UsageError(
-        "The model's forward has changed since it was gated: its gates no longer fit. Ungate it "
-        "(l0prune.ungate) and gate it again."
+        "The gates do not fit what a copy of the model computes. Either its forward has changed "
+        "since it was gated: ungate it (l0prune.ungate) and gate it again. Or its code reaches the "
+        "model by a global or another object, where a copy still finds the original: let it use "
+        "self, or what self holds."
     )
 
 
@@ -232,10 +259,12 @@ def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
     stored = {within(part.path, name): value for name, value in constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
-    return cut(plan, fold(plan, doubled(tensors), z), plan.kept(z > 0))
+    kept = plan.kept(z > 0)
+    folded = fold(plan, doubled(tensors), z)
+    return cut(plan, with_statistics_taken(part.analysis, folded, kept), kept)
 
 
-def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> nn.Module:
+def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> GraphModule:
     """The captured graph of a part at its new sizes."""
     return dense_module(part.analysis, tensors, part.analysis.plan.kept(z > 0))
 

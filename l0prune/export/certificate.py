@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.calls import Call, Inputs, filled, record
 from l0prune.capture import batch_of
+from l0prune.copies import copied
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
 
@@ -23,6 +23,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # A model that rounds by more than that all by itself is allowed two such errors, its own and the
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
+
+_NUMBERS = (bool, int, str)  # what an output may hold beside tensors, and must be the same
 
 Compared = Literal["dense", "class", "onnx"]
 
@@ -141,7 +143,7 @@ def compare(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
         for given in inputs:
             error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
@@ -164,7 +166,7 @@ def compare_in_parts(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copy.deepcopy(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
         name = str(dtype).removeprefix("torch.")
         for given in inputs:
             calls = _calls(first, paths, given, dtype)
@@ -194,12 +196,13 @@ def compare_onnx(
     part: str = "",
 ) -> list[Check]:
     """Compare an ONNX session with the gated model, or a part of it, in float32."""
-    model = copy.deepcopy(gated).to("cpu", torch.float32)
+    model = copied(gated).to("cpu", torch.float32)
     checks = []
     for given in inputs:
         leaves = pytree.tree_leaves(cast(given, torch.float32))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        error = difference(_output(model, given, torch.float32), run(tensors))
+        expected = pytree.tree_leaves(_output(model, given, torch.float32))
+        error = difference([leaf for leaf in expected if isinstance(leaf, Tensor)], run(tensors))
         allowed = _allowed(gated, given, error, torch.float32)
         checks.append(Check("onnx", "float32", _batch(given), error, allowed, part))
     return checks
@@ -211,7 +214,7 @@ def _allowed(gated: nn.Module, given: Inputs, error: float, dtype: torch.dtype) 
     if error <= usual or dtype == torch.float64:
         return usual
     outputs = [
-        _output(copy.deepcopy(gated).to("cpu", each), given, each)
+        _output(copied(gated).to("cpu", each), given, each)
         for each in (torch.float64, torch.float32)
     ]
     both = 2 * difference(*outputs)
@@ -243,26 +246,32 @@ def _running_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Inputs with their floating-point tensors in ``dtype``, on the CPU."""
+    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``."""
 
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to("cpu", dtype if leaf.is_floating_point() else None)
+        return leaf.to("cpu", dtype if leaf.is_floating_point() else None, copy=True)
 
     args, kwargs = pytree.tree_map(to, inputs)
     return args, kwargs
 
 
 def difference(expected: Any, found: Any) -> float:
-    """Largest difference over all output tensors, each relative to its own largest value."""
-    firsts, seconds = _tensors(expected), _tensors(found)
+    """Largest difference over all output tensors, each relative to its own largest value.
+
+    Infinite where shapes, or numbers that are no tensors, are not the same.
+    """
+    firsts, seconds = _comparable(expected), _comparable(found)
     if len(firsts) != len(seconds) or any(
-        a.shape != b.shape for a, b in zip(firsts, seconds, strict=True)
+        a != b if isinstance(a, _NUMBERS) or isinstance(b, _NUMBERS) else a.shape != b.shape
+        for a, b in zip(firsts, seconds, strict=True)
     ):
         return float("inf")
     errors = []
     for a, b in zip(firsts, seconds, strict=True):
+        if isinstance(a, _NUMBERS):
+            continue
         if a.numel():
             a, b = a.double(), b.double()
             gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
@@ -271,8 +280,8 @@ def difference(expected: Any, found: Any) -> float:
     return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+def _comparable(output: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]
 
 
 def _batch(inputs: Inputs) -> int:

@@ -1,7 +1,8 @@
 """LayerNorm after some of its slots are gone, all of them zero before.
 
-With ``n`` slots before and ``k`` after, ``mean = Σx / n`` and
-``var = (Σ(x − mean)² + (n − k)·mean²) / n``: what each slot that went had to say.
+With ``n`` values before and ``k`` after, ``mean = Σx / n`` and
+``var = (Σ(x − mean)² + (n − k)·mean²) / n``: what each value that went had to say. So with averages
+over the ``k``, ``mean = k/n · avg(x)`` and ``var = k/n · avg((x − mean)²) + (1 − k/n)·mean²``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import torch
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument
-from l0prune.export.literals import rewrites
+from l0prune.export.literals import group_norm, rewrites, shrinkage
 from l0prune.export.sizes import Sizes
-from l0prune.layout import size_of
 
 _ATEN = torch.ops.aten
 _EPS = 1e-5
@@ -23,29 +23,50 @@ _EPS = 1e-5
 @rewrites("aten.layer_norm")
 def layer_norm(sizes: Sizes, node: Node) -> None:
     """The same statistics from the slots that stayed."""
+    over: Any = node.args[1]
+    rank = len(sizes.dims(node))
+    _written_out(sizes, node, list(range(rank - len(over), rank)), by_channel=False)
+
+
+@rewrites("aten.group_norm")
+def one_group(sizes: Sizes, node: Node) -> None:
+    """One group is a LayerNorm over channels and positions; of several, some are gone."""
+    if node.args[1] == 1:
+        over = list(range(1, len(sizes.dims(node))))
+        _written_out(sizes, node, over, by_channel=True)
+    else:
+        group_norm(sizes, node)
+
+
+def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool) -> None:
+    """The norm over these dims as plain operations, where any of them is cut."""
     dims = sizes.dims(node)
-    layout = dims[-1]
-    if not sizes.changes(layout):
+    share = 1 / shrinkage(sizes, [dims[dim] for dim in over])
+    if share == 1:
         return
-    graph, old, new = node.graph, size_of(layout), sizes.of(layout)
-    x, weight, bias = node.args[0], argument(node, 2, "weight"), argument(node, 3, "bias")
+    graph, x = node.graph, node.args[0]
+    affine = [argument(node, 2, "weight"), argument(node, 3, "bias")]
     eps = argument(node, 4, "eps", _EPS)
 
     def call(operator: Any, *args: Any) -> Node:
         return graph.call_function(operator, args)
 
+    def average(of: Any) -> Node:
+        return call(_ATEN.mul.Tensor, call(_ATEN.mean.dim, of, over, True), share)
+
     with graph.inserting_before(node):
-        mean = call(_ATEN.mul.Tensor, call(_ATEN.sum.dim_IntList, x, [-1], True), 1 / old)
+        mean = average(x)
         centred = call(_ATEN.sub.Tensor, x, mean)
-        squares = call(_ATEN.sum.dim_IntList, call(_ATEN.square.default, centred), [-1], True)
-        gone = call(_ATEN.mul.Tensor, call(_ATEN.square.default, mean), float(old - new))
-        variance = call(_ATEN.mul.Tensor, call(_ATEN.add.Tensor, squares, gone), 1 / old)
+        squares = average(call(_ATEN.square.default, centred))
+        gone = call(_ATEN.mul.Tensor, call(_ATEN.square.default, mean), 1 - share)
+        variance = call(_ATEN.add.Tensor, squares, gone)
         scale = call(_ATEN.rsqrt.default, call(_ATEN.add.Tensor, variance, eps))
         result = call(_ATEN.mul.Tensor, centred, scale)
-        if isinstance(weight, Node):
-            result = call(_ATEN.mul.Tensor, result, weight)
-        if isinstance(bias, Node):
-            result = call(_ATEN.add.Tensor, result, bias)
+        for operator, operand in zip((_ATEN.mul.Tensor, _ATEN.add.Tensor), affine, strict=True):
+            if isinstance(operand, Node):
+                for _ in range(len(over) - 1 if by_channel else 0):
+                    operand = call(_ATEN.unsqueeze.default, operand, -1)
+                result = call(operator, result, operand)
     sizes.layouts[result.name] = dims
     node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -131,7 +131,7 @@ def mean(sizes: Sizes, node: Node) -> None:
     """The divisor must stay that of the whole: what was cut away were zeros."""
     dims = sizes.dims(_source(node))
     reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
-    _scale_output(sizes, node, 1 / _shrinkage(sizes, [dims[d] for d in reduced]))
+    _scale_output(sizes, node, 1 / shrinkage(sizes, [dims[d] for d in reduced]))
 
 
 @rewrites("aten.rms_norm")
@@ -143,7 +143,7 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
     """
     x, shape = _source(node), node.args[1]
     over = sizes.dims(x)[-len(shape) :]  # type: ignore[arg-type]
-    by = _shrinkage(sizes, over)
+    by = shrinkage(sizes, over)
     if by == 1:
         return
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
@@ -159,7 +159,6 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
         _scale_output(sizes, node, by**0.5)
 
 
-@rewrites("aten.group_norm")
 def group_norm(sizes: Sizes, node: Node) -> None:
     """Groups that went are no longer counted."""
     channels = sizes.dims(_source(node))[1]
@@ -167,7 +166,7 @@ def group_norm(sizes: Sizes, node: Node) -> None:
     node.update_arg(1, groups * sizes.of(channels) // size_of(channels))
 
 
-def _shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
+def shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
     """How many positions these dims had together for each one that stays."""
     return math.prod(map(size_of, dims)) / math.prod(map(sizes.of, dims))
 

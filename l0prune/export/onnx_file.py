@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,23 @@ import onnxruntime
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
+from l0prune.export.plain_terms import in_plain_terms
 from l0prune.files import atomic_write
 
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
 def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
-    """The program in ONNX, quietly.
+    """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
 
     Raises:
         L0pruneError: torch's exporter has no translation for an operator.
     """
+    program = _with_tensors_only(program)
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -40,7 +45,7 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
             try:
                 made = torch.onnx.export(program, dynamo=True, verbose=False)
             except Exception:
-                made = torch.onnx.export(_with_plain_strides(program), dynamo=True, verbose=False)
+                made = torch.onnx.export(in_plain_terms(program), dynamo=True, verbose=False)
     except Exception as error:
         raise L0pruneError(
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
@@ -52,24 +57,21 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
     return made.model_proto
 
 
-def _with_plain_strides(program: ExportedProgram) -> ExportedProgram:
-    """A copy whose attention gives its result in row-major order, and whose views may copy.
-
-    torch's exporter decomposes masked attention into operators whose result lies otherwise in
-    memory than that of the fused one, and then fails at the ``view`` that comes after it.
-    """
+def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
+    """The program, or a copy that returns its tensors only: ONNX files have no other outputs."""
+    specs = program.graph_signature.output_specs
+    is_tensor = [isinstance(spec.arg, TensorArgument) for spec in specs]
+    if all(is_tensor):
+        return program
     copied = copy.deepcopy(program)
-    for node in list(copied.graph.nodes):
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-        elif node.target is torch.ops.aten.scaled_dot_product_attention.default:
-            with copied.graph.inserting_after(node):
-                kwargs = {"memory_format": torch.contiguous_format}
-                plain = copied.graph.call_function(torch.ops.aten.clone.default, (node,), kwargs)
-            plain.meta = dict(node.meta)
-            node.replace_all_uses_with(
-                plain, delete_user_cb=lambda user, own=plain: user is not own
-            )
+    output = copied.graph.output_node()
+    outputs: Any = output.args[0]
+    output.args = (tuple(compress(outputs, is_tensor)),)
+    copied.graph_signature.output_specs = list(compress(specs, is_tensor))
+    called = copied.module_call_graph[0].signature
+    assert called is not None
+    called.outputs = list(compress(called.outputs, is_tensor))
+    called.out_spec = pytree.tree_structure(output.args[0])
     copied.graph_module.recompile()
     return copied
 
@@ -110,8 +112,8 @@ def _named() -> Iterator[None]:
     except Exception as error:
         raise L0pruneError(
             f"ONNX Runtime cannot run the file that was made, so it was not written: "
-            f"{_cause(error)}. It runs float32 models; --pt2 or --state (Export.save) write the "
-            "model in torch's own formats."
+            f"{_cause(error)}. --pt2 or --state (Export.save) write the model in torch's own "
+            "formats."
         ) from error
 
 

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from l0prune.calls import Inputs
-from l0prune.errors import CertificateError
-from l0prune.export.certificate import Check, compare
 from l0prune.export.own_sizes import remembered_sizes
 from l0prune.export.program import KEPT_INPUTS
 from l0prune.export.resize import Changes, changed_attributes, resized
+from l0prune.export.verdict import Verdict, judge, training_fault
 from l0prune.plan import Plan
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """The model's own class with the cut tensors and some attributes changed, by module path."""
+class OwnClass:
+    """The model's own class at the new sizes, as it may be.
 
-    module: nn.Module
-    changes: Changes
+    Attributes:
+        plain: the ungated model at its old sizes.
+        tensors: the cut tensors in float64, by name.
+        tries: attributes to change, the surest first: without and with guesses at sizes.
+    """
+
+    plain: nn.Module
+    tensors: Mapping[str, Tensor]
+    tries: tuple[Changes, ...]
+
+    def build(self, changes: Changes) -> nn.Module:
+        """The class with the cut tensors and these attributes."""
+        return resized(self.plain, changes, self.tensors)
 
 
-def candidates(
+def own_class(
     plain: nn.Module,
     plan: Plan,
     kept: Tensor,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
-) -> list[Candidate]:
-    """What the resized model may be, the least changed first: without and with guesses at sizes.
+) -> OwnClass:
+    """What the resized model may be.
 
     Args:
         plain: the ungated model at its old sizes.
@@ -41,37 +52,82 @@ def candidates(
         state: the cut tensors under every key of the state_dict.
     """
     sure = changed_attributes(plain, state)
-    tried = [sure]
+    tries = [sure]
     for bold in (False, True):
         guessed = remembered_sizes(plain, plan, kept, bold=bold)
-        tried.append({p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}})
-    distinct = [changes for i, changes in enumerate(tried) if changes not in tried[:i]]
-    return [Candidate(resized(plain, changes, tensors), changes) for changes in distinct]
+        tries.append({p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}})
+    return OwnClass(plain, tensors, tuple(c for i, c in enumerate(tries) if c not in tries[:i]))
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether a resized module can stand in for another.
+class Reference:
+    """What the submodule at ``path`` of the resized model has to compute, on which inputs."""
 
-    Attributes:
-        reason: why not, for the user; empty where it can.
-        checks: the comparisons that it passed.
-    """
-
-    reason: str = ""
-    checks: tuple[Check, ...] = ()
+    path: str
+    module: nn.Module
+    inputs: Sequence[Inputs]
 
 
-def choose(
-    found: Sequence[Candidate], path: str, reference: nn.Module, inputs: Sequence[Inputs]
-) -> tuple[Candidate, Verdict]:
-    """The first candidate whose submodule at ``path`` does what ``reference`` does, if any does."""
-    verdicts = []
-    for candidate in found:
-        verdicts.append(judge(candidate.module.get_submodule(path), reference, inputs))
-        if not verdicts[-1].reason:
-            return candidate, verdicts[-1]
-    return found[-1], verdicts[-1]
+@dataclass(frozen=True)
+class Choice:
+    """The resized model, what was changed in it, and a verdict on each part that was cut."""
+
+    module: nn.Module
+    changes: Changes
+    verdicts: dict[str, Verdict]
+
+    @property
+    def faults(self) -> tuple[int, int]:
+        """How many parts are wrong, and how many more fail in training mode."""
+        found = self.verdicts.values()
+        return sum(bool(v.reason) for v in found), sum(bool(v.training) for v in found)
+
+
+def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
+    """The resized model with the fewest faults, and of its guesses only those that it needs."""
+    sure = best = _judged(own, own.tries[0], references)
+    for changes in own.tries[1:]:
+        if best.faults == (0, 0):
+            break
+        other = _judged(own, changes, references)
+        if other.faults < best.faults or (other.faults == best.faults and best.faults[0]):
+            best = other
+    is_used = any(not verdict.reason for verdict in best.verdicts.values())
+    for group in _guesses(own.plain, best.changes, sure.changes) if is_used else ():
+        fewer = _without(best.changes, group, sure.changes)
+        other = _judged(own, fewer, references)
+        if other.faults <= best.faults:
+            best = other
+    return best
+
+
+def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:
+    module = own.build(changes)
+    verdicts = {}
+    for each in references:
+        old, new = own.plain.get_submodule(each.path), module.get_submodule(each.path)
+        verdict = judge(new, each.module, each.inputs)
+        if not verdict.reason:
+            verdict = replace(verdict, training=training_fault(old, new, each.inputs[0]))
+        verdicts[each.path] = verdict
+    return Choice(module, changes, verdicts)
+
+
+def _guesses(plain: nn.Module, changes: Changes, sure: Changes) -> list[list[tuple[str, str]]]:
+    """Changes that are not sure, as (path, attribute): those of one class and name together."""
+    groups: dict[tuple[type, str], list[tuple[str, str]]] = defaultdict(list)
+    for path, attributes in changes.items():
+        for name in attributes.keys() - sure.get(path, {}).keys():
+            groups[type(plain.get_submodule(path)), name].append((path, name))
+    return list(groups.values())
+
+
+def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) -> Changes:
+    left = {
+        path: {name: new for name, new in attributes.items() if (path, name) not in group}
+        for path, attributes in changes.items()
+    }
+    return {path: attributes for path, attributes in left.items() if attributes}
 
 
 def gathers(graph: nn.Module, plan: Plan, is_open: Tensor) -> str:
@@ -83,41 +139,3 @@ def gathers(graph: nn.Module, plan: Plan, is_open: Tensor) -> str:
         f"single inputs are picked ({', '.join(picked)}), for which its forward has no place; gate "
         "with exclude='*.in' to keep the class"
     )
-
-
-def judge(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> Verdict:
-    """Does the resized module compute what ``reference`` does?
-
-    It does not where its forward has sizes written into it, or where it derives one size from
-    another (as ``nn.MultiheadAttention`` does).
-    """
-    try:
-        checks = compare(reference, module, inputs, "class")
-    except CertificateError as error:  # its forward raised: that is the reason
-        cause = error.__cause__ or error
-        first = next(iter(str(cause).splitlines()), "")
-        return Verdict(f"its forward does not allow these sizes: {type(cause).__name__}: {first}")
-    if not all(check.passed for check in checks):
-        return Verdict("its forward computes something else at these sizes")
-    return Verdict("", tuple(checks))
-
-
-def note_on(reasons: dict[str, str], unused: Sequence[str]) -> str:
-    """What the user has to know about the module that is exported; empty if nothing.
-
-    Args:
-        reasons: by path of each captured part, why it could not be of its own class.
-        unused: parameters that eval mode does not use, and that were therefore not cut.
-    """
-    lines = [
-        f"{path or 'The module'} is the captured graph, not of its own class: {reason}."
-        for path, reason in reasons.items()
-        if reason
-    ]
-    if unused and not any(reasons.values()):
-        modules = dict.fromkeys(name.partition(".")[0] for name in unused)
-        lines.append(
-            f"{', '.join(modules)}: not used in eval mode, and therefore not cut. Training mode "
-            "may fail there, where these read what has been cut."
-        )
-    return "\n".join(lines)

@@ -19,7 +19,7 @@ from l0prune.axes import Analysis
 from l0prune.axes.nodes import operator_name
 from l0prune.calls import Inputs
 from l0prune.capture import batch_shapes, widened
-from l0prune.export import layernorm  # noqa: F401  (registers its rewrite)
+from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
 from l0prune.export.literals import rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
@@ -70,11 +70,12 @@ def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, 
         name = analysis.captured.stored(target)
         if name not in tensors:
             continue
-        is_parameter = name in analysis.captured.parameters
-        if name not in made:
-            made[name] = nn.Parameter(tensors[name]) if is_parameter else tensors[name]
         path, _, leaf = target.rpartition(".")
         owner = module.get_submodule(path)
+        is_parameter = name in analysis.captured.parameters
+        if name not in made and is_parameter:
+            made[name] = nn.Parameter(tensors[name], getattr(owner, leaf).requires_grad)
+        made.setdefault(name, tensors[name])
         if is_parameter:
             setattr(owner, leaf, made[name])
         elif leaf in owner._buffers:

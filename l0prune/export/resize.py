@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from l0prune.copies import copied
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
 _FROM_TENSORS: dict[str, tuple[str, int]] = {
@@ -51,7 +52,7 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
             replaced[id(old)] = (
                 nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
             )
-    result = copy.deepcopy(model, replaced)
+    result = copied(model, replaced)
     for path, attributes in changes.items():
         for name, value in attributes.items():
             setattr(result.get_submodule(path), name, value)

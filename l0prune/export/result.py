@@ -29,7 +29,8 @@ class Piece:
 
     Attributes:
         path: of the submodule, empty for the whole model.
-        program: the dense part as a ``torch.export`` program.
+        program: the dense part as a ``torch.export`` program, in the model's dtype.
+        single: the same in float32, which is what ONNX files are in.
         dynamic: whether its batch size is free.
         gated: the gated part that it stands for.
         inputs: what they are compared on, in float32.
@@ -37,6 +38,7 @@ class Piece:
 
     path: str
     program: ExportedProgram
+    single: ExportedProgram
     dynamic: bool
     gated: nn.Module
     inputs: tuple[Inputs, ...]
@@ -94,6 +96,7 @@ class Export:
 
         The certificate gains the comparison, and the file's metadata carries it. A model that
         was captured in parts becomes a file for each: ``model.backbone.onnx`` for ``model.onnx``.
+        It is in float32 whatever dtype the model has: ONNX Runtime has few operators in others.
 
         Returns:
             The files written.
@@ -104,7 +107,7 @@ class Export:
         """
         protos, checks = {}, []
         for piece in self.pieces:
-            proto = protos[self._file_of(piece, path)] = onnx_file.to_onnx(piece.program)
+            proto = protos[self._file_of(piece, path)] = onnx_file.to_onnx(piece.single)
             session = onnx_file.Session(proto.SerializeToString())
             checks += compare_onnx(piece.gated, session, piece.inputs, piece.path)
         earlier = Certificate(tuple(c for c in self.certificate.checks if c.what != "onnx"))
@@ -126,7 +129,8 @@ class Export:
 
         The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
         tensor, attributes of each module that have changed, and under ``rebuild`` whether the
-        model's own class, resized like that, was found to compute the same, or why not.
+        model's own class, resized like that, was found to compute the same, or why not; and why
+        it fails in ``training`` mode, where it does.
 
         Returns:
             The files written; more than one program where the model was captured in parts.

@@ -78,7 +78,7 @@ PINNED = {
     "vector_norm reduces": lambda h: h * torch.linalg.vector_norm(h, -1, dim=-1, keepdim=True),
     "amax reduces": lambda h: h * h.abs().amax(-1, keepdim=True),
     "var goes over": lambda h: h * h.var(-1, keepdim=True),
-    "group_norm in the model's forward averages": lambda h: F.group_norm(h, 1),
+    "group_norm in the model's forward averages": lambda h: F.group_norm(h + 1, 1),
 }
 
 

@@ -19,7 +19,13 @@ from l0prune.export.doubles import InDoubles
 
 ALL = {**CASES, **AVERAGES}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
-WITH_ONNX += ["mean_over_channels", "rms_norm", "tied_table_and_head", "group_norm"]
+WITH_ONNX += [
+    "mean_over_channels",
+    "rms_norm",
+    "tied_table_and_head",
+    "group_norm",
+    "group_norm_over_all",
+]
 
 
 def gated_case(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
@@ -105,7 +111,7 @@ def test_state_dict_and_manifest_rebuild_the_class(tmp_path):
     l0prune.export(model).save(tmp_path / "model.pt")
     content = torch.load(tmp_path / "model.pt", weights_only=True)
     manifest = json.loads(content["manifest"])
-    assert manifest["rebuild"] == {"verified": True, "reason": ""}
+    assert manifest["rebuild"] == {"verified": True, "reason": "", "training": ""}
     rebuilt = build().eval()
     for path, attributes in manifest["attributes"].items():
         for name, value in attributes.items():

@@ -1,5 +1,7 @@
 """The ONNX file: models that torch's own exporter stumbles over."""
 
+import onnx
+import pytest
 import torch
 from deadness import close_some, randomise
 from torch import nn
@@ -40,3 +42,49 @@ def test_where_the_exporter_fails_it_is_given_plain_strides(tmp_path, monkeypatc
     assert "aten.view.default" not in second
     assert dense.certificate.worst("onnx", "float32") <= 1e-5
     assert any(check.what == "onnx" and check.batch == 5 for check in dense.certificate.checks)
+
+
+class InBlocks(nn.Module):
+    """Attention within blocks of positions, beside the heads: five dims, or only three."""
+
+    def __init__(self, mask, leading):
+        super().__init__()
+        self.qkv, self.proj, self.mask = nn.Linear(12, 36), nn.Linear(12, 5), mask
+        self.leading = leading
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(*x.shape[:-1], 3, 3, 4).movedim((-3, -2), (0, -3))
+        if self.leading == 3:
+            q, k, v = (each.flatten(0, 2) for each in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        y = y.reshape(x.shape[0], 2, 3, 7, 4)
+        return self.proj(y.transpose(2, 3).flatten(3))
+
+
+@pytest.mark.parametrize("leading", [5, 3])
+@pytest.mark.parametrize(
+    "mask",
+    [None, torch.randn(7, 7), torch.eye(7).bool()],
+    ids=["none", "added", "boolean"],
+)
+def test_attention_over_more_or_fewer_than_four_dims(mask, leading, tmp_path):
+    x = torch.randn(2, 2, 7, 12)
+    model = randomise(InBlocks(mask, leading)).eval()
+    dense = l0prune.export(close_some(l0prune.gate(model, (x,), exclude="*.in")))
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert dense.params < dense.params_before
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_file_is_in_float32_whatever_the_model_is_in(dtype, tmp_path):
+    x = torch.randn(2, 3, 6, 6, dtype=dtype)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 1))
+    model = close_some(l0prune.gate(randomise(model).to(dtype).eval(), x))
+    dense = l0prune.export(model)
+    (path,) = dense.save_onnx(tmp_path / "model.onnx")
+    graph = onnx.load(path).graph
+    floats = {tensor.data_type for tensor in graph.initializer if "weight" in tensor.name}
+    assert floats == {graph.input[0].type.tensor_type.elem_type} == {onnx.TensorProto.FLOAT}
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+    assert dense.module(x).dtype == dense.program.module()(x).dtype == dtype

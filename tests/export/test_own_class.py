@@ -161,3 +161,48 @@ def test_a_constant_that_is_cut_keeps_the_models_dtype(tmp_path):
     torch.testing.assert_close(dense.module(x), model(x), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dense.program.module()(x), model(x), rtol=1e-5, atol=1e-6)
     dense.save_onnx(tmp_path / "model.onnx")
+
+
+class Training(nn.Module):
+    """A size that shows in training mode only."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.hidden_size = self.first_size = 8
+        self.size = size
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(x.view(-1, self.size(self)) if self.training else x)
+
+
+def remembered(module):
+    return module.hidden_size
+
+
+def written(module):
+    return 8
+
+
+def test_a_size_that_only_training_reads_is_found():
+    _, dense = exported(Training(remembered), torch.randn(2, 6))
+    assert dense.rebuilt
+    assert dense.note == ""
+    assert dense.module.hidden_size == dense.module.first.out_features < 8
+    dense.module.train()(torch.randn(2, 6)).sum().backward()
+
+
+def test_a_class_that_no_longer_trains_says_so():
+    _, dense = exported(Training(written), torch.randn(2, 6))
+    assert dense.rebuilt
+    assert dense.note.startswith("The module fails in training mode: its forward does not allow")
+    assert dense._manifest["rebuild"]["training"] in dense.note
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        dense.module.train()(torch.randn(2, 6))
+
+
+def test_of_the_guesses_only_those_that_are_needed_stay():
+    _, dense = exported(Training(remembered), torch.randn(2, 6))
+    assert dense.module.first_size == 8  # as large by chance, for all that is known
+    assert dense._manifest["attributes"][""] == {"hidden_size": dense.module.hidden_size}

@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 
 @rule("aten.layer_norm", zero=affine(2))
 def layer_norm(infer: Inference, node: Node) -> Value:
-    """Statistics over the last dim read it without a weight; over several dims, they pin them."""
+    """Statistics over the last dims read them without a weight."""
     dims = infer.dims(source(node))
     over = len(node.args[1])  # type: ignore[arg-type]
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         if isinstance(operand, Node):
             for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
                 infer.solver.unify(mine, theirs)
-    if over > 1:
-        for dim in dims[-over:]:
-            infer.solver.pin(dim, "{who} averages over several dims at once")
-    else:
-        infer.read(dims[-1], node, None, source(node), why="{who} averages over it", stays=True)
+    for dim in dims[-over:]:
+        infer.read(dim, node, None, source(node), why="{who} averages over it", stays=True)
     return infer.dims(source(node))

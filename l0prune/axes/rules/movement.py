@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import IDENTITIES, PERMUTATIONS, argument, dim_order, shape_of
+from l0prune.axes.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
 from l0prune.axes.registry import Value, each, of_operand, rule
 from l0prune.axes.solver import COPIES, Const, Expr, prod
 
@@ -27,17 +27,7 @@ def identity(infer: Inference, node: Node) -> Value:
     return infer.dims(source(node))
 
 
-@rule(
-    "aten.view",
-    "aten.reshape",
-    "aten._unsafe_view",
-    "aten.flatten",
-    "aten.unflatten",
-    "aten.view_as",
-    "aten.reshape_as",
-    "aten.ravel",
-    zero=each,
-)
+@rule(*RESHAPES, zero=each)
 def reshape(infer: Inference, node: Node) -> Value:
     """Row-major regrouping of the dims."""
     return tuple(infer.solver.regroup(list(infer.dims(source(node))), shape_of(node) or []))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, affine, of_operand, rule
+from l0prune.axes.registry import Value, affine, of_operand, rule, some
 from l0prune.axes.rules.movement import source
+from l0prune.axes.standardised import dims_of_statistics, takes_own_statistics, weight_behind
 
 if TYPE_CHECKING:
     from l0prune.axes.inference import Inference
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 def batch_norm(infer: Inference, node: Node) -> Value:
     """Each channel by its own statistics: scale, shift, mean and variance carry the axis.
 
-    Where they are those of the values themselves, all positions of a channel count.
+    Where they are those of the values themselves, all positions of a channel count; but those of
+    a weight can be taken before it is cut.
     """
     dims = infer.dims(source(node))
-    if len(node.args) <= 5 or node.args[5]:
+    if takes_own_statistics(node) and not infer.is_parameter(weight_behind(node)):
         by_example = "instance_norm" in str(node.target)
         for dim in dims[2:] if by_example else (dims[0], *dims[2:]):
             infer.solver.pin(dim, "{who} takes statistics over it")
@@ -59,13 +61,19 @@ def native_layer_norm(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten.group_norm")
+@rule("aten.group_norm", zero=affine(2))
 def group_norm(infer: Inference, node: Node) -> Value:
-    """Statistics over each group of channels on its own: groups go as a whole or stay."""
+    """Statistics over each group of channels on its own: groups go as a whole or stay.
+
+    One group is a LayerNorm over channels and positions: any of its channels may go.
+    """
     dims = infer.dims(source(node))
     for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         if isinstance(operand, Node):
             infer.solver.unify(dims[1], infer.dims(operand)[0])
+    if node.args[1] == 1:
+        infer.read(dims[1], node, None, source(node), why="{who} averages over it", stays=True)
+        return infer.dims(source(node))
     group, inner = infer.solver.factor(dims[1], int(node.args[1]))  # type: ignore[arg-type]
     infer.solver.pin(inner, "{who} averages over it")
     if inner.size > 1:
@@ -82,18 +90,20 @@ def softmax(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten._weight_norm", "aten._weight_norm_interface", zero=of_operand(1))
+@rule("aten._weight_norm", zero=some)
 def weight_norm(infer: Inference, node: Node) -> Value:
-    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries."""
+    """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries.
+
+    The others do, too, where the norms can be taken before they are cut.
+    """
     v, g = node.args[:2]
     assert isinstance(v, Node)
     assert isinstance(g, Node)
     own = norm_dim(node)
     dims = infer.dims(v)
     infer.solver.unify(dims[own], infer.dims(g)[own])
-    for number, dim in enumerate(dims):
-        if number != own:
-            infer.solver.pin(dim, "a weight norm is taken over it")
+    for number in () if infer.is_parameter(weight_behind(node)) else dims_of_statistics(node):
+        infer.solver.pin(dims[number], "a weight norm is taken over it")
     return infer.dims(v)
 
 

@@ -1,0 +1,123 @@
+"""Deep copies of models, also of such as keep functions that speak of the model itself.
+
+``copy.deepcopy`` takes a function as it is. So the copy of a model with ``self.act = lambda x:
+self.scale * x``, or with a hook that fills ``self.features``, would read and write the original.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
+    """A deep copy whose functions speak of the copy.
+
+    Args:
+        model: any module. What its code reaches by a global is not copied.
+        replaced: by id, what stands in the copy for an object of the model.
+    """
+    memo: dict[int, Any] = dict(replaced or {})
+    result: Model = copy.deepcopy(model, memo)
+    renewal = _Renewal({id(module) for module in model.modules()}, memo)
+    for module in result.modules():
+        renewal.of(vars(module))
+    return result
+
+
+class _Renewal:
+    """Functions that came into a copy as they were, made anew over what was copied.
+
+    Args:
+        own: ids of the original's modules.
+        memo: of the deep copy: by id, the copy of everything that was copied.
+    """
+
+    def __init__(self, own: set[int], memo: dict[int, Any]) -> None:
+        self.own = own
+        self.memo = memo
+        self.made: dict[int, FunctionType] = {}
+        self.cells: dict[int, CellType] = {}
+        self.seen: set[int] = set()
+
+    def of(self, value: Any) -> Any:
+        """The value with its functions made anew; dicts and lists are changed in place."""
+        if isinstance(value, FunctionType):
+            return self._function(value) if self._speaks_of_model(value) else value
+        if isinstance(value, MethodType):
+            return MethodType(self.of(value.__func__), value.__self__)
+        if type(value) is functools.partial:
+            keywords = {name: self.of(each) for name, each in value.keywords.items()}
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
+        if type(value) is tuple:
+            return tuple(map(self.of, value))
+        if isinstance(value, dict | list) and id(value) not in self.seen:
+            self.seen.add(id(value))
+            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                new = self.of(each)
+                if new is not each:
+                    value[key] = new
+        return value
+
+    def _function(self, function: FunctionType) -> FunctionType:
+        if id(function) in self.made:
+            return self.made[id(function)]
+        closure = function.__closure__ or ()
+        cells = tuple(self.cells.setdefault(id(cell), CellType()) for cell in closure)
+        again = FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, cells or None
+        )
+        self.made[id(function)] = again
+        for cell, new in zip(closure, cells, strict=True):
+            for content in _contents(cell):
+                new.cell_contents = self._copied(content)
+        again.__defaults__ = self._copied(function.__defaults__)
+        again.__kwdefaults__ = self._copied(function.__kwdefaults__)
+        again.__dict__.update(function.__dict__)
+        return again
+
+    def _copied(self, value: Any) -> Any:
+        return self.of(copy.deepcopy(value, self.memo))
+
+    def _speaks_of_model(self, function: FunctionType) -> bool:
+        """Does what the function holds come to a module of the model?"""
+        pending: list[Any] = [function]
+        seen: set[int] = set()
+        while pending:
+            top = pending.pop()
+            if id(top) in self.own:
+                return True
+            if id(top) not in seen and not isinstance(top, nn.Module | Tensor):
+                seen.add(id(top))
+                pending += _held(top)
+        return False
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What a container or a function holds."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__func__, value.__self__)
+    if isinstance(value, FunctionType):
+        closed = (content for cell in value.__closure__ or () for content in _contents(cell))
+        return (*closed, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    return ()
+
+
+def _contents(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is in it yet
+        return []

@@ -1,0 +1,143 @@
+"""Weights that the forward standardises: cut after the statistics of the whole have been taken."""
+
+import torch
+import torch.nn.functional as F
+from deadness import close_some, randomise
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import l0prune
+
+
+class Standardised(nn.Conv2d):
+    """As NFNets have it: rows of mean 0 and variance 1, times a gain."""
+
+    def __init__(self, *args, gain=True, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.rand(self.out_channels, 1, 1, 1) + 0.5) if gain else None
+
+    def forward(self, x):
+        scale = None if self.gain is None else (self.gain * 0.3).view(-1)
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        weight = F.batch_norm(rows, None, None, weight=scale, training=True, eps=1e-6)
+        return F.conv2d(x, weight.reshape_as(self.weight), self.bias, groups=self.groups)
+
+
+def cut(model, x):
+    torch.manual_seed(0)
+    model = close_some(l0prune.gate(randomise(model).eval(), x))
+    dense = l0prune.export(model)
+    assert dense.certificate.worst("dense", "float64") <= 1e-12
+    assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
+    torch.testing.assert_close(dense.module(x), model(x), rtol=1e-4, atol=1e-5)
+    return dense
+
+
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+def test_with_gains_rows_and_columns_are_cut(tmp_path):
+    model = nn.Sequential(
+        Standardised(3, 8, 3), nn.SiLU(), Standardised(8, 10, 1), nn.GELU(), Standardised(10, 4, 1)
+    )
+    dense = cut(model, X)
+    assert {name: size for name, (_, size) in dense.widths.items()} == {"0": 8, "2": 10}
+    assert "its forward computes something else" in dense.note
+    dense.save_onnx(tmp_path / "model.onnx")
+
+
+def test_between_normed_activations_without_gains():
+    model = nn.Sequential(
+        Standardised(3, 8, 3, bias=False, gain=False),
+        nn.GroupNorm(8, 8),
+        nn.ReLU(),
+        Standardised(8, 10, 1, bias=False, gain=False),
+        nn.BatchNorm2d(10),
+        nn.ReLU(),
+        nn.Conv2d(10, 4, 1),
+    )
+    dense = cut(model, X)
+    assert {name: size for name, (_, size) in dense.widths.items()} == {"0": 8, "3": 10}
+
+
+def test_in_groups():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1),
+        nn.ReLU(),
+        Standardised(8, 12, 1, groups=4),
+        nn.ReLU(),
+        nn.Conv2d(12, 2, 1),
+    )
+    cut(model, X)
+
+
+def test_where_no_column_goes_the_class_stays():
+    model = nn.Sequential(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    dense = cut(model, X)
+    assert dense.rebuilt
+
+
+def test_a_weight_that_is_also_used_as_it_is_stays_whole():
+    class Twice(Standardised):
+        def forward(self, x):
+            return super().forward(x) + F.conv2d(x, self.weight)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), Twice(8, 4, 1))
+    reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
+    assert any("takes statistics over it" in reason for reason in reasons)
+    assert not l0prune.survey(model, X).axes
+
+
+def test_statistics_of_activations_pin():
+    class Batch(nn.Module):
+        def forward(self, x):
+            return F.batch_norm(x.reshape(1, 2, -1), None, None, training=True).reshape_as(x)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Batch(), nn.Conv2d(8, 4, 1))
+    reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
+    assert any("takes statistics over it" in reason for reason in reasons)
+
+
+def test_columns_are_cut_only_where_what_they_read_is_zero():
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Softplus(), Standardised(8, 4, 1))
+    reasons = [pin.reason for pin in l0prune.survey(model, X).pins]
+    assert any("not zero there" in reason for reason in reasons)
+    assert not l0prune.survey(model, X).axes
+
+
+def test_weight_norms_over_what_is_cut():
+    model = nn.Sequential(
+        weight_norm(nn.Conv2d(3, 8, 3)),
+        nn.LeakyReLU(),
+        weight_norm(nn.Conv2d(8, 10, 1)),
+        nn.LeakyReLU(),
+        weight_norm(nn.Conv2d(10, 4, 1, groups=2)),
+    )
+    dense = cut(model, X)
+    assert sorted(size for _, size in dense.widths.values()) == [5, 8]
+
+
+def test_a_weight_norm_with_a_norm_for_each_position_of_the_kernel():
+    """As the positional convolution of wav2vec 2.0 has it, beside a residual stream."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.read = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 4, 1)
+            self.conv = weight_norm(nn.Conv1d(8, 8, 3, padding=1, groups=2), dim=2)
+
+        def forward(self, x):
+            x = self.embed(x)
+            return self.read(F.layer_norm((x + F.gelu(self.conv(x))).mT, (8,)).mT)
+
+    dense = cut(Positions(), torch.randn(2, 3, 5))
+    assert dense.widths
+
+
+def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), weight_norm(nn.Conv2d(8, 4, 1)))
+    l0prune.gate(randomise(model).eval(), X)
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha.fill_(-5)
+    dense = l0prune.export(model)
+    torch.testing.assert_close(dense.module(X), model(X))
