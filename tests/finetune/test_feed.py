@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
 from l0prune.finetune.feed import Feed, call, test_batches
 from l0prune.finetune.task import Task
@@ -23,7 +24,7 @@ def loader(**kwargs):
 
 
 def targets(batches):
-    return torch.cat([target for _, target in batches]).tolist()
+    return torch.cat([target for _, target, *_ in batches]).tolist()
 
 
 def test_a_split_is_shuffled_by_seed_and_epoch():
@@ -83,7 +84,7 @@ def test_batches_that_are_no_pairs_are_refused():
 
 def test_every_tensor_of_a_batch_goes_to_the_device():
     batch = ({"a": torch.ones(2), "b": (torch.ones(2), "text")}, [torch.ones(2)])
-    inputs, target = next(feed([batch], size=1).train(0, torch.device("meta")))
+    inputs, target, _ = next(feed([batch], size=1).train(0, torch.device("meta")))
     assert [inputs["a"].device.type, inputs["b"][0].device.type] == ["meta", "meta"]
     assert inputs["b"][1] == "text"
     assert target[0].device.type == "meta"
@@ -107,9 +108,9 @@ def test_a_distributed_sampler_hears_of_the_epoch():
 
 def test_tests_come_whole_and_in_order():
     task = Task(SPLIT, SPLIT)
-    assert targets(test_batches(task, 30, CPU)) == SPLIT.targets.tolist()
-    assert targets(test_batches(Task(SPLIT, loader()), 7, CPU)) == SPLIT.targets.tolist()
-    assert list(test_batches(Task(SPLIT), 30, CPU)) == []
+    assert targets(test_batches(task, 30, CPU, WHOLE)) == SPLIT.targets.tolist()
+    assert targets(test_batches(Task(SPLIT, loader()), 7, CPU, WHOLE)) == SPLIT.targets.tolist()
+    assert list(test_batches(Task(SPLIT), 30, CPU, WHOLE)) == []
 
 
 def test_inputs_are_arguments():
