@@ -123,7 +123,7 @@ RUNS = {
     "checkpointed": (residual, doubled, {"checkpointing": True, "accumulate": 2}),
     "compiled": (residual, doubled, {"compile": "aot_eager"}),
     "budget": (mlp, doubled, {"lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6}),
-    "distilled": (mlp, doubled, {"distill": 0.5, "match": ["0"]}),
+    "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip
 
 

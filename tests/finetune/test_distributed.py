@@ -47,7 +47,9 @@ def test_two_processes_learn_what_one_does(both, name):
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
     alone, expected = outcome(name)
-    assert_close(first, alone, rtol=1e-9, atol=1e-10)
+    # A teacher's scores are compared in float32.
+    exact = {"rtol": 1e-9, "atol": 1e-10} if name != "distilled" else {"rtol": 1e-5, "atol": 1e-6}
+    assert_close(first, alone, **exact)
     assert records == list(map(nearly, expected))
 
 
