@@ -50,7 +50,9 @@ def finetune(
         str | None, typer.Option(help="joint: exact E‖θ‖₀; groups: the paper's eq. 16.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10].")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step [100].")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples a step, of all processes [100].")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the weights [1e-3].")] = None,
     gate_lr: Annotated[
         float | None, typer.Option(help="Learning rate of the gates [chosen by the steps].")

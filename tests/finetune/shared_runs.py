@@ -8,7 +8,6 @@ from small_task import FEATURES, clouds, network, tensors
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 import l0prune
 from l0prune.data import Loaded, Tensors
@@ -102,13 +101,6 @@ def task(train):
     return Task(train, doubled(121, seed=1), loss, loss, "test")
 
 
-def sampled():
-    """A loader that gives each process examples of its own."""
-    data = OneByOne()
-    sampler = DistributedSampler(data, num_replicas=2, shuffle=False)
-    return DataLoader(data, batch_size=15, sampler=sampler)
-
-
 # name: model, training data, settings
 RUNS = {
     "adam": (mlp, doubled, {"l2": 1e-2, "clip": 0.1}),
@@ -121,7 +113,7 @@ RUNS = {
     ),
     "residual": (residual, doubled, {"l2": 1e-2, "weight_decay": 0.1, "optimizer": "adamw"}),
     "checkpointed": (residual, doubled, {"checkpointing": True, "accumulate": 2}),
-    "compiled": (residual, doubled, {"compile": "aot_eager"}),
+    "compiled": (residual, doubled, {"compile": "aot_eager", "epochs": 2, "settle": 0}),
     "budget": (mlp, doubled, {"lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6}),
     "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip
