@@ -7,7 +7,7 @@ import torch
 from small_task import FEATURES, clouds, network, tensors
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 import l0prune
 from l0prune.data import Loaded, Tensors
@@ -108,9 +108,6 @@ RUNS = {
     "own batches": (mlp, lambda: list(doubled().batches(31)), {"accumulate": 2}),
     "read one by one": (mlp, lambda: Loaded(OneByOne()), {"accumulate": 3}),
     "less than all": (mlp, lambda: doubled(3), {"accumulate": 2}),
-    "shuffled loader": (
-        mlp, lambda: DataLoader(OneByOne(), batch_size=30, shuffle=True), {"epochs": 4},
-    ),
     "residual": (residual, doubled, {"l2": 1e-2, "weight_decay": 0.1, "optimizer": "adamw"}),
     "checkpointed": (residual, doubled, {"checkpointing": True, "accumulate": 2}),
     "compiled": (residual, doubled, {"compile": "aot_eager", "epochs": 2, "settle": 0}),

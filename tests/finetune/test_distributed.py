@@ -13,90 +13,14 @@ from processes import in_processes
 from shared_runs import RUNS, OneByOne, doubled, loss, mlp, outcome, residual, task
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 import l0prune
 from l0prune.data import Loaded
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.finetune import Interrupted, Task, checkpoint, evaluate, finetune
-from l0prune.finetune.feed import Feed
 from l0prune.gates import HardConcrete, register
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-
-
-def all_runs(rank, distributed):
-    return {name: outcome(name, distributed=distributed) for name in RUNS}
-
-
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def both(request, tmp_path_factory):
-    return in_processes(all_runs, request.param, folder=tmp_path_factory.mktemp("all"))
-
-
-def nearly(record):
-    is_float = {name: isinstance(value, float) for name, value in record.items()}
-    return {n: pytest.approx(v, rel=1e-6) if is_float[n] else v for n, v in record.items()}
-
-
-def test_each_process_reads_its_own_examples_only():
-    read = []
-    for rank in range(2):
-        data = OneByOne()
-        feed = Feed(Task(Loaded(data)), 30, seed=1, augment=False, part=(rank, 2))
-        weights = {batch.weight for batch in feed.train(0, torch.device("cpu"))}
-        assert weights == {1}
-        read.append(data.read)
-    alone = OneByOne()
-    for _ in Feed(Task(Loaded(alone)), 30, seed=1, augment=False).train(0, torch.device("cpu")):
-        pass
-    assert [len(found) for found in read] == [120, 120]
-    halves = [[found[k : k + 15] for k in range(0, 120, 15)] for found in read]
-    assert [n for pair in zip(*halves, strict=True) for half in pair for n in half] == alone.read
-
-
-def test_a_shuffled_loader_has_one_order_in_all_processes():
-    def order(rank, size):
-        data = OneByOne()
-        feed = Feed(
-            Task(DataLoader(data, 30, shuffle=True)), 30, seed=1, augment=False, part=(rank, size)
-        )
-        torch.manual_seed(rank)  # as processes are
-        return [batch.targets.tolist() for batch in feed.train(0, torch.device("cpu"))], data.read
-
-    (first, seen), (second, same) = (order(rank, 2) for rank in range(2))
-    assert seen == same
-    whole = [seen[k : k + 30] for k in range(0, 240, 30)]
-    targets = doubled().targets
-    for one, other, indices in zip(first, second, whole, strict=True):
-        assert one + other == targets[indices].tolist()
-
-
-def test_a_loader_that_is_shared_out_is_left_alone():
-    data = OneByOne()
-    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
-    loader = DataLoader(data, batch_size=15, sampler=sampler)
-    feed = Feed(Task(loader), 30, seed=1, augment=False, part=(1, 2))
-    assert (feed.size, feed.steps) == (240, 8)
-    batches = list(feed.train(0, torch.device("cpu")))
-    assert [(len(batch.targets), batch.weight) for batch in batches] == [(15, 1)] * 8
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by a compiler looking
-@pytest.mark.parametrize("name", RUNS)
-def test_two_processes_learn_what_one_does(both, name):
-    if name == "shuffled loader":
-        pytest.skip("one process draws its order from another generator")
-    (first, records), (second, others) = (results[name] for results in both)
-    assert records == others
-    for key, value in first.items():
-        assert torch.equal(value, second[key]), key
-    alone, expected = outcome(name)
-    # A teacher's scores are compared in float32.
-    exact = {"rtol": 1e-9, "atol": 1e-10} if name != "distilled" else {"rtol": 1e-5, "atol": 1e-6}
-    assert_close(first, alone, **exact)
-    assert records == list(map(nearly, expected))
 
 
 def common(**own):
@@ -125,17 +49,6 @@ def own_samples(rank, distributed):
     return torch.stack(Watched.noises), small_task.tensors(model), history.records, found
 
 
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
-def test_each_process_samples_its_own_gates_and_all_end_with_the_same(tmp_path, distributed):
-    first, second = in_processes(own_samples, distributed, folder=tmp_path)
-    assert first[0].shape == (16, 22)  # one for each step that draws them
-    assert len({value for noises in (first[0], second[0]) for value in noises[:, 0].tolist()}) == 32
-    assert small_task.differing(first[1], second[1]) == []
-    assert first[2] == second[2]
-    assert first[3] == second[3]
-    assert first[2][-1]["test_loss"] == pytest.approx(first[3]["test_loss"], rel=1e-5)
-
-
 def stopped(rank, folder, distributed, then):
     """A run that is stopped in one process and goes on, and the same without a stop."""
     results = []
@@ -162,25 +75,73 @@ def stopped(rank, folder, distributed, then):
     return results
 
 
-@pytest.mark.parametrize("how", [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")])
-def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(tmp_path, how):
-    first, second = in_processes(stopped, tmp_path, *how, folder=tmp_path)
+def everything(rank, folder, distributed):
+    """All that two processes do in peace, in one go, since processes take long to start."""
+    other = "fsdp" if distributed == "ddp" else "ddp"
+    return {
+        "runs": {name: outcome(name, distributed=distributed) for name in RUNS},
+        "samples": own_samples(rank, distributed),
+        "stopped": stopped(rank, folder / "same", distributed, distributed),
+        "switched": stopped(rank, folder / "other", distributed, other),
+    }
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def both(request, tmp_path_factory):
+    """What each of two processes did, and the folder that they wrote into."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return in_processes(everything, folder, request.param, folder=folder), folder
+
+
+def nearly(record):
+    is_float = {name: isinstance(value, float) for name, value in record.items()}
+    return {n: pytest.approx(v, rel=1e-6) if is_float[n] else v for n, v in record.items()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by a compiler looking
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_learn_what_one_does(both, name):
+    (first, records), (second, others) = (results["runs"][name] for results in both[0])
+    assert records == others
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+    alone, expected = outcome(name)
+    # A teacher's scores are compared in float32.
+    exact = {"rtol": 1e-9, "atol": 1e-10} if name != "distilled" else {"rtol": 1e-5, "atol": 1e-6}
+    assert_close(first, alone, **exact)
+    assert records == list(map(nearly, expected))
+
+
+def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
+    first, second = (results["samples"] for results in both[0])
+    assert first[0].shape == (16, 22)  # one for each step that draws them
+    assert len({value for noises in (first[0], second[0]) for value in noises[:, 0].tolist()}) == 32
+    assert small_task.differing(first[1], second[1]) == []
+    assert first[2] == second[2]
+    assert first[3] == second[3]
+    assert first[2][-1]["test_loss"] == pytest.approx(first[3]["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["stopped", "switched"])
+def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
+    first, second = (results[how] for results in both[0])
+    folder = both[1] / ("same" if how == "stopped" else "other") / "stopped"
     whole, (number, text), after = first
     assert number == signal.SIGINT
     assert "epoch 2, step 3" in text
     assert second[1][0] == signal.SIGINT
-    if how[0] == how[1]:
+    if how == "stopped":
         assert small_task.differing(whole, after) == []
     assert_close(whole, after, rtol=1e-9, atol=1e-10)
     assert small_task.differing(after, second[2]) == []
-    state = checkpoint.read(tmp_path / "stopped")
+    state = checkpoint.read(folder)
     assert (state.settings["processes"], len(state.rng)) == ("2", 2)
     assert {n: tuple(t.shape) for n, t in state.model.items()} == {
         n: tuple(t.shape) for n, t in after.items()
     }
     task = Task(doubled(), doubled(121, seed=1), loss, loss, "test", name="clouds")
     with pytest.raises(UsageError, match="processes 2 → 1"):
-        finetune(mlp(), task, **common(lr=1e-2, out=tmp_path / "stopped", resume=True))
+        finetune(mlp(), task, **common(lr=1e-2, out=folder, resume=True))
 
 
 def refused(rank, folder):
