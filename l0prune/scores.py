@@ -146,7 +146,7 @@ class Subject:
                 try_out(self.root, feed, place, None)
             z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
-                for inputs, targets in islice(feed.train(0, place), self.batches):
+                for inputs, targets, _ in islice(feed.train(0, place), self.batches):
                     loss = self.task.loss(call(self.root, inputs), targets)
                     if not loss.requires_grad:
                         raise UsageError(

@@ -12,6 +12,7 @@ from l0prune.gates.spreader import gate_table
 from l0prune.layout import Layout, axes_of
 from l0prune.moments import distinct
 from l0prune.plan import Plan
+from l0prune.shards import whole
 
 Counting = Literal["joint", "groups"]
 
@@ -78,7 +79,7 @@ class _Chance:
     def sum(self, square: Tensor, padded: Tensor) -> Tensor:
         """Σ chance·square; ``padded`` holds the open probabilities and a 1 at the end."""
         others = [dim for dim in range(square.dim()) if dim not in self._dims]
-        compact = square.sum(others) if others else square
+        compact = whole(square.sum(others) if others else square)
         for gates in self._factors:
             chance = padded[gates[0]] if len(gates) == 1 else padded[gates].prod(0)
             compact = compact * chance

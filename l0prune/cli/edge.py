@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from l0prune.errors import L0pruneError, UsageError
+from l0prune.finetune.world import StoppedElsewhere, is_first_process
 
 # stdout carries results only; whatever else there is to say goes to stderr.
 out = Console()
@@ -29,6 +30,8 @@ def run_command(command: Callable[[], Any]) -> int:
             raise KeyboardInterrupt
     except typer.Exit as stop:
         return int(stop.exit_code)
+    except StoppedElsewhere:
+        return FAILED  # the process that failed first has said why
     except UsageError as error:
         complain(str(error))
         return WRONG_USE
@@ -36,7 +39,8 @@ def run_command(command: Callable[[], Any]) -> int:
         complain(str(error))
         return FAILED
     except (KeyboardInterrupt, typer.Abort):
-        complain("stopped. The same command goes on from the last checkpoint, if it wrote one.")
+        if is_first_process():
+            complain("stopped. The same command goes on from the last checkpoint, if it wrote one.")
         return FAILED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -21,6 +21,7 @@ from l0prune.cli.options import (
 from l0prune.cli.project import chosen, defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
+from l0prune.finetune.world import joined
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -49,7 +50,9 @@ def finetune(
         str | None, typer.Option(help="joint: exact E‖θ‖₀; groups: the paper's eq. 16.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data [10].")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Examples a step [100].")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples a step, of all processes [100].")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of the weights [1e-3].")] = None,
     gate_lr: Annotated[
         float | None, typer.Option(help="Learning rate of the gates [chosen by the steps].")
@@ -68,6 +71,20 @@ def finetune(
         typer.Option(help="Share of the loss, 0 to 1, for giving what the dense network gave [0]."),
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Work a step's examples through in so many parts [1].")
+    ] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option(help="Less memory, a third more work: blocks computed twice.")
+    ] = None,
+    compile: Annotated[bool | None, typer.Option(help="Faster steps by torch.compile.")] = None,
+    channels_last: Annotated[
+        bool | None, typer.Option(help="Images channels last in memory: faster on GPUs in bf16.")
+    ] = None,
+    distributed: Annotated[
+        str | None,
+        typer.Option(help="Under torchrun: ddp, the whole model in each process; fsdp, a part."),
+    ] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     run: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")
@@ -84,17 +101,11 @@ def finetune(
         l0prune finetune --data mnist --budget macs=0.5
 
         l0prune finetune --data mnist --lambda 0.1/N
+
+    On several GPUs, which share the examples of each step:
+
+        torchrun --nproc-per-node 8 -m l0prune finetune --data imagefolder:DIR --batch-size 1024
     """
-    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
-    info = artifact.read_info(path)
-    spec = recorded_data(data, info, path, trust_pickle)
-    if spec is None:
-        raise UsageError(
-            "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
-            '`l0prune gate`, or as data = "…" in l0prune.toml.'
-        )
-    source = load_data(spec, chosen(data_root, "data_root", info))
-    model = l0prune.load(path, trust_pickle=trust_pickle)
     given = {
         "lam": lam,
         "budget": budget or None,
@@ -111,14 +122,33 @@ def finetune(
         "device": device,
         "autocast": autocast,
         "distill": distill,
+        "accumulate": accumulate,
+        "checkpointing": checkpointing,
+        "compile": compile,
+        "channels_last": channels_last,
+        "distributed": distributed,
     }
     settings = dict(defaults().get("finetune", {}))
     settings |= {name: value for name, value in given.items() if value is not None}
     settings |= dict(map(parse_setting, setting or ()))
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
-    history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
     target = output_path(out, str(path), ".tuned.pt")
-    l0prune.save(model, target, {**info, "data": source.name, "history": history.last})
-    say(f"checkpoints and metrics are in {folder}")
-    result = {"file": str(target), "run": str(folder), **history.last}
-    emit({**result, "doctor": history.complaints}, json, f"{target} written")
+    with joined() as world:
+        info = artifact.read_info(path)
+        spec = recorded_data(data, info, path, trust_pickle)
+        if spec is None:
+            raise UsageError(
+                "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
+                '`l0prune gate`, or as data = "…" in l0prune.toml.'
+            )
+        root = chosen(data_root, "data_root", info)
+        source = world.in_turn(lambda: load_data(spec, root))
+        model = l0prune.load(path, trust_pickle=trust_pickle)
+        history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
+        info = {**info, "data": source.name, "history": history.last}
+        world.first_alone(lambda: l0prune.save(model, target, info))
+    if world.is_first:
+        say(f"checkpoints and metrics are in {folder}")
+        result = {"file": str(target), "run": str(folder), **history.last}
+        emit({**result, "doctor": history.complaints}, json, f"{target} written")

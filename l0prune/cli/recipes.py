@@ -11,6 +11,8 @@ from rich.table import Table
 from l0prune import recipes
 from l0prune.cli.edge import emit, out
 from l0prune.cli.options import DataRoot, Json
+from l0prune.errors import UsageError
+from l0prune.finetune.world import is_launched
 
 app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
@@ -33,6 +35,11 @@ def run(
 
         l0prune run digits-lenet
     """
+    if is_launched():
+        raise UsageError(
+            "a recipe runs in one process; torchrun goes with `l0prune finetune`, between "
+            "`l0prune gate` and `l0prune export`"
+        )
     loaded = recipes.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None

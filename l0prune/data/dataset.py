@@ -9,12 +9,39 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from l0prune.errors import DataError, UsageError
 
 Batch = tuple[Any, Tensor]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+
+Part = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
+WHOLE: Part = (0, 1)
+
+
+def part_of(examples: int, part: Part) -> slice:
+    """Where this part of so many examples lies: together all parts are the whole, in order.
+
+    Where there are fewer examples than parts, some are empty: those borrow one example, which
+    counts for nothing, since whoever has the part may have to compute along.
+    """
+    start = part[0] * examples // part[1]
+    return slice(start, start + max(1, examples_in(examples, part)))
+
+
+def examples_in(examples: int, part: Part) -> int:
+    """How many examples belong to this part; 0 where it has to borrow one."""
+    number, count = part
+    return (number + 1) * examples // count - number * examples // count
 
 
 class Split(Protocol):
@@ -31,12 +58,14 @@ class Split(Protocol):
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
+        part: Part = WHOLE,
     ) -> Iterator[Batch]:
         """Batches of inputs and targets on ``device``.
 
         With a generator the order is shuffled by it and the last, smaller batch is left out
         where there is a full one; without one every example comes once, in order. With
-        ``augment`` the examples are varied at random, by the same generator.
+        ``augment`` the examples are varied at random, by the same generator. Of each batch only
+        ``part`` is given (see ``part_of``); all parts together are what the whole would be.
 
         Raises:
             DataError: an example cannot be read.
@@ -81,21 +110,27 @@ class Tensors:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
+        part: Part = WHOLE,
     ) -> Iterator[Batch]:
         """See ``Split.batches``."""
         augmentation = _wanted(self.augmentation, augment)
         inputs, targets = self._on(torch.device(device))
         if generator is None:
-            yield from zip(inputs.split(batch_size), targets.split(batch_size), strict=True)
+            for batch, answers in zip(
+                inputs.split(batch_size), targets.split(batch_size), strict=True
+            ):
+                share = part_of(len(answers), part)
+                yield batch[share], answers[share]
             return
         order = torch.randperm(len(self), generator=generator).to(device)
         for index in order.split(batch_size):
             if len(index) < min(batch_size, len(self)):
                 return
             batch = inputs.index_select(0, index)
-            if augmentation is not None:
+            if augmentation is not None:  # of the whole batch, so that parts differ
                 batch = augmentation(batch, generator)
-            yield batch, targets.index_select(0, index)
+            share = part_of(len(index), part)
+            yield batch[share], targets.index_select(0, index[share])
 
     def example(self, count: int) -> Tensor:
         """See ``Split.example``."""
@@ -136,14 +171,17 @@ class Loaded:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
+        part: Part = WHOLE,
     ) -> Iterator[Batch]:
         """See ``Split.batches``."""
         shuffled = generator is not None
+        order: Sampler[int] = (
+            RandomSampler(self, generator=generator) if shuffled else SequentialSampler(self)
+        )
+        batches = BatchSampler(order, batch_size, drop_last=shuffled and len(self) >= batch_size)
         loader: DataLoader = DataLoader(
             _wanted(self.augmented, augment) or self.dataset,
-            batch_size,
-            shuffle=shuffled,
-            drop_last=shuffled and len(self) >= batch_size,
+            batch_sampler=_Parts(batches, part),
             # A loader without one would draw from the global generator, that of the gates' noise.
             generator=generator or torch.Generator(),
             num_workers=self.workers,
@@ -157,6 +195,17 @@ class Loaded:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
         return _moved(self.collate(examples)[0], "cpu")
+
+
+class _Parts(Sampler[list[int]]):
+    """One part of each batch, so that nobody reads the examples of others."""
+
+    def __init__(self, batches: BatchSampler, part: Part) -> None:
+        self._batches, self._part = batches, part
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            yield batch[part_of(len(batch), self._part)]
 
 
 def _read(loader: DataLoader) -> Iterator[Batch]:

@@ -6,11 +6,13 @@ from l0prune.finetune.interrupt import Interrupted
 from l0prune.finetune.run import finetune, train_dense
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Task, cross_entropy, error_rate
+from l0prune.finetune.world import StoppedElsewhere
 
 __all__ = [
     "History",
     "Interrupted",
     "Settings",
+    "StoppedElsewhere",
     "Task",
     "cross_entropy",
     "error_rate",

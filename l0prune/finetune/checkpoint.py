@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from l0prune.errors import FileError, UsageError
 from l0prune.files import atomic_write, load_pickle
 from l0prune.finetune.settings import CHANGEABLE
+from l0prune.shards import shard_like, whole
 
 NAME = "checkpoint.pt"
 _FORMAT = 2
@@ -38,8 +39,8 @@ class Checkpoint:
         epoch: the epoch that comes next or is under way, from 0.
         step: steps of it that are done.
         losses: (sum of task losses, sum of penalties, steps counted, seconds) of it so far.
-        rng_epoch: random generators when it began; None if it has not.
-        rng: random generators now.
+        rng_epoch: random generators when it began, of each process; None if it has not.
+        rng: random generators now, of each process.
         records: the epochs that are done.
     """
 
@@ -55,8 +56,8 @@ class Checkpoint:
     epoch: int
     step: int
     losses: tuple[float, float, int, float]
-    rng_epoch: dict[str, Any] | None
-    rng: dict[str, Any]
+    rng_epoch: list[dict[str, Any]] | None
+    rng: list[dict[str, Any]]
     records: list[dict[str, Any]]
 
     def write(self, folder: Path) -> Path:
@@ -130,8 +131,8 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of ``tensors_of(model)`` on the CPU."""
-    return {name: value.detach().to("cpu", copy=True) for name, value in tensors_of(model)}
+    """A copy of ``tensors_of(model)`` on the CPU, whole where they are sharded."""
+    return {name: whole(value.detach()).to("cpu", copy=True) for name, value in tensors_of(model)}
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -163,4 +164,4 @@ def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             f"{'s' if len(differing) == 1 else ''}. Give another out, or resume=False"
         )
     for name, value in own.items():
-        value.copy_(tensors[name])
+        value.copy_(shard_like(tensors[name], value))

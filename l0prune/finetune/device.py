@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -10,21 +11,28 @@ import torch
 from torch import nn
 
 from l0prune.errors import UsageError
+from l0prune.finetune.world import ALONE, World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose(device: str | torch.device, model: nn.Module) -> torch.device:
+def choose(device: str | torch.device, model: nn.Module, world: World = ALONE) -> torch.device:
     """The device to train on: ``"auto"`` stays on a GPU, else takes one, else the CPU.
 
+    Of several processes on one machine each takes a GPU of its own, by ``LOCAL_RANK``.
+
     Raises:
-        UsageError: there is no such device.
+        UsageError: there is no such device, or not one for each process.
     """
     if device == "auto":
         here = whereabouts(model)
         if here.type != "cpu":
             return here
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    takes_gpu = str(device) in ("auto", "cuda") and torch.cuda.is_available()
+    if takes_gpu and world.is_shared:
+        return _own_gpu(world)
+    if device == "auto":
+        return torch.device("cuda" if takes_gpu else "cpu")
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
@@ -32,6 +40,17 @@ def choose(device: str | torch.device, model: nn.Module) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"device {str(device)!r} cannot be used here: {reason}") from error
     return chosen
+
+
+def _own_gpu(world: World) -> torch.device:
+    number, count = int(os.environ.get("LOCAL_RANK", world.rank)), torch.cuda.device_count()
+    if number >= count:
+        raise UsageError(
+            f"there are more processes on this machine than its {count} GPUs: start fewer "
+            "(--nproc-per-node), or give device='cpu'"
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def whereabouts(model: nn.Module) -> torch.device:

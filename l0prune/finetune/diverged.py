@@ -21,7 +21,8 @@ def diverged(
     causes = [f"a learning rate too high (lr={settings.lr:g})"]
     ways = ["a smaller lr", "clip=1.0"]
     if gated:
-        causes.append(f"or one of the gates (gate_lr={settings.gate_lr:g})")
+        rate = "by the steps" if settings.gate_lr is None else f"{settings.gate_lr:g}"
+        causes.append(f"or one of the gates (gate_lr={rate})")
     causes.append("a nan in the data")
     if settings.autocast == "fp16":
         causes.append("the range of fp16")

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from l0prune.shards import local, shard_like, sharded_as, whole
+
 # (module, name of the tensor in it): looked up anew each time, since a module may put another
 # tensor in the place of a buffer.
 Slot = tuple[dict[str, Tensor | None], str]
@@ -35,11 +37,15 @@ class Average:
         self._hidden: list[tuple[Tensor, Tensor]] = []
 
     def _now(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's tensors as they stand, by name."""
-        for name, (tensors, key) in self._slots.items():
-            value = tensors[key]
-            assert value is not None
-            yield name, value.detach()
+        """The model's tensors as they stand, by name; of sharded ones this process' part."""
+        for name in self._slots:
+            yield name, local(self._at(name).detach())
+
+    def _at(self, name: str) -> Tensor:
+        tensors, key = self._slots[name]
+        value = tensors[key]
+        assert value is not None
+        return value
 
     @torch.no_grad()
     def update(self) -> None:
@@ -94,16 +100,21 @@ class Average:
         self.updates = 0
         self._values = {name: _wide(value) for name, value in self._now()}
 
+    def buffers(self) -> list[Tensor]:
+        """The averages of the model's buffers."""
+        kinds = {name: self._at(name) for name in self._slots}
+        return [v for n, v in self._values.items() if not isinstance(kinds[n], nn.Parameter)]
+
     def tensors(self) -> dict[str, Tensor]:
-        """The averages, by the names that the model has for them."""
-        return dict(self._values)
+        """The averages, whole, by the names that the model has for them."""
+        return {n: whole(sharded_as(value, self._at(n))) for n, value in self._values.items()}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Set the averages to what ``tensors()`` gave, and ``updates`` to what it was."""
         self.updates = updates
         for name, value in self._values.items():
-            value.copy_(tensors[name])
+            value.copy_(local(shard_like(tensors[name], self._at(name))))
 
 
 def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:

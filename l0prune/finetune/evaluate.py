@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
+from l0prune.finetune.batch import Batch
 from l0prune.finetune.device import at_home_again, choose, evaluating, precision
 from l0prune.finetune.feed import call, test_batches
-from l0prune.finetune.task import Task, batch_length
+from l0prune.finetune.task import Task
+from l0prune.finetune.world import ALONE, World
 
 
 def evaluate(
@@ -44,33 +47,37 @@ def evaluate(
         raise DataError("this data has no test part; give a Task(…, test=…) or (training, test)")
     place = choose(device, model)
     with at_home_again(model, place):
-        batches = test_batches(task, batch_size, place)
+        batches = test_batches(task, batch_size, place, WHOLE)
         return measure(model, batches, task, place, autocast)
 
 
 def measure(
     model: nn.Module,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[Batch],
     task: Task,
     device: torch.device,
     autocast: str | None = None,
     between: Callable[[], None] = lambda: None,
+    world: World = ALONE,
 ) -> dict[str, float]:
-    """Loss and metric over ``batches``; ``between`` is called after each and may raise."""
+    """Loss and metric over the ``batches`` of all processes, the same in each of them.
+
+    ``between`` is called after each batch and may raise.
+    """
     losses: list[Tensor] = []
     metrics: list[Tensor] = []
     count = 0
     with evaluating(model), precision(device, autocast):
-        for inputs, targets in batches:
-            outputs = call(model, inputs)
-            length = batch_length(inputs, targets)
-            losses.append(_total(task.loss(outputs, targets), length))
-            metrics.append(_total(task.metric(outputs, targets), length))
-            count += length
+        for batch in batches:
+            outputs = call(model, batch.inputs)
+            losses.append(_total(task.loss(outputs, batch.targets), batch.examples))
+            metrics.append(_total(task.metric(outputs, batch.targets), batch.examples))
+            count += batch.examples
             between()
-    if not count:
+    loss, metric, examples = world.total([_sum(losses), _sum(metrics), count])
+    if not examples:
         raise DataError("the test data is empty")
-    return {"test_loss": _sum(losses) / count, task.metric_name: _sum(metrics) / count}
+    return {"test_loss": loss / examples, task.metric_name: metric / examples}
 
 
 def _total(value: Tensor, examples: int) -> Tensor:
@@ -80,4 +87,4 @@ def _total(value: Tensor, examples: int) -> Tensor:
 
 def _sum(values: list[Tensor]) -> float:
     """In float64 on the CPU, after one transfer."""
-    return float(torch.stack(values).cpu().double().sum())
+    return float(torch.stack(values).cpu().double().sum()) if values else 0.0

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data.distributed import DistributedSampler
 
+from l0prune.data.dataset import WHOLE, Part, Split
 from l0prune.errors import DataError
+from l0prune.finetune.batch import Batch, weight_of
 from l0prune.finetune.task import Source, Task, batch_length, is_split
 
 
@@ -18,7 +21,8 @@ class Feed:
 
     Attributes:
         task: where they come from.
-        batch_size: examples a batch, where the source lets us choose.
+        part: which part of every batch is this process'.
+        batch_size: examples a batch of all processes, where the source lets us choose.
         size: N, the number of training examples.
         steps: training batches an epoch.
 
@@ -26,8 +30,11 @@ class Feed:
         DataError: the source is empty, or cannot say how much it holds.
     """
 
-    def __init__(self, task: Task, batch_size: int, seed: int, augment: bool) -> None:
+    def __init__(
+        self, task: Task, batch_size: int, seed: int, augment: bool, part: Part = WHOLE
+    ) -> None:
         self.task = task
+        self.part = part
         self.batch_size = batch_size
         self._seed = seed
         self._augment = augment
@@ -41,19 +48,42 @@ class Feed:
             return max(1, len(self.task.train) // self.batch_size)
         return _length(self.task.train, "Task(…, steps=…)")
 
-    def train(self, epoch: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
+    def train(self, epoch: int, device: torch.device) -> Iterator[Batch]:
         """The batches of an epoch."""
         source = self.task.train
         if is_split(source):
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            generator = torch.Generator().manual_seed(self._seed_of(epoch))
             batches = source.batches(
-                self.batch_size, generator=generator, device=device, augment=self._augment
+                self.batch_size,
+                generator=generator,
+                device=device,
+                augment=self._augment,
+                part=self.part,
             )
-            return islice(batches, self.steps)
+            weight = weight_of(min(self.batch_size, len(source)), self.part)
+            return (Batch(*batch, weight) for batch in islice(batches, self.steps))
         set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        return (_on(_pair(batch), device) for batch in islice(iter(source), self.steps))
+        loaded = islice(self._in_one_order(source, epoch), self.steps)
+        part = WHOLE if _is_shared_out(source) else self.part
+        return (Batch(*_on(_pair(batch), device)).part(part) for batch in loaded)
+
+    def _seed_of(self, epoch: int) -> int:
+        return self._seed * 1_000_003 + epoch
+
+    def _in_one_order(self, source: Any, epoch: int) -> Iterator[Any]:
+        """A loader's own batches, the same ones in every process.
+
+        A loader draws its order from the global generator when it is asked for its first batch.
+        """
+        if self.part == WHOLE:
+            return iter(source)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed_of(epoch))
+            batches = iter(source)
+            first = list(islice(batches, 1))
+        return chain(first, batches)
 
     def generators(self) -> list[torch.Generator]:
         """Generators that belong to the training source and decide its order."""
@@ -64,14 +94,32 @@ class Feed:
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def test_batches(task: Task, batch_size: int, device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Every test batch once, in order; none where the task has no test data."""
+def test_batches(task: Task, batch_size: int, device: torch.device, part: Part) -> Iterator[Batch]:
+    """Every test batch once, in order, or this part of each; none where there is no test data."""
     source = task.test
     if source is None:
-        return iter(())
+        return
     if is_split(source):
-        return source.batches(batch_size, device=device)
-    return (_on(_pair(batch), device) for batch in source)
+        lengths = _lengths(source, batch_size)
+        batches = source.batches(batch_size, device=device, part=part)
+        for (inputs, targets), length in zip(batches, lengths, strict=True):
+            yield Batch(inputs, targets, weight_of(length, part))
+        return
+    if _is_shared_out(source):
+        part = WHOLE
+    for batch in source:
+        yield Batch(*_on(_pair(batch), device)).part(part)
+
+
+def _lengths(source: Split, batch_size: int) -> Iterator[int]:
+    """The length of each batch of all examples."""
+    for start in range(0, len(source), batch_size):
+        yield min(batch_size, len(source) - start)
+
+
+def _is_shared_out(source: Any) -> bool:
+    """Does it give every process batches of its own already?"""
+    return isinstance(getattr(source, "sampler", None), DistributedSampler)
 
 
 def _examples(source: Source) -> int:
@@ -116,7 +164,7 @@ def _on(part: Any, device: torch.device) -> Any:
     return part
 
 
-def call(model: torch.nn.Module, inputs: Any) -> Any:
+def call(model: Callable[..., Any], inputs: Any) -> Any:
     """The model's outputs: a tuple is its positional arguments, a dict its keyword ones."""
     if isinstance(inputs, (tuple, list)):
         return model(*inputs)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from l0prune.finetune.world import ALONE, World
 
 
 class Interrupted(KeyboardInterrupt):
@@ -22,17 +25,28 @@ class Interrupted(KeyboardInterrupt):
         self.signal = number
 
 
-class Interrupt:
-    """Remembers a signal until somebody asks."""
+# A terminal and torchrun both hand Ctrl-C on to each process.
+_ECHO = 10.0  # seconds
 
-    def __init__(self) -> None:
+
+class Interrupt:
+    """Remembers a signal until somebody asks.
+
+    Args:
+        world: the processes that stop together, whichever of them it came to.
+    """
+
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
         self._number: int | None = None
+        self._when = 0.0
         self._before: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Raise ``Interrupted`` if a signal has come."""
-        if self._number is not None:
-            raise Interrupted(self._number)
+        """Raise ``Interrupted`` if a signal has come, to this process or another."""
+        number = self._world.highest(self._number or 0)
+        if number:
+            raise Interrupted(number)
 
     @contextmanager
     def caught(self) -> Iterator[None]:
@@ -51,8 +65,14 @@ class Interrupt:
             self._release()
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self._number = number
-        self._release()
+        now = time.monotonic()
+        if self._number is None:
+            self._number, self._when = number, now
+            if not self._world.is_shared:
+                self._release()
+        elif now - self._when > _ECHO:
+            self._release()
+            signal.raise_signal(number)
 
     def _release(self) -> None:
         """Put the handlers back that were there before."""

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from l0prune.errors import DataError
 from l0prune.finetune import rng
+from l0prune.finetune.batch import Batch
 from l0prune.finetune.checkpoint import Checkpoint, digest, put_back, snapshot
+from l0prune.finetune.distributed import average_buffers
 from l0prune.finetune.diverged import diverged
 from l0prune.finetune.doctor import Doctor
 from l0prune.finetune.evaluate import measure
@@ -28,6 +30,9 @@ from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.recalibrate import recalibrate
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.stepper import Stepper
+from l0prune.finetune.teacher import Teacher
+from l0prune.finetune.world import World
+from l0prune.shards import local, whole_state
 
 
 class Loop:
@@ -45,24 +50,29 @@ class Loop:
         device: torch.device,
         phases: Phases,
         pruning: Pruning | None,
+        teacher: Teacher | None,
         interrupt: Interrupt,
         started_from: str,
         fingerprint: dict[str, str],
+        world: World,
     ) -> None:
         self._model, self._feed, self._settings = model, feed, settings
         self._device, self._pruning, self._interrupt = device, pruning, interrupt
-        self._task = feed.task
-        self._stepper = Stepper(model, self._task.loss, settings, device, pruning, phases)
+        self._task, self._world = feed.task, world
+        self._stepper = Stepper(
+            model, self._task.loss, settings, device, pruning, phases, teacher, world
+        )
         self._average = self._stepper.average
         self._doctor = None if pruning is None else Doctor(pruning, phases, pruning.gate_lr)
         self._folder = None if settings.out is None else Path(settings.out)
-        self._display = Display(settings.epochs, feed.steps, shown=settings.progress)
+        shown = settings.progress and world.is_first
+        self._display = Display(settings.epochs, feed.steps, shown=shown)
         self._log: Log | None = None
         self.history = History(metric=self._task.metric_name)
         self._started_from = started_from
         self._fingerprint = fingerprint
         self._epoch, self._step, self._seconds = 0, 0, 0.0
-        self._meter = Meter(forgiving=self._stepper.scaler is not None)
+        self._meter = self._new_meter()
         self._rng_of_epoch: rng.State | None = None
 
     def go_on_from(self, state: Checkpoint) -> None:
@@ -75,15 +85,18 @@ class Loop:
         self._epoch, self._step = state.epoch, state.step
         self._stepper.load(state, self._done)
         loss, penalty, count, self._seconds = state.losses
-        self._meter = Meter(
-            forgiving=self._stepper.scaler is not None, loss=loss, penalty=penalty, count=count
-        )
-        self._rng_of_epoch = state.rng_epoch
-        rng.restore(state.rng, self._device, self._feed.generators())
+        self._meter = self._new_meter(loss, penalty, count)
+        rank = self._world.rank
+        self._rng_of_epoch = None if state.rng_epoch is None else state.rng_epoch[rank]
+        rng.restore(state.rng[rank], self._device, self._feed.generators())
         self.history.records = state.records
         if self._doctor is not None:
             self._doctor.go_on_from(state.records)
         self._started_from = state.models[0]
+
+    def _new_meter(self, loss: float = 0.0, penalty: float = 0.0, count: int = 0) -> Meter:
+        forgiving, world = self._stepper.scaler is not None, self._world
+        return Meter(forgiving=forgiving, loss=loss, penalty=penalty, count=count, world=world)
 
     def run(self) -> None:
         """All epochs that are left; then the model is the one that was measured last.
@@ -93,9 +106,9 @@ class Loop:
             Interrupted: Ctrl-C or SIGTERM; the checkpoint, if any, is written.
             FileError: the checkpoint or the metrics cannot be written.
         """
-        if self._folder is not None:
-            records, curves = self.history.records, self._settings.tensorboard
-            self._log = Log(self._folder, records, curves)
+        folder, curves = self._folder, self._settings.tensorboard
+        if folder is not None:
+            self._log = self._world.first_alone(lambda: Log(folder, self.history.records, curves))
         self._display.start(self._done)
         if self._doctor is not None and not self._done:
             self._complain(self._doctor.before(self._stepper.optimizers))
@@ -123,7 +136,7 @@ class Loop:
         """Steps of the run that are done."""
         return self._epoch * self._feed.steps + self._step
 
-    def _batches(self) -> Iterator[tuple[Any, Any]]:
+    def _batches(self) -> Iterator[Batch]:
         """The batches of this epoch that are left."""
         own = self._feed.generators()
         now = rng.capture(self._device, own)
@@ -142,8 +155,8 @@ class Loop:
         """The steps of this epoch that are left."""
         batches = self._batches()
         began = time.perf_counter() - self._seconds
-        for inputs, targets in batches:
-            self._meter.add(*self._stepper(self._done, inputs, targets))
+        for batch in batches:
+            self._meter.add(*self._stepper(self._done, batch))
             self._step += 1
             self._seconds = time.perf_counter() - began
             if self._meter.is_due:
@@ -160,6 +173,7 @@ class Loop:
 
     def _measured(self) -> Record:
         """The record of the epoch: its means, and the averaged model in eval mode."""
+        self._agree_on_buffers()
         self._check_weights()
         loss, penalty = self._meter.means()
         record: Record = {
@@ -176,14 +190,17 @@ class Loop:
             if self._recalibrates:
                 self._recalibrate()
             if self._task.test is not None:
-                batches = test_batches(self._task, self._feed.batch_size, self._device)
-                autocast, check = self._settings.autocast, self._interrupt.check
-                record |= measure(self._model, batches, self._task, self._device, autocast, check)
+                feed, autocast = self._feed, self._settings.autocast
+                batches = test_batches(self._task, feed.batch_size, self._device, feed.part)
+                between, world = self._interrupt.check, self._world
+                record |= measure(
+                    self._model, batches, self._task, self._device, autocast, between, world
+                )
             if self._pruning is not None:
                 record |= self._pruning.record()
             if self._doctor is not None and (complaints := self._doctor.after(record)):
                 record["doctor"] = complaints
-        return record
+        return self._world.from_first(record)
 
     def _complain(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():
@@ -202,8 +219,15 @@ class Loop:
     def _recalibrate(self) -> None:
         batches = islice(self._feed.train(self._epoch, self._device), self._settings.recalibrate)
         buffers = recalibrate(self._model, batches, self._device, self._settings.autocast)
+        average_buffers(buffers, self._world)
         if self._average is not None:
             self._average.adopt(buffers)
+
+    def _agree_on_buffers(self) -> None:
+        """Running statistics, and averages of them, are from here on the same in all processes."""
+        average_buffers(self._model.buffers(), self._world)
+        if self._average is not None:
+            average_buffers(self._average.buffers(), self._world)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -219,17 +243,18 @@ class Loop:
 
     def _finish_epoch(self, record: Record) -> None:
         self.history.records.append(record)
-        if self._log is not None:
-            self._log.write(record)
+        log = self._log
+        self._world.first_alone(lambda: None if log is None else log.write(record))
         self._display.epoch(record)
         self._complain(record.get("doctor", {}))
         self._epoch, self._step, self._seconds = self._epoch + 1, 0, 0.0
-        self._meter = Meter(forgiving=self._stepper.scaler is not None)
+        self._meter = self._new_meter()
         self._rng_of_epoch = None
         self._save(leaves_it=self._epoch == self._settings.epochs)
 
     def _leave(self) -> str:
         """Write the checkpoint, leave the averaged model, and say how to go on."""
+        self._agree_on_buffers()
         self._check_weights()
         self._save(leaves_it=True)
         if self._average is not None:
@@ -247,12 +272,12 @@ class Loop:
         if leaves_it:
             with self._averaged():
                 models.append(digest(snapshot(self._model)))
-        average = self._average
-        Checkpoint(
+        average, folder, gather = self._average, self._folder, self._world.gather
+        state = Checkpoint(
             settings=self._fingerprint,
             models=models,
             model=snapshot(self._model),
-            optimizers=[each.state_dict() for each in self._stepper.optimizers],
+            optimizers=[whole_state(each) for each in self._stepper.optimizers],
             budget={} if self._pruning is None else self._pruning.state(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
             average={} if average is None else average.tensors(),
@@ -261,10 +286,11 @@ class Loop:
             epoch=self._epoch,
             step=self._step,
             losses=(self._meter.loss, self._meter.penalty, self._meter.count, self._seconds),
-            rng_epoch=self._rng_of_epoch,
-            rng=rng.capture(self._device, self._feed.generators()),
+            rng_epoch=None if self._rng_of_epoch is None else gather(self._rng_of_epoch),
+            rng=gather(rng.capture(self._device, self._feed.generators())),
             records=self.history.records,
-        ).write(self._folder)
+        )
+        self._world.first_alone(lambda: state.write(folder))
 
     def _look(self) -> None:
         """Fetch the losses since the last time, and stop if one is no number."""
@@ -277,8 +303,10 @@ class Loop:
 
     def _check_weights(self) -> None:
         """Stop if a parameter is no number, before anything is written that is no good."""
-        for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and not bool(torch.isfinite(parameter).all()):
+        learned = ((n, local(p)) for n, p in self._model.named_parameters() if p.requires_grad)
+        bad = next((name for name, p in learned if not bool(torch.isfinite(p).all())), None)
+        for name in self._world.gather(bad):
+            if name is not None:
                 self._give_up(f"{name} holds nan or inf", self._step)
 
     def _give_up(self, what: str, step: int) -> NoReturn:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from l0prune.finetune.world import ALONE, World
+
 LOOK_EVERY = 50  # steps
 
 
@@ -27,6 +29,8 @@ class NotFinite(Exception):
 class Meter:
     """Adds up the losses of an epoch; their values are fetched at every ``look`` only.
 
+    What counts is the mean over all processes, which look after the same steps.
+
     Attributes:
         loss: sum of the task losses looked at.
         penalty: sum of the penalties.
@@ -34,9 +38,16 @@ class Meter:
     """
 
     def __init__(
-        self, *, forgiving: bool, loss: float = 0.0, penalty: float = 0.0, count: int = 0
+        self,
+        *,
+        forgiving: bool,
+        loss: float = 0.0,
+        penalty: float = 0.0,
+        count: int = 0,
+        world: World = ALONE,
     ) -> None:
         self.loss, self.penalty, self.count = loss, penalty, count
+        self._world = world
         # With fp16 the loss scaler leaves out steps that overflow, until its scale fits.
         self._forgiving = forgiving
         self._losses: list[Tensor] = []
@@ -61,7 +72,7 @@ class Meter:
         """
         if not self._losses:
             return None
-        losses: list[float] = torch.stack(self._losses).tolist()
+        losses: list[float] = self._world.mean_(torch.stack(self._losses)).tolist()
         penalties: list[float] = torch.stack(self._penalties).tolist() if self._penalties else []
         self._losses, self._penalties = [], []
         good = [value for value in losses if math.isfinite(value)]

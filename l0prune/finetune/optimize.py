@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from l0prune.errors import UsageError
 from l0prune.finetune.phases import Phases
 from l0prune.finetune.settings import Settings
+from l0prune.shards import is_sharded
 
 Groups = list[dict[str, Any]]
 
@@ -27,7 +28,8 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     if callable(settings.optimizer):
         return [settings.optimizer(groups)]
     # One kernel for all tensors of a group, where their device and dtype have one.
-    fused = all(_can_fuse(p) for group in groups for p in group["params"])
+    parameters = [p for group in groups for p in group["params"]]
+    fused = all(map(_can_fuse, parameters))
     if settings.optimizer != "sgd":
         kind = Adam if settings.optimizer == "adam" else AdamW
         return [kind(groups, lr=settings.lr, fused=fused)]
@@ -35,7 +37,9 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     gates = [group for group in groups if group.get("name") == "gates"]
     made: list[Optimizer] = []
     if weights:
-        made.append(SGD(weights, lr=settings.lr, momentum=settings.momentum, fused=fused))
+        # Torch's fused SGD has no way with shards yet.
+        fuses = fused and not any(map(is_sharded, parameters))
+        made.append(SGD(weights, lr=settings.lr, momentum=settings.momentum, fused=fuses))
     if gates:
         made.append(Adam(gates, fused=fused))
     return made

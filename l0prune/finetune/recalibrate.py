@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from l0prune.finetune.batch import Batch
 from l0prune.finetune.device import evaluating, precision
 from l0prune.finetune.feed import call
 
@@ -24,7 +24,7 @@ def learning_norms(model: nn.Module) -> list[_BatchNorm]:
 
 def recalibrate(
     model: nn.Module,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[Batch],
     device: torch.device,
     autocast: str | None = None,
 ) -> list[Tensor]:
@@ -47,8 +47,8 @@ def recalibrate(
                 norm.reset_running_stats()
                 norm.momentum = None  # a cumulative average
                 norm.training = True
-            for inputs, _ in batches:
-                call(model, inputs)
+            for batch in batches:
+                call(model, batch.inputs)
     finally:
         for norm, (momentum, tracked) in zip(norms, kept, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, tracked

@@ -43,8 +43,9 @@ def restore(state: State, device: torch.device, own: Iterable[torch.Generator] =
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def seed_all(seed: int) -> None:
-    """Seed all of them but ``own`` ones."""
+def seed_all(seed: int, rank: int = 0) -> None:
+    """Seed all of them but ``own`` ones, differently in each process."""
+    seed += rank * 7_368_787
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

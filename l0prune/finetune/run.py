@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,18 @@ from torch import nn
 from l0prune.errors import DataError, FileError, L0pruneError, UsageError
 from l0prune.finetune import checkpoint, rng
 from l0prune.finetune.device import at_home_again, choose, evaluating, precision, training
+from l0prune.finetune.distributed import agree_on_start, sharded
 from l0prune.finetune.feed import Feed, call
 from l0prune.finetune.history import History
 from l0prune.finetune.interrupt import Interrupt, Interrupted
 from l0prune.finetune.loop import Loop
+from l0prune.finetune.memory import channels_last, checkpointed
 from l0prune.finetune.phases import Phases
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Task
+from l0prune.finetune.teacher import Teacher
+from l0prune.finetune.world import World, joined
 from l0prune.gates import Gates
 from l0prune.rewrite import check_ungated, gates_of
 
@@ -77,46 +84,64 @@ def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
 
 
 def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None) -> History:
-    device = choose(settings.device, model)
-    feed = Feed(task, settings.batch_size, settings.seed, settings.augment)
+    with joined(wanted=settings.distributed is not None) as world:
+        return _train_in(world, model, task, settings, gates)
+
+
+def _train_in(
+    world: World, model: nn.Module, task: Task, settings: Settings, gates: Gates | None
+) -> History:
+    device = choose(settings.device, model, world)
+    part = (world.rank, world.size)
+    feed = Feed(task, settings.batch_size, settings.seed, settings.augment, part)
     if gates is None:
         phases, pruning = Phases.dense(settings.epochs, feed.steps), None
     else:
         phases = _phases(settings, feed.steps)
         pruning = Pruning(model, gates, settings, feed.size, phases)
-    folder = None if settings.out is None else _made(Path(settings.out))
-    interrupt = Interrupt()
+    folder = None if settings.out is None else Path(settings.out)
+    if folder is not None:
+        world.first_alone(partial(_made, folder))
+    interrupt = Interrupt(world)
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
     kind = None if gates is None else gates.gate
     own = feed.generators()
     try:
+        agree_on_start(model, world)
+        started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         with (
             interrupt.caught(),
-            at_home_again(model, device),
-            training(model),
+            _placed(model, device, settings, world) as trained,
+            training(trained),
             rng.undisturbed(device, own),
         ):
+            for generator in own:
+                generator.set_state(world.from_first(generator.get_state()))
             with rng.undisturbed(device, own):
-                try_out(model, feed, device, settings.autocast)
-            rng.seed_all(settings.seed)
-            started_from = checkpoint.digest(found)
+                try_out(trained, feed, device, settings.autocast)
+            rng.seed_all(settings.seed, world.rank)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
+            fingerprint["processes"] = str(world.size)
             if kind is not None:
                 fingerprint["gate"] = str(kind.at(0))
+            if pruning is not None and trained is not model:
+                pruning = Pruning(trained, gates_of(trained), settings, feed.size, phases)
             loop = Loop(
-                model,
+                trained,
                 feed,
                 settings,
                 device,
                 phases,
                 pruning,
+                Teacher.of(trained, settings, origin=model),
                 interrupt,
                 started_from,
                 fingerprint,
+                world,
             )
             if folder is not None:
-                _prepare(folder, loop, settings, started_from, fingerprint)
+                _prepare(folder, loop, settings, started_from, fingerprint, world)
             loop.run()
     except Interrupted:
         raise
@@ -138,16 +163,48 @@ def _phases(settings: Settings, steps: int) -> Phases:
     return Phases.plan(settings.epochs, steps, settings.warmup, settings.settle)
 
 
+@contextmanager
+def _placed(
+    model: nn.Module, device: torch.device, settings: Settings, world: World
+) -> Iterator[nn.Module]:
+    """What is trained, on ``device`` and laid out as wanted: the model, or a copy in shards."""
+    with ExitStack() as stack:
+        if world.is_shared and settings.distributed == "fsdp":
+            if settings.channels_last:
+                raise UsageError("FSDP keeps weights as they are: no channels_last with it")
+            if settings.autocast == "fp16":
+                raise UsageError("FSDP has no loss scaling for fp16: use autocast='bf16'")
+            trained = stack.enter_context(sharded(model, device, settings.backend, world))
+        else:
+            stack.enter_context(at_home_again(model, device))
+            stack.enter_context(channels_last(model, settings.channels_last))
+            trained = model
+        if settings.checkpointing:
+            stack.enter_context(checkpointed(trained))
+        yield trained
+
+
 def _prepare(
-    folder: Path, loop: Loop, settings: Settings, model: str, fingerprint: dict[str, str]
+    folder: Path,
+    loop: Loop,
+    settings: Settings,
+    model: str,
+    fingerprint: dict[str, str],
+    world: World,
 ) -> None:
     """Go on from the folder's checkpoint, or make room for a new run."""
+    path = folder / checkpoint.NAME
     if not settings.resume:
-        (folder / checkpoint.NAME).unlink(missing_ok=True)
+        world.first_alone(lambda: path.unlink(missing_ok=True))
+        return
+    if not world.from_first(path.exists()):
         return
     state = checkpoint.read(folder)
     if state is None:
-        return
+        raise FileError(
+            f"process {world.rank} does not see {path}, from which the first process goes on; put "
+            "out where all machines see it"
+        )
     finished = state.epoch >= settings.epochs
     changed = state.check(fingerprint, model, finished)
     loop.go_on_from(state)
@@ -170,9 +227,10 @@ def try_out(model: nn.Module, feed: Feed, device: torch.device, autocast: str | 
     Raises:
         DataError: model, data and loss do not fit together.
     """
-    inputs, targets = next(feed.train(0, device), (None, None))
-    if inputs is None:
+    batch = next(feed.train(0, device), None)
+    if batch is None:
         raise DataError("the training data is empty")
+    inputs, targets = batch.inputs, batch.targets
     try:
         with evaluating(model), precision(device, autocast):
             loss = feed.task.loss(call(model, inputs), targets)

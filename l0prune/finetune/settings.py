@@ -20,8 +20,11 @@ OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 # What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
 CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
-# What has no bearing on the numbers.
-_IRRELEVANT = frozenset({"device", "out", "resume", "progress", "tensorboard"})
+# What has no bearing on the numbers, beyond how they are rounded.
+_IRRELEVANT = frozenset({
+    "device", "out", "resume", "progress", "tensorboard", "compile", "channels_last",
+    "checkpointing", "distributed",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,10 @@ class Settings:
         prior: P(z ≠ 0) of the gates before any data are seen, one for all or by globs over axis
             names: the variational objective (eq. 21 of the paper); None for λ alone.
         epochs: passes over the training data.
-        batch_size: examples a step; data that comes in batches of its own keeps those.
+        batch_size: examples a step, of all processes and micro-batches together; data that
+            comes in batches of its own keeps those.
+        accumulate: micro-batches that a step's examples are worked through in, one after
+            another, to need less memory. Each is a forward with gates of its own.
         lr: learning rate of the weights.
         gate_lr: learning rate of the gates; None to choose it by the number of steps in which
             they learn, so that they can move far enough and no further.
@@ -77,6 +83,15 @@ class Settings:
         seed: of the order of the data, the gates' noise and dropout.
         device: ``"auto"`` is the GPU if there is one, else the CPU; or any name torch knows.
         autocast: ``"bf16"``, ``"fp16"`` or None for full precision. Gates stay in float32.
+        compile: let torch.compile make training forwards faster: True, or the name of its
+            backend. With FSDP each repeated block is compiled.
+        channels_last: filters and images lie in memory with their channels last, which GPUs
+            like in half precision.
+        checkpointing: keep only the inputs of the model's repeated blocks for backward and
+            compute them anew then: less memory, a third more work.
+        distributed: where several processes train (``torchrun``, or a process group of your
+            own): ``"ddp"``, each has the whole model; ``"fsdp"``, each has a part of every
+            weight; None, each trains for itself.
         out: folder of the checkpoint and the metrics; None writes nothing.
         resume: go on from the checkpoint in ``out``, if there is one.
         progress: show progress on stderr.
@@ -94,6 +109,7 @@ class Settings:
     prior: Prior | None = None
     epochs: int = 10
     batch_size: int = 100
+    accumulate: int = 1
     lr: float = 1e-3
     gate_lr: float | None = None
     optimizer: str | OptimizerFactory = "adam"
@@ -114,6 +130,10 @@ class Settings:
     seed: int = 0
     device: str | torch.device = "auto"
     autocast: Literal["bf16", "fp16"] | None = None
+    compile: bool | str = False
+    channels_last: bool = False
+    checkpointing: bool = False
+    distributed: Literal["ddp", "fsdp"] | None = "ddp"
     out: str | Path | None = None
     resume: bool = False
     progress: bool = True
@@ -122,6 +142,7 @@ class Settings:
     def __post_init__(self) -> None:
         _whole("epochs", self.epochs, least=1)
         _whole("batch_size", self.batch_size, least=1)
+        _whole("accumulate", self.accumulate, least=1)
         _whole("recalibrate", self.recalibrate, least=0)
         _whole("round_to", self.round_to, least=1)
         for name in ("lr", "weight_decay", "l2", "momentum"):
@@ -150,6 +171,14 @@ class Settings:
             raise UsageError(f"ema must lie in [0, 1), like the paper's 0.999; not {self.ema}")
         _choice("counting", self.counting, ("joint", "groups"))
         _choice("autocast", self.autocast, (None, "bf16", "fp16"))
+        _choice("distributed", self.distributed, (None, "ddp", "fsdp"))
+        if not isinstance(self.compile, bool):
+            _compiler(self.compile)
+        if self.accumulate > self.batch_size:
+            raise UsageError(
+                f"accumulate={self.accumulate} micro-batches are more than the "
+                f"{self.batch_size} examples of a step"
+            )
         if not callable(self.optimizer):
             _choice("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
         if not callable(self.schedule):
@@ -171,6 +200,11 @@ class Settings:
                 hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
                 raise UsageError(f"there is no setting {name!r}; {hint}")
         return Settings(**given)
+
+    @property
+    def backend(self) -> str | None:
+        """What torch.compile is to use, None where nothing is compiled."""
+        return "inductor" if self.compile is True else self.compile or None
 
     def fingerprint(self) -> dict[str, str]:
         """What decides the run's numbers, as text; a run goes on only with the same."""
@@ -194,6 +228,14 @@ def _number(name: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and 0 <= value < math.inf):
         raise UsageError(f"{name} must be a number of at least 0, not {value!r}")
+
+
+def _compiler(value: Any) -> None:
+    if value not in torch.compiler.list_backends(None):
+        raise UsageError(
+            "compile must be true, false or a backend of torch.compile "
+            f"({', '.join(torch.compiler.list_backends())}), not {value!r}"
+        )
 
 
 def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

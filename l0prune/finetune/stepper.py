@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.finetune.batch import Batch
 from l0prune.finetune.checkpoint import Checkpoint
-from l0prune.finetune.device import precision
 from l0prune.finetune.ema import Average
-from l0prune.finetune.feed import call
+from l0prune.finetune.losses import Losses
 from l0prune.finetune.optimize import Schedule, make_optimizers
 from l0prune.finetune.phases import Phases
 from l0prune.finetune.pruning import Pruning
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Loss
 from l0prune.finetune.teacher import Teacher
+from l0prune.finetune.world import World
+from l0prune.shards import sharded_state
 
 
 class Stepper:
@@ -37,13 +39,15 @@ class Stepper:
         device: torch.device,
         pruning: Pruning | None,
         phases: Phases,
+        teacher: Teacher | None,
+        world: World,
     ) -> None:
-        self._model, self._settings = model, settings
-        self._device, self._pruning, self.phases = device, pruning, phases
-        self.teacher = Teacher.of(model, settings)
-        self._loss = loss
+        self._settings, self._pruning, self.phases = settings, pruning, phases
+        self.teacher = teacher
+        self._losses = Losses(model, loss, teacher, settings, device, world)
         gates = None if pruning is None else pruning.gates.log_alpha
-        self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+        self._learning = [p for p in model.parameters() if p.requires_grad]
+        self._weights = [p for p in self._learning if p is not gates]
         self.optimizers = make_optimizers(settings, self._groups())
         self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
@@ -80,7 +84,7 @@ class Stepper:
         if self.average is not None:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
-            optimizer.load_state_dict(of)
+            optimizer.load_state_dict(sharded_state(optimizer, of))
         if self._pruning is not None:
             self._pruning.load(state.budget)
         if self.teacher is not None:
@@ -88,18 +92,22 @@ class Stepper:
         if self.scaler is not None:
             self.scaler.load_state_dict(state.scaler)
 
-    def __call__(self, step: int, inputs: Any, targets: Any) -> tuple[Tensor, Tensor | None]:
-        """Do step number ``step`` of the run, from 0; returns the task's loss and the penalty."""
+    def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Do step number ``step`` of the run, from 0; returns the task's loss and the penalty.
+
+        The loss is this process' share of it, such that the mean over all is that of the step.
+        The penalty is the model's, and every process has its gradient in full.
+        """
         self._schedule.set(step)
         settles = self.phases.at(step) == "settle"
         if self._pruning is not None:
             if self.phases.begins_to_settle(step):
                 self._begin_to_settle(self._pruning)
             self._pruning.fix(settles)
-        loss, learned = self._losses(inputs, targets)
+        loss = self._losses.backward(batch, self._scaled)
         extra = None if self._pruning is None else self._pruning.penalty(step)
-        total = learned if extra is None else learned + extra
-        (total if self.scaler is None else self.scaler.scale(total)).backward()
+        if extra is not None and extra.requires_grad:
+            self._losses.add(self._scaled(extra), self._learning)
         if self._pruning is not None and settles:
             self._pruning.hold()
         elif self._pruning is not None:
@@ -110,14 +118,8 @@ class Stepper:
         self._anneal(step + 1)
         return loss, extra
 
-    def _losses(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """The task's loss, and what is learned from: that, or mixed with a teacher's."""
-        with precision(self._device, self._settings.autocast):
-            outputs = call(self._model, inputs)
-            loss = self._loss(outputs, targets)
-            if self.teacher is None:
-                return loss, loss
-            return loss, self.teacher.mixed(loss, outputs, inputs)
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _begin_to_settle(self, pruning: Pruning) -> None:
         """From here on the gates stand: at their averages, and where the budgets want them."""

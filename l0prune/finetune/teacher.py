@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.finetune.checkpoint import put_back, snapshot
+from l0prune.finetune.device import whereabouts
 from l0prune.finetune.feed import call
 from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import scores_of
@@ -47,11 +48,15 @@ class Teacher:
         self._features = _Outputs(model, names), _Outputs(network, names)
 
     @staticmethod
-    def of(model: nn.Module, settings: Settings) -> Teacher | None:
-        """The teacher that the settings ask for: their own, or the model as it is now."""
+    def of(model: nn.Module, settings: Settings, origin: nn.Module | None = None) -> Teacher | None:
+        """The teacher that the settings ask for: their own, or the model as it is now.
+
+        ``origin`` is the model in one piece, where ``model`` itself is in shards.
+        """
         if not settings.distill:
             return None
-        return Teacher(settings.teacher or _as_it_is(model), model, settings)
+        network = settings.teacher or _as_it_is(origin or model).to(whereabouts(model))
+        return Teacher(network, model, settings)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to learn from, given the task's and what the model made of ``inputs``."""

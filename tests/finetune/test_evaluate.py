@@ -4,10 +4,13 @@ from small_task import data, differing, gated, tensors
 from torch.nn.functional import cross_entropy
 
 import l0prune
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
 from l0prune.finetune import Task, evaluate
 from l0prune.finetune.evaluate import measure
+from l0prune.finetune.feed import test_batches
 
+test_batches.__test__ = False  # its name says what it gives, not that it is a test
 CPU = torch.device("cpu")
 
 
@@ -54,7 +57,8 @@ def test_between_batches_somebody_may_stop_it():
     calls = []
     source = data()
     task = Task.of(source)
-    measure(gated(), source.test.batches(40), task, CPU, between=lambda: calls.append(1))
+    batches = test_batches(task, 40, CPU, WHOLE)
+    measure(gated(), batches, task, CPU, between=lambda: calls.append(1))
     assert len(calls) == 3
 
 

@@ -1,10 +1,13 @@
 import pytest
 import torch
+from shared_runs import OneByOne, doubled
 from small_task import clouds
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from l0prune.data import Loaded
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
 from l0prune.finetune.feed import Feed, call, test_batches
 from l0prune.finetune.task import Task
@@ -23,7 +26,7 @@ def loader(**kwargs):
 
 
 def targets(batches):
-    return torch.cat([target for _, target in batches]).tolist()
+    return torch.cat([target for _, target, *_ in batches]).tolist()
 
 
 def test_a_split_is_shuffled_by_seed_and_epoch():
@@ -83,7 +86,7 @@ def test_batches_that_are_no_pairs_are_refused():
 
 def test_every_tensor_of_a_batch_goes_to_the_device():
     batch = ({"a": torch.ones(2), "b": (torch.ones(2), "text")}, [torch.ones(2)])
-    inputs, target = next(feed([batch], size=1).train(0, torch.device("meta")))
+    inputs, target, _ = next(feed([batch], size=1).train(0, torch.device("meta")))
     assert [inputs["a"].device.type, inputs["b"][0].device.type] == ["meta", "meta"]
     assert inputs["b"][1] == "text"
     assert target[0].device.type == "meta"
@@ -107,9 +110,9 @@ def test_a_distributed_sampler_hears_of_the_epoch():
 
 def test_tests_come_whole_and_in_order():
     task = Task(SPLIT, SPLIT)
-    assert targets(test_batches(task, 30, CPU)) == SPLIT.targets.tolist()
-    assert targets(test_batches(Task(SPLIT, loader()), 7, CPU)) == SPLIT.targets.tolist()
-    assert list(test_batches(Task(SPLIT), 30, CPU)) == []
+    assert targets(test_batches(task, 30, CPU, WHOLE)) == SPLIT.targets.tolist()
+    assert targets(test_batches(Task(SPLIT, loader()), 7, CPU, WHOLE)) == SPLIT.targets.tolist()
+    assert list(test_batches(Task(SPLIT), 30, CPU, WHOLE)) == []
 
 
 def test_inputs_are_arguments():
@@ -121,3 +124,46 @@ def test_inputs_are_arguments():
     assert call(Sum(), one) == 1
     assert call(Sum(), (one, one)) == 2
     assert call(Sum(), {"a": one, "b": 2 * one}) == 3
+
+
+def test_each_process_reads_its_own_examples_only():
+    read = []
+    for rank in range(2):
+        data = OneByOne()
+        feed = Feed(Task(Loaded(data)), 30, seed=1, augment=False, part=(rank, 2))
+        weights = {batch.weight for batch in feed.train(0, CPU)}
+        assert weights == {1}
+        read.append(data.read)
+    alone = OneByOne()
+    for _ in Feed(Task(Loaded(alone)), 30, seed=1, augment=False).train(0, CPU):
+        pass
+    assert [len(found) for found in read] == [120, 120]
+    halves = [[found[k : k + 15] for k in range(0, 120, 15)] for found in read]
+    assert [n for pair in zip(*halves, strict=True) for half in pair for n in half] == alone.read
+
+
+def test_a_shuffled_loader_has_one_order_in_all_processes():
+    def order(rank, size):
+        data = OneByOne()
+        feed = Feed(
+            Task(DataLoader(data, 30, shuffle=True)), 30, seed=1, augment=False, part=(rank, size)
+        )
+        torch.manual_seed(rank)  # as processes are
+        return [batch.targets.tolist() for batch in feed.train(0, CPU)], data.read
+
+    (first, seen), (second, same) = (order(rank, 2) for rank in range(2))
+    assert seen == same
+    whole = [seen[k : k + 30] for k in range(0, 240, 30)]
+    targets = doubled().targets
+    for one, other, indices in zip(first, second, whole, strict=True):
+        assert one + other == targets[indices].tolist()
+
+
+def test_a_loader_that_is_shared_out_is_left_alone():
+    data = OneByOne()
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
+    loader = DataLoader(data, batch_size=15, sampler=sampler)
+    feed = Feed(Task(loader), 30, seed=1, augment=False, part=(1, 2))
+    assert (feed.size, feed.steps) == (240, 8)
+    batches = list(feed.train(0, CPU))
+    assert [(len(batch.targets), batch.weight) for batch in batches] == [(15, 1)] * 8

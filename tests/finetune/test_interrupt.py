@@ -4,7 +4,9 @@ import threading
 
 import pytest
 
+from l0prune.finetune import interrupt as interrupt_module
 from l0prune.finetune.interrupt import Interrupt, Interrupted
+from l0prune.finetune.world import World
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -28,6 +30,33 @@ def test_a_second_ctrl_c_acts_at_once():
         with pytest.raises(KeyboardInterrupt) as caught:
             os.kill(os.getpid(), signal.SIGINT)
         assert not isinstance(caught.value, Interrupted)
+
+
+class Pair(World):
+    """Two processes, of which the other one has heard nothing."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+
+    def highest(self, value):
+        return value
+
+
+def test_in_several_processes_an_echo_of_ctrl_c_is_no_second_one(monkeypatch):
+    before, now = signal.getsignal(signal.SIGINT), [100.0]
+    monkeypatch.setattr(interrupt_module.time, "monotonic", lambda: now[0])
+    interrupt = Interrupt(Pair())
+    with interrupt.caught():
+        for _ in range(3):  # from the terminal, and from torchrun
+            os.kill(os.getpid(), signal.SIGINT)
+            now[0] += 1
+        with pytest.raises(Interrupted):
+            interrupt.check()
+        now[0] += 20
+        with pytest.raises(KeyboardInterrupt) as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not isinstance(caught.value, Interrupted)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_handlers_are_put_back_after_an_error():

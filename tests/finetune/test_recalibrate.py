@@ -2,19 +2,20 @@ import torch
 from small_task import clouds, differing, gated, network, tensors
 from torch import nn
 
+from l0prune.finetune.batch import Batch
 from l0prune.finetune.recalibrate import recalibrate
 
 CPU = torch.device("cpu")
 
 
 def batches(size=40):
-    return list(clouds().batches(size))
+    return [Batch(*pair) for pair in clouds().batches(size)]
 
 
 def test_statistics_are_those_of_the_layers_inputs():
     model = network()
     recalibrate(model, batches(), CPU)
-    inputs = [model[0](part) for part, _ in batches()]
+    inputs = [model[0](part) for part, *_ in batches()]
     mean = torch.stack([part.mean(0) for part in inputs]).mean(0)
     var = torch.stack([part.var(0) for part in inputs]).mean(0)
     torch.testing.assert_close(model[1].running_mean, mean)

@@ -1,0 +1,69 @@
+"""A batch, whole or in part: what a step computes on, and how much of the mean it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from l0prune.data.dataset import Part, examples_in, part_of
+from l0prune.errors import DataError
+from l0prune.finetune.task import batch_length
+
+
+class Batch(NamedTuple):
+    """Examples to compute on.
+
+    Attributes:
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments of the model.
+        targets: what the loss compares the outputs with.
+        weight: what the mean over these examples counts in the mean over all parts of the whole
+            batch: their number over that of a mean part. 1 for a whole batch or an equal part,
+            0 for an example that is computed along, but is another part's.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: float = 1.0
+
+    @property
+    def examples(self) -> int:
+        """Number of examples that count."""
+        return batch_length(self.inputs, self.targets) if self.weight else 0
+
+    def part(self, part: Part) -> Batch:
+        """This part of it, with what it counts among the parts of this batch.
+
+        Raises:
+            DataError: it has tensors of other lengths than it has examples.
+        """
+        if part[1] == 1:
+            return self
+        length = batch_length(self.inputs, self.targets)
+        where = part_of(length, part)
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                return leaf
+            if len(leaf) != length:
+                raise DataError(
+                    f"a batch of {length} examples also holds a tensor of {len(leaf)}, so that it "
+                    "cannot be divided among processes or micro-batches: batch every input and "
+                    "target along its first dim, or give each process batches of its own (a "
+                    "DataLoader with a DistributedSampler, and accumulate=1)"
+                )
+            return leaf[where]
+
+        inputs, targets = pytree.tree_map(cut, (self.inputs, self.targets))
+        return Batch(inputs, targets, self.weight * weight_of(length, part))
+
+    def parts(self, count: int) -> Iterator[Batch]:
+        """It in so many parts, one after another."""
+        return (self.part((number, count)) for number in range(count))
+
+
+def weight_of(length: int, part: Part) -> float:
+    """The number of examples in this part of so many, over that of a mean part."""
+    return examples_in(length, part) * part[1] / length

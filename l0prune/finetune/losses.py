@@ -1,0 +1,121 @@
+"""The loss of a batch in a training step, as the settings want it computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from l0prune.finetune.batch import Batch
+from l0prune.finetune.device import precision
+from l0prune.finetune.distributed import replicated, whole_everywhere
+from l0prune.finetune.feed import call
+from l0prune.finetune.memory import images_channels_last
+from l0prune.finetune.settings import Settings
+from l0prune.finetune.task import Loss
+from l0prune.finetune.teacher import Teacher
+from l0prune.finetune.world import World
+
+
+class Losses:
+    """Losses whose gradients come out as those of the mean over the whole batch.
+
+    The whole is what all processes have together, each in ``accumulate`` parts one after
+    another. Each part is a forward, and has gates of its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        teacher: Teacher | None,
+        settings: Settings,
+        device: torch.device,
+        world: World,
+    ) -> None:
+        self._settings, self._device, self._world = settings, device, world
+        shards = world.is_shared and settings.distributed == "fsdp"
+        backend = None if shards else settings.backend  # shards are compiled block by block
+        self._by_hand = whole_everywhere(model) if world.is_shared else []
+        self._of: nn.Module = _LossOf(model, loss, teacher, backend)
+        self._replica: DistributedDataParallel | None = None
+        if world.is_shared and not shards:
+            self._of = self._replica = replicated(self._of, self._by_hand)
+
+    def backward(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add the gradients of what is learned from; returns this process' share of the loss.
+
+        Args:
+            batch: this process' part of the whole batch.
+            scale: of the loss before backward, for fp16.
+        """
+        parts = self._settings.accumulate
+        total: Tensor | None = None
+        for number, part in enumerate(batch.parts(parts)):
+            with self._together(last=number + 1 == parts):
+                with precision(self._device, self._settings.autocast):
+                    loss, learned = self._of(self._laid_out(part.inputs), part.targets)
+                share = part.weight / parts
+                scale(learned if share == 1 else learned * share).backward()
+            total = loss * share if total is None else total + loss * share
+        self._average_by_hand()
+        assert total is not None
+        return total
+
+    @staticmethod
+    def add(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        """Add the gradients of what each process computes in full, such as a penalty.
+
+        It goes around DDP, which would take the parameters for ones that the next batch needs.
+        """
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            else:
+                parameter.grad.add_(gradient)
+
+    def _laid_out(self, inputs: Any) -> Any:
+        return images_channels_last(inputs) if self._settings.channels_last else inputs
+
+    def _together(self, last: bool) -> AbstractContextManager[None]:
+        """DDP averages once, in the last backward; FSDP2 in each, which needs the least memory."""
+        replica = self._replica
+        return nullcontext() if last or replica is None else replica.no_sync()
+
+    @torch.no_grad()
+    def _average_by_hand(self) -> None:
+        for parameter in self._by_hand:
+            if not parameter.requires_grad:
+                continue
+            given = parameter.grad
+            gradient = torch.zeros_like(parameter) if given is None else given
+            is_used = gradient.new_tensor([given is not None])
+            mean = self._world.mean_(torch.cat([gradient.reshape(-1), is_used]))
+            parameter.grad = mean[:-1].view_as(parameter) if mean[-1] else None
+
+
+class _LossOf(nn.Module):
+    """Model and loss as one module, which returns what is differentiated and nothing else."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, teacher: Teacher | None, backend: str | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._loss, self._teacher = loss, teacher
+        # In a list, since a compiled model is not to be a further child.
+        self._runs = [model if backend is None else torch.compile(model, backend=backend)]
+
+    def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
+        """The task's mean loss, and what is learned from: that, or mixed with a teacher's."""
+        outputs = call(self._runs[0], inputs)
+        loss = self._loss(outputs, targets)
+        teacher = self._teacher
+        return loss.detach(), loss if teacher is None else teacher.mixed(loss, outputs, inputs)

@@ -1,0 +1,204 @@
+"""The processes that train one model together: who they are, and how they agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from l0prune.errors import L0pruneError, TrainingError
+
+T = TypeVar("T")
+
+_LONG = timedelta(hours=12)  # one process may write or test while the others wait
+_times_joined = count()
+
+
+class StoppedElsewhere(TrainingError):
+    """This process stops because another one did, which has said why."""
+
+
+class World:
+    """This process and those that it trains with.
+
+    Small things go from host to host on a group of their own, so that they need not wait for a
+    GPU. Every method but the properties must be called by all processes, in the same order.
+
+    Attributes:
+        rank: number of this process, from 0.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, hosts: Any = None) -> None:
+        self.rank, self.size = rank, size
+        self._hosts = hosts
+
+    @property
+    def is_first(self) -> bool:
+        """Is this the process that writes files and speaks to the user?"""
+        return self.rank == 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Are there other processes?"""
+        return self.size > 1
+
+    def mean_(self, tensor: Tensor) -> Tensor:
+        """Set a tensor in place to its mean over the processes, on its own device."""
+        if self.is_shared:
+            group = self._hosts if tensor.device.type == "cpu" else None
+            dist.all_reduce(tensor, group=group)
+            tensor.div_(self.size)
+        return tensor
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums of these numbers over the processes."""
+        if not self.is_shared:
+            return list(values)
+        return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
+
+    def highest(self, value: int) -> int:
+        """The highest of the processes' numbers."""
+        if not self.is_shared:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._hosts)
+        return int(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, by rank."""
+        values: list[Any] = [value] * self.size
+        if self.is_shared:
+            dist.all_gather_object(values, value, group=self._hosts)
+        return values
+
+    def from_first(self, value: T) -> T:
+        """The value that the first process has."""
+        values = [value]
+        if self.is_shared:
+            dist.broadcast_object_list(values, src=0, group=self._hosts)
+        return values[0]
+
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Set a tensor in place to what it is in the first process."""
+        if not self.is_shared:
+            return
+        theirs = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(theirs, 0, group=self._hosts if tensor.device.type == "cpu" else None)
+        if not torch.equal(theirs, tensor):
+            tensor.copy_(theirs)
+
+    def first_alone(self, action: Callable[[], T]) -> T | None:
+        """What ``action`` gives in the first process, None in the others, which wait for it.
+
+        Raises:
+            L0pruneError: what it raised there is raised everywhere.
+        """
+        if not self.is_first:
+            error: L0pruneError | None = self.from_first(None)
+            if error is not None:
+                raise error
+            return None
+        try:
+            result = action()
+        except L0pruneError as error:
+            self.from_first(error)
+            raise
+        self.from_first(None)
+        return result
+
+    def in_turn(self, action: Callable[[], T]) -> T:
+        """What ``action`` gives, with the first process ahead: it downloads, others find."""
+        found = self.first_alone(action)
+        return action() if found is None else found
+
+
+ALONE = World()
+
+
+@contextmanager
+def joined(wanted: bool = True) -> Iterator[World]:
+    """The processes that this one was started with, by torchrun or as the user's own group.
+
+    Where torchrun started it and nobody has, a process group is made, and taken down at the end.
+    An error in one process ends all: the first to fail says why, the others raise
+    ``StoppedElsewhere`` as soon as they hear of it. (They wait in a collective operation until
+    the process that failed has left the group.)
+
+    Args:
+        wanted: False for this process alone, whatever there is.
+    """
+    if not wanted or not dist.is_available():
+        yield ALONE
+        return
+    makes_group = is_launched() and not dist.is_initialized()
+    if makes_group:
+        cuda = torch.cuda.is_available()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            yield ALONE
+            return
+        with _of_group() as world:
+            yield world
+    finally:
+        if makes_group:
+            dist.destroy_process_group()
+
+
+def is_first_process() -> bool:
+    """Is this the process that speaks to the user, as far as its launcher says?"""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return not is_launched() or int(os.environ["RANK"]) == 0
+
+
+def is_launched() -> bool:
+    """Did torchrun start this process with others?"""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+@contextmanager
+def _of_group() -> Iterator[World]:
+    rank = dist.get_rank()
+    failed = f"l0prune/failed/{next(_times_joined)}"
+    hosts = dist.new_group(backend="gloo", timeout=_LONG)
+    try:
+        yield World(rank, dist.get_world_size(), hosts)
+    except StoppedElsewhere:
+        raise
+    except Exception as error:
+        elsewhere = _failed_before(failed, rank, error)
+        if elsewhere is not None:
+            raise StoppedElsewhere(elsewhere) from error
+        if _is_lost_contact(error):
+            raise TrainingError(
+                f"contact with another process was lost: it was killed, ran out of memory, or its "
+                f"machine went away ({str(error).splitlines()[0]})"
+            ) from error
+        raise
+    finally:
+        dist.destroy_process_group(hosts)
+
+
+def _failed_before(key: str, rank: int, error: Exception) -> str | None:
+    """What the process that failed before this one says; None where this is the first."""
+    mine = f"process {rank} stopped, and so all: {error or type(error).__name__}"
+    try:
+        first: str = dist.distributed_c10d._get_default_store().compare_set(key, "", mine).decode()
+    except RuntimeError:  # the store went with the process that kept it
+        return None
+    return None if first == mine else first
+
+
+def _is_lost_contact(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )

@@ -1,0 +1,197 @@
+"""Two processes against one: the same examples, the same gates, the same weights in the end."""
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import small_task
+import torch
+import torch.distributed as dist
+from processes import in_processes
+from shared_runs import RUNS, OneByOne, doubled, loss, mlp, outcome, residual, task
+from torch import nn
+from torch.testing import assert_close
+
+import l0prune
+from l0prune.data import Loaded
+from l0prune.errors import L0pruneError, UsageError
+from l0prune.finetune import Interrupted, Task, checkpoint, evaluate, finetune
+from l0prune.gates import HardConcrete, register
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+
+def common(**own):
+    return {"epochs": 3, "batch_size": 30, "settle": 1, "lam": "1/N", "progress": False, **own}
+
+
+@register
+@dataclass(frozen=True)
+class Watched(HardConcrete):
+    """A gate that remembers what its samples were drawn with."""
+
+    name: ClassVar[str] = "watched"
+    noises: ClassVar[list[torch.Tensor]] = []
+
+    def sample(self, log_alpha, noise):
+        self.noises.append(noise.clone())
+        return super().sample(log_alpha, noise)
+
+
+def own_samples(rank, distributed):
+    """What gates were drawn with, and the outcome of a run with a norm and dropout."""
+    example = torch.zeros(2, small_task.FEATURES)
+    model = l0prune.gate(small_task.network(dropout=0.3), example, gate=Watched())
+    history = finetune(model, small_task.data(), **common(distributed=distributed))
+    found = evaluate(model, small_task.data(), batch_size=30)
+    return torch.stack(Watched.noises), small_task.tensors(model), history.records, found
+
+
+def stopped(rank, folder, distributed, then):
+    """A run that is stopped in one process and goes on, and the same without a stop."""
+    results = []
+    for out, stop in (("whole", None), ("stopped", 11)):
+        for resume in (False, True) if stop else (False,):
+            model, done = mlp(), 0
+
+            def watched(outputs, targets, stop=None if resume else stop):
+                nonlocal done
+                done += torch.is_grad_enabled()
+                if done == stop and rank == 1:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return loss(outputs, targets)
+
+            train = doubled()
+            task = Task(train, doubled(121, seed=1), watched, loss, "test", name="clouds")
+            how = then if resume else distributed
+            settings = common(lr=1e-2, out=folder / out, resume=resume, distributed=how)
+            try:
+                finetune(model, task, **settings)
+            except Interrupted as error:
+                results.append((error.signal, str(error)))
+        results.append(small_task.tensors(model))
+    return results
+
+
+def everything(rank, folder, distributed):
+    """All that two processes do in peace, in one go, since processes take long to start."""
+    other = "fsdp" if distributed == "ddp" else "ddp"
+    return {
+        "runs": {name: outcome(name, distributed=distributed) for name in RUNS},
+        "samples": own_samples(rank, distributed),
+        "stopped": stopped(rank, folder / "same", distributed, distributed),
+        "switched": stopped(rank, folder / "other", distributed, other),
+    }
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def both(request, tmp_path_factory):
+    """What each of two processes did, and the folder that they wrote into."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return in_processes(everything, folder, request.param, folder=folder), folder
+
+
+def nearly(record):
+    is_float = {name: isinstance(value, float) for name, value in record.items()}
+    return {n: pytest.approx(v, rel=1e-6) if is_float[n] else v for n, v in record.items()}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by a compiler looking
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_learn_what_one_does(both, name):
+    (first, records), (second, others) = (results["runs"][name] for results in both[0])
+    assert records == others
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+    alone, expected = outcome(name)
+    # A teacher's scores are compared in float32.
+    exact = {"rtol": 1e-9, "atol": 1e-10} if name != "distilled" else {"rtol": 1e-5, "atol": 1e-6}
+    assert_close(first, alone, **exact)
+    assert records == list(map(nearly, expected))
+
+
+def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
+    first, second = (results["samples"] for results in both[0])
+    assert first[0].shape == (16, 22)  # one for each step that draws them
+    assert len({value for noises in (first[0], second[0]) for value in noises[:, 0].tolist()}) == 32
+    assert small_task.differing(first[1], second[1]) == []
+    assert first[2] == second[2]
+    assert first[3] == second[3]
+    assert first[2][-1]["test_loss"] == pytest.approx(first[3]["test_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["stopped", "switched"])
+def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
+    first, second = (results[how] for results in both[0])
+    folder = both[1] / ("same" if how == "stopped" else "other") / "stopped"
+    whole, (number, text), after = first
+    assert number == signal.SIGINT
+    assert "epoch 2, step 3" in text
+    assert second[1][0] == signal.SIGINT
+    if how == "stopped":
+        assert small_task.differing(whole, after) == []
+    assert_close(whole, after, rtol=1e-9, atol=1e-10)
+    assert small_task.differing(after, second[2]) == []
+    state = checkpoint.read(folder)
+    assert (state.settings["processes"], len(state.rng)) == ("2", 2)
+    assert {n: tuple(t.shape) for n, t in state.model.items()} == {
+        n: tuple(t.shape) for n, t in after.items()
+    }
+    task = Task(doubled(), doubled(121, seed=1), loss, loss, "test", name="clouds")
+    with pytest.raises(UsageError, match="processes 2 → 1"):
+        finetune(mlp(), task, **common(lr=1e-2, out=folder, resume=True))
+
+
+def refused(rank, folder):
+    """What is said in each process when something is wrong, and what it leaves."""
+    said = []
+
+    def told(action):
+        model = mlp()
+        before = small_task.tensors(model)
+        try:
+            action(model)
+        except L0pruneError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        assert small_task.differing(before, small_task.tensors(model)) == []
+
+    def run(model, **own):
+        return finetune(model, task(doubled()), **common(**own))
+
+    told(lambda model: run(mlp() if rank else residual()))
+    told(lambda model: run(nn.parallel.DistributedDataParallel(model)))
+    told(lambda model: run(model, distributed="fsdp", channels_last=True))
+    told(lambda model: run(model, distributed="fsdp", autocast="fp16"))
+    told(lambda model: run(model, lr=1e200, optimizer="sgd", lam=0))
+    if rank == 0:
+        (folder / "file").write_text("")
+    told(lambda model: run(model, out=folder / "file"))
+
+    class Torn(OneByOne):
+        def __getitem__(self, index):
+            if rank == 1 and len(self.read) > 70:
+                raise OSError("the disk is torn")
+            return super().__getitem__(index)
+
+    told(lambda model: finetune(model, task(Loaded(Torn())), **common()))
+    return said
+
+
+def test_what_is_wrong_ends_all_and_is_said_once(tmp_path):
+    reasons = [
+        "UsageError: the processes were given models whose parameters differ",
+        "UsageError: this model is in DDP or FSDP already",
+        "UsageError: FSDP keeps weights as they are: no channels_last with it",
+        "UsageError: FSDP has no loss scaling for fp16",
+        "TrainingError: training stopped in epoch 1, step 2: the loss is nan",
+        "FileError: the folder",
+        "DataError: an example cannot be read: the disk is torn",
+    ]
+    both = in_processes(refused, tmp_path, folder=tmp_path)
+    for reason, one, other in zip(reasons, *both, strict=True):
+        echo, said = sorted((one, other), key=lambda text: text.startswith(reason))
+        assert said.startswith(reason)
+        assert echo.startswith("StoppedElsewhere: process ")
+        assert said.partition(": ")[2] in echo
