@@ -9,6 +9,7 @@ from l0prune import recipes
 from l0prune.errors import UsageError
 from l0prune.finetune import Settings
 from l0prune.lambdas import Lambda
+from l0prune.limits import limits
 
 EXAMPLES = {
     "digits": torch.zeros(2, 1, 8, 8),
@@ -19,9 +20,12 @@ PARAMS = {
     "digits-lenet": 13_802,
     "mnist-mlp": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
     "mnist-mlp-sep": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
+    "mnist-mlp-small": 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10,
     "mnist-lenet5": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
     "mnist-lenet5-sep": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
+    "mnist-lenet5-small": 20 * 26 + 50 * 501 + 500 * 801 + 10 * 501,
     "cifar-resnet": 269_722,  # He et al. 2016: 0.27 M
+    "cifar-wrn": 36_479_194,  # Zagoruyko & Komodakis 2016: 36.5 M
 }
 
 
@@ -43,8 +47,10 @@ def test_settings_of_a_builtin_recipe_fit_its_network(name):
     gates = l0prune.gates(model)
     assert sum(p.numel() for p in model.parameters()) - gates.plan.size == PARAMS[name]
     settings = Settings.of(recipe.finetune)
-    lam = Lambda.of(settings.lam, 60_000).for_axes(gates.plan.names)
-    assert min(lam) > 0
+    if settings.budget is None:
+        assert min(Lambda.of(settings.lam, 60_000).for_axes(gates.plan.names)) > 0
+    else:
+        assert limits(settings.budget)
     if recipe.dense is not None:
         Settings.of(recipe.dense)
 
@@ -60,6 +66,39 @@ def test_mlp_starts_at_the_papers_dropout_rates():
         log_alpha = torch.tensor((1 - rate) / rate).log()
         values = gates.log_alpha.detach()[axis.slice]
         torch.testing.assert_close(values, log_alpha.expand(axis.size), atol=2e-4, rtol=0)
+
+
+def test_wide_resnet_is_gated_where_it_had_dropout():
+    recipe = recipes.load("cifar-wrn", [])
+    model = l0prune.load_model(recipe.model.source)
+    start = recipe.gate.open_probability
+    l0prune.gate(model, EXAMPLES["cifar10"], include=recipe.gate.include, open_probability=start)
+    axes = l0prune.gates(model).axes
+    names = [f"layer{i}.{j}.conv1" for i in (1, 2, 3) for j in range(4)]
+    assert {axis.name: axis.size for axis in axes} == dict(
+        zip(names, [160] * 4 + [320] * 4 + [640] * 4, strict=True)
+    )
+    rate = 0.3
+    log_alpha = l0prune.gates(model).log_alpha.detach().mean()
+    torch.testing.assert_close(log_alpha, torch.tensor((1 - rate) / rate).log(), atol=2e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_wide_resnet_runs(tmp_path):
+    """All the way on 16 images of noise; 36.5 M parameters."""
+    (tmp_path / "noise.py").write_text(
+        "import torch\n"
+        "from l0prune.data import Data, Tensors\n"
+        "from l0prune.data.augment import shifted_and_mirrored\n"
+        "def noise():\n"
+        "    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 10\n"
+        "    return Data('noise', Tensors(x, y, shifted_and_mirrored), Tensors(x, y), 10)\n"
+    )
+    few = ["epochs=2", "settle=1", "batch_size=8", "recalibrate=1", "progress=false"]
+    overrides = [f"data.source={tmp_path}/noise.py:noise", *(f"finetune.{each}" for each in few)]
+    result = recipes.run(recipes.load("cifar-wrn", overrides), tmp_path / "run")
+    assert result["params_before"] == PARAMS["cifar-wrn"]
+    assert result["onnx_test_error"] == pytest.approx(result["test_error"], abs=1 / 16 + 1e-9)
 
 
 def test_overrides():
