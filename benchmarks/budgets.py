@@ -16,6 +16,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """One row for each budget."""
     source, build = NETWORKS[name]
-    data = _part(l0prune.load_data(source, os.environ.get("L0PRUNE_DATA")), examples)
+    data = part(l0prune.load_data(source, os.environ.get("L0PRUNE_DATA")), examples)
     torch.manual_seed(seed)
     dense = build()
     found = l0prune.train_dense(dense, data, epochs=_DENSE, seed=seed, progress=False).last
@@ -98,10 +99,10 @@ def measure(
         }
 
 
-def _part(data: Data, examples: int) -> Data:
+def part(data: Data, examples: int) -> Data:
     """The first examples for training, and as many of the test data."""
     parts = [
-        Tensors(split.inputs[:examples], split.targets[:examples])
+        replace(split, inputs=split.inputs[:examples], targets=split.targets[:examples])
         for split in (data.train, data.test)
         if isinstance(split, Tensors)
     ]

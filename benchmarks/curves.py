@@ -33,6 +33,12 @@ def metrics(folder: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
+def seconds(folder: Path) -> float:
+    """How long all training in a run's folder took, over all of its phases."""
+    lines = [line for path in folder.rglob(NAME) for line in path.read_text().splitlines()]
+    return sum(json.loads(line)["seconds"] for line in lines)
+
+
 def read(name: str, path: Path) -> Curve:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     if not records or "expected_macs" not in records[-1]:

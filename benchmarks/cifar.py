@@ -1,0 +1,209 @@
+"""CIFAR-10 ResNets pruned to the same MACs by learned gates, by scores, and by Torch-Pruning.
+
+    python -m benchmarks.cifar --network resnet56 --macs 0.47 0.39 --epochs 200 --device cuda
+    python -m benchmarks.cifar --network resnet20 --ways l0prune tp-group-sl --examples 5000
+
+Published checkpoints (``$L0PRUNE_DATA/../models``) are first trained on the data at hand; all ways
+start from the network that this gives. Torch-Pruning cannot cut their shortcuts, which pad channels
+(it cuts other channels than it means to, and the network no longer runs). So the shortcuts become
+1×1 convolutions, as in its own ResNet-56, that compute the same at first and learn like all else;
+``--shortcuts pad`` leaves them as they are. A way then has ``--epochs``, over all of its phases:
+
+- ``dense``: nothing is cut; how much is due to training on?
+- ``l0prune``: 70 % with gates that learn under ``budget="macs=…"``, 30 % settling, the defaults;
+- ``l0prune-distill``: the same, half of the loss from the dense network (``distill=0.5``);
+- ``tp-group-norm``: cut at once, then all epochs;
+- ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
+- ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data): ``fit`` to the budget
+  at once, then all epochs.
+
+All are trained by the same loop at batch 128 with the same augmentation, averaging and BatchNorm
+recalibration, and with what Torch-Pruning's authors recommend (``benchmarks.depgraph``): SGD with
+momentum 0.9, rate 0.01, weight decay 5e-4 except in sparsity learning. Each phase of a way has one
+cosine from that rate to 0, or with ``--schedule steps`` their tenths after 60 and 80 % of it.
+MACs are counted by ``torch.utils.flop_counter``, and no cut leaves more than asked. The error is
+that of the cut model after the last epoch, the seconds are those of its training.
+
+Rows are JSON lines in ``runs/cifar.jsonl``; what is there already is not done again, and a run that
+was stopped goes on from its last epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from benchmarks.budgets import part
+from benchmarks.curves import seconds
+from benchmarks.isolation import ROOT, Row
+from benchmarks.ways import ALL_WAYS, SCHEDULES, WAYS, Job, macs
+
+RUNS = ROOT / "runs"
+CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
+# What makes a row: those that agree in all of these are the same measurement.
+KEY = (
+    "network", "shortcuts", "way", "budget", "epochs", "dense_epochs", "examples", "schedule",
+    "seed",
+)  # fmt: skip
+
+
+def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
+    """What comes of one way; ``model`` is left as it is."""
+    cut = ALL_WAYS[way](copy.deepcopy(model), share, job)
+    example = job.example()
+    before = l0prune.evaluate(model, job.data, device=job.device)["error"]
+    after = l0prune.evaluate(cut, job.data, device=job.device)["error"]
+    return {
+        "macs": macs(cut, example),
+        "macs_share": round(macs(cut, example) / macs(model, example), 4),
+        "params": sum(p.numel() for p in cut.parameters()),
+        "params_before": sum(p.numel() for p in model.parameters()),
+        "dense_error": round(before, 4),
+        "error": round(after, 4),
+        "seconds": round(seconds(job.folder), 1),
+    }
+
+
+def start(network: str, shortcuts: str, epochs: int, job: Job) -> nn.Module:
+    """The network that all ways start from: published, trained on this data, and kept."""
+    source = f"{ROOT / 'recipes' / 'models.py'}:{network}"
+    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
+    model = l0prune.load_model(source, str(weights))
+    if shortcuts == "conv":
+        project(model)
+    path = job.folder / "dense.pt"
+    if path.exists():
+        return l0prune.load(path, model)
+    l0prune.train_dense(model, job.data, **job.settings("dense", epochs))
+    l0prune.save(model, path, {"network": network})
+    return model
+
+
+class Projected(nn.Module):
+    """A block of the recipes' ResNet with its padding shortcut as a 1×1 convolution."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.conv1, self.bn1, self.conv2, self.bn2 = block.conv1, block.bn1, block.conv2, block.bn2
+        inputs, outputs = block.conv1.in_channels, block.conv2.out_channels
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, block.stride, bias=False)
+        with torch.no_grad():
+            self.shortcut.weight.zero_()
+            self.shortcut.weight[block.padding : block.padding + inputs, :, 0, 0] = torch.eye(
+                inputs
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + self.shortcut(x))
+
+
+def project(model: nn.Module) -> None:
+    """Make every padding shortcut of the model a convolution that computes the same, in place."""
+    for layer in (model.layer1, model.layer2, model.layer3):
+        for index, block in enumerate(layer):
+            if block.stride > 1:
+                layer[index] = Projected(block)
+
+
+def known(path: Path) -> dict[tuple, Row]:
+    """The rows so far, by what makes them."""
+    if not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {tuple(row[key] for key in KEY): row for row in rows}
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown, the rows in the order of network and budget."""
+    lines = ["| network | way | epochs | seed | MACs | params | error | to dense | s |"]
+    lines.append("|---" * 9 + "|")
+    for row in sorted(rows, key=lambda row: (row["network"], -row["budget"], row["way"])):
+        lines.append(
+            f"| {row['network']} | {row['way']} | {row['epochs']} | {row['seed']} "
+            f"| {row['macs_share']:.1%} | {row['params']:,} of {row['params_before']:,} "
+            f"| {row['error']:.2%} | {row['error'] - row['dense_error']:+.2%} "
+            f"| {row['seconds']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", choices=list(CHECKPOINTS), default="resnet20")
+    parser.add_argument("--ways", nargs="+", choices=list(ALL_WAYS), default=list(WAYS))
+    parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
+    parser.add_argument("--epochs", type=int, default=40, help="of a way, over all of its phases")
+    parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
+    parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="cosine")
+    parser.add_argument("--shortcuts", choices=["conv", "pad"], default="conv")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=RUNS / "cifar", help="rows go beside it")
+    options = parser.parse_args()
+    if options.epochs < 2:
+        parser.error("--epochs must be 2 or more: sparsity learning has two phases")
+    if "L0PRUNE_DATA" not in os.environ:
+        parser.error("set L0PRUNE_DATA to the folder of the data; checkpoints are in ../models")
+    if any(map(_is_theirs, options.ways)) and importlib.util.find_spec("torch_pruning") is None:
+        parser.error("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
+    print(table(run(options)))
+
+
+def _is_theirs(way: str) -> bool:
+    return way.startswith("tp-")
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """All rows that are asked for; those that are missing are measured and kept."""
+    common = {key: getattr(options, key) for key in KEY if key not in ("way", "budget")}
+    names = [str(common[key]) for key in common if key not in ("epochs", "schedule")]
+    home = options.out / "-".join(names)
+    home.mkdir(parents=True, exist_ok=True)
+    path = options.out.with_suffix(".jsonl")
+    job = Job(
+        data=part(l0prune.load_data("cifar10"), options.examples),
+        epochs=options.epochs,
+        schedule=options.schedule,
+        seed=options.seed,
+        device=options.device,
+        folder=home,
+    )
+    # Its own schedule is one for all that start from it.
+    first = replace(job, schedule="cosine")
+    model = start(options.network, options.shortcuts, options.dense_epochs, first)
+    found = []
+    for share in options.macs:
+        for way in options.ways:
+            budget = 1.0 if way == "dense" else share
+            made = common | {"way": way, "budget": budget}
+            key = tuple(made[name] for name in KEY)
+            if key not in known(path):
+                folder = home / f"{way}-{budget}-{options.epochs}-{options.schedule}"
+                row = made | measure(way, model, share, replace(job, folder=folder))
+                packages = ("torch", "torch-pruning") if _is_theirs(way) else ("torch",)
+                row |= {package: importlib.metadata.version(package) for package in packages}
+                print(json.dumps(row), flush=True)
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if (row := known(path)[key]) not in found:
+                found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The benchmarks that train, on a few examples: what they compare is compared fairly."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import l0prune
+from benchmarks import cifar, depgraph, mnist, ways
+from benchmarks.curves import seconds
+from l0prune.data import Data, Tensors
+from l0prune.data.augment import shifted_and_mirrored
+from l0prune.finetune.history import NAME
+from recipes.models import CifarResNet
+
+SHARE = 0.47
+DATA = os.environ.get("L0PRUNE_DATA")
+NEEDS_MODELS = "set L0PRUNE_DATA to a folder with the published checkpoints in ../models"
+
+
+def network() -> nn.Module:
+    """A small one of the ResNet's kind, as all ways get it."""
+    torch.manual_seed(0)
+    model = CifarResNet(1)
+    cifar.project(model)
+    return model
+
+
+def noise(count: int, side: int) -> Data:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(count, 3, side, side, generator=generator)
+    targets = (inputs.mean((1, 2, 3)) > 0).long()
+    examples = Tensors(inputs, targets, shifted_and_mirrored)
+    return Data("noise", examples, examples, 10)
+
+
+def job(folder: Path, epochs: int = 4) -> ways.Job:
+    return ways.Job(
+        data=noise(256, 8), epochs=epochs, schedule="steps", seed=0, device="cpu", folder=folder
+    )
+
+
+def epochs_of(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob(NAME))
+
+
+@pytest.mark.parametrize("way", ways.ALL_WAYS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
+    if way.startswith("tp-"):
+        pytest.importorskip("torch_pruning")
+    model, given = network(), job(tmp_path)
+    before = copy.deepcopy(model.state_dict())
+    row = cifar.measure(way, model, 1.0 if way == "dense" else SHARE, given)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert epochs_of(tmp_path) == given.epochs
+    assert row["seconds"] == round(seconds(tmp_path), 1)
+    if way == "dense":
+        assert row["macs_share"] == 1
+        assert row["params"] == row["params_before"]
+    else:
+        assert 0.9 * SHARE < row["macs_share"] <= SHARE
+        assert row["params"] < row["params_before"]
+
+
+@pytest.mark.parametrize("way", ["l0prune", "tp-group-sl", "taylor"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_way_that_is_done_is_not_done_again(way, tmp_path):
+    if way.startswith("tp-"):
+        pytest.importorskip("torch_pruning")
+    rows = [cifar.measure(way, network(), SHARE, job(tmp_path)) for _ in range(2)]
+    assert rows[0] == rows[1]
+
+
+def test_macs_are_those_of_the_cost_model():
+    model, example = network(), torch.zeros(2, 3, 8, 8)
+    assert ways.macs(model, example) == l0prune.survey(model, (example,)).macs
+
+
+def test_a_projected_shortcut_computes_what_padding_does():
+    torch.manual_seed(0)
+    model = CifarResNet(2).double()
+    x = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+    wanted = model(x)
+    cifar.project(model)
+    assert [type(layer[0]).__name__ for layer in (model.layer1, model.layer2, model.layer3)] == [
+        "BasicBlock", "Projected", "Projected",
+    ]  # fmt: skip
+    torch.testing.assert_close(model.double()(x), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sparsity_learning_adds_the_regularizers_gradient():
+    pytest.importorskip("torch_pruning")
+    x, y = torch.randn(8, 3, 8, 8), torch.arange(8)
+    models = [network(), network()]
+    grads = []
+    for model in models:
+        pruner = depgraph.pruner(model, x[:1], model.linear, sparse=True)
+        if model is models[0]:
+            groups = [{"params": list(model.parameters())}]
+            optimizer = depgraph.sparse_sgd(pruner, model, 0.0)(groups)
+            cross_entropy(model(x), y).backward()
+            plain = model.layer1[0].conv1.weight.grad.clone()
+            optimizer.step()
+        else:
+            cross_entropy(model(x), y).backward()
+            pruner.regularize(model)
+        grads.append(model.layer1[0].conv1.weight.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    assert not torch.equal(grads[0], plain)
+
+
+@pytest.mark.skipif(
+    DATA is None or not (Path(DATA).parent / "models" / cifar.CHECKPOINTS["resnet20"]).exists(),
+    reason=NEEDS_MODELS,
+)
+def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(l0prune, "load_data", lambda name: noise(80, 32))
+    options = argparse.Namespace(
+        network="resnet20", ways=["dense"], macs=[0.47, 0.39], epochs=2, dense_epochs=1,
+        examples=64, schedule="cosine", shortcuts="conv", seed=0, device="cpu",
+        out=tmp_path / "cifar",
+    )  # fmt: skip
+    rows = cifar.run(options)
+    assert len(rows) == 1  # the dense network has no budget
+    assert json.loads(capsys.readouterr().out) == rows[0]
+    assert cifar.run(options) == rows
+    assert capsys.readouterr().out == ""
+    assert "| resnet20 | dense | 2 | 0 | 100.0% | 272,282 of 272,282 |" in cifar.table(rows)
+
+
+def test_published_weights():
+    found = [mnist.weights(p.network, p.architecture) for p in mnist.PUBLISHED if p.architecture]
+    thousands = [round(count / 1000, 1) for count in found]
+    assert thousands == [69.3, 76.6, 26.6, 28.6, 38.4, 6.2, 2.8]
+    assert mnist.PUBLISHED[-1].params == 10_130
+
+
+@pytest.mark.parametrize("row", mnist.ROWS)
+def test_mnist_rows_are_recipes(row):
+    network, name, own = mnist.ROWS[row]
+    recipe = l0prune.recipes.load(name, own)
+    assert recipe.model.source.endswith(f":{network}")
+    if row == "lenet5-10k":
+        assert recipe.finetune["budget"] == "params=10k"
+
+
+@pytest.mark.parametrize("row", ["mlp-small", "lenet5-small"])
+def test_an_mnist_row(row, tmp_path):
+    (tmp_path / "noise.py").write_text(
+        "import torch\n"
+        "from l0prune.data import Data, Tensors\n"
+        "def noise():\n"
+        "    generator = torch.Generator().manual_seed(0)\n"
+        "    x = torch.randn(200, 1, 28, 28, generator=generator)\n"
+        "    y = torch.arange(200) % 10\n"
+        "    return Data('noise', Tensors(x, y), Tensors(x, y), 10)\n"
+    )
+    overrides = [
+        f"data.source={tmp_path}/noise.py:noise", "dense.epochs=1", "finetune.epochs=10",
+        "dense.progress=false", "finetune.progress=false",
+    ]  # fmt: skip
+    found = mnist.measure(row, overrides, tmp_path)
+    network, widths = found["network"], list(map(int, found["architecture"].split("-")))
+    assert found["weights"] == mnist.weights(network, found["architecture"])
+    # A bias each for what is no input, and for the ten classes.
+    fed = {"mlp": widths[0], "lenet5": widths[2]}[network]
+    assert found["params"] - found["weights"] == sum(widths) - fed + 10
+    assert 0.9 < found["params"] / {"mlp": 15_000, "lenet5": 2700}[network] <= 1
+    assert found["onnx_error"] == pytest.approx(found["error"], abs=1 / 200)
+    assert mnist.measure(row, overrides, tmp_path) == found
+
+    lines = mnist.table([found]).splitlines()
+    assert len(lines) == 2 + 1 + 1 + 4
+    cells = [cell.strip() for cell in lines[4].strip("|").split("|")]
+    first = {"mlp": ["219-214-100", "69,266"], "lenet5": ["20-25-45-462", "38,410"]}[network]
+    error = {"mlp": "1.40%", "lenet5": "0.90%"}[network]
+    assert cells == [network, "the paper, λ = 0.1/N", *first, "", error, "", ""]
