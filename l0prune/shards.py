@@ -39,6 +39,14 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
         return distribute_tensor(moved, mesh, placements, src_data_rank=None)
 
 
+def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor that is distributed in some way, in shards as ``like`` is."""
+    if not is_sharded(tensor) or not is_sharded(like):
+        return tensor
+    placed: Tensor = tensor.redistribute(placements=like.placements)
+    return placed
+
+
 def sharded_as(part: Tensor, like: Tensor) -> Tensor:
     """This process' ``part`` as a tensor in shards as ``like`` is."""
     if not is_sharded(like):

@@ -19,6 +19,7 @@ from l0prune.finetune.settings import Settings
 from l0prune.finetune.task import Loss
 from l0prune.finetune.teacher import Teacher
 from l0prune.finetune.world import World
+from l0prune.shards import placed_as
 
 
 class Losses:
@@ -76,6 +77,7 @@ class Losses:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if gradient is None:
                 continue
+            gradient = placed_as(gradient, parameter)
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -171,7 +172,10 @@ def _of_group() -> Iterator[World]:
     failed = f"l0prune/failed/{next(_times_joined)}"
     hosts = dist.new_group(backend="gloo", timeout=_LONG)
     try:
-        yield World(rank, dist.get_world_size(), hosts)
+        with warnings.catch_warnings():
+            # Said by DDP of 1×1 filters with channels last, whose strides are ambiguous.
+            warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
+            yield World(rank, dist.get_world_size(), hosts)
     except StoppedElsewhere:
         raise
     except Exception as error:

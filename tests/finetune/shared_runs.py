@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Blocks, a bare number, a tied weight, and a layer that the loss never sees."""
+    """Blocks, bare numbers, a tied weight, and a layer that the loss never sees."""
 
     def __init__(self, norm=False):
         super().__init__()
@@ -51,10 +51,11 @@ class Residual(nn.Module):
         self.blocks[3].up.weight = self.blocks[2].up.weight
         self.last = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.tensor(0.7))
+        self.shift = nn.Parameter(torch.full((1, 1, 8), 0.1))
         self.aside = nn.Linear(8, 2)
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x) + self.shift[0]
         for block in self.blocks:
             x = x + block(x)
         return {"scores": self.last(x) * self.scale, "aside": self.aside(x)}
