@@ -9,6 +9,14 @@ from l0prune.finetune.interrupt import Interrupt, Interrupted
 from l0prune.finetune.world import World
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_terminal():
+    """Python leaves Ctrl-C ignored where it was started so, as in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_until_somebody_asks(number):
     before = signal.getsignal(number)
