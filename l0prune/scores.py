@@ -134,7 +134,9 @@ class Subject:
             DataError: the data is empty or does not fit the model.
         """
         if self.task is None:
-            raise UsageError("this score looks at data; give what l0prune.finetune takes")
+            raise UsageError(
+                "this score looks at data: give it (data=…, --data mnist), as for finetune"
+            )
         feed = Feed(self.task, self.batch_size, self.seed, augment=False)
         place = choose(self.device, self.root)
         with (
