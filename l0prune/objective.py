@@ -15,7 +15,7 @@ from l0prune.errors import UsageError
 from l0prune.gates import Gates
 from l0prune.lambdas import Lambda, LambdaLike
 from l0prune.plan import Plan
-from l0prune.rewrite import gates_of
+from l0prune.rewrite import gates_of, holder
 from l0prune.squares import Counting, ExpectedSquares
 from l0prune.variational import Divergence, Prior
 
@@ -71,7 +71,7 @@ def penalty(
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
     if not l2 >= 0:
         raise UsageError(f"l2 must be 0 or more, not {l2}")
-    gates = gates_of(model)
+    root, gates = holder(model)
     with _full_precision(gates.log_alpha.device.type):
         p = gates.open_probability()
         prices = _prices(gates)
@@ -80,7 +80,6 @@ def penalty(
         else:
             total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
-            root = next(m for m in model.modules() if any(c is gates for c in m.children()))
             there = p.detach() if l2_detach else p
             squares = prices.squares.total(root, gates.log_alpha, there, counting)
             total = total + 0.5 * l2 * squares

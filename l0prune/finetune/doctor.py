@@ -36,12 +36,11 @@ class Doctor:
     Args:
         pruning: the gates as they are before the first step.
         phases: of the run.
-        gate_lr: the gates' learning rate.
     """
 
-    def __init__(self, pruning: Pruning, phases: Phases, gate_lr: float) -> None:
+    def __init__(self, pruning: Pruning, phases: Phases) -> None:
         self._pruning, self._gates, self._phases = pruning, pruning.gates, phases
-        self._rate = gate_lr
+        self._rate = pruning.gate_lr
         self._start = _values(self._gates.log_alpha)
         self._threshold = closes_below(self._gates.gate)
         self._way = float((self._start - self._threshold).clamp(min=0).mean())

@@ -63,7 +63,7 @@ class Loop:
             model, self._task.loss, settings, device, pruning, phases, teacher, world
         )
         self._average = self._stepper.average
-        self._doctor = None if pruning is None else Doctor(pruning, phases, pruning.gate_lr)
+        self._doctor = None if pruning is None else Doctor(pruning, phases)
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
         self._display = Display(settings.epochs, feed.steps, shown=shown)

@@ -58,11 +58,12 @@ class Pruning:
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
         self._cost = CostModel(gates.plan)
-        self.budget = None if settings.budget is None else self._budget(settings)
+        self.budget = None if settings.budget is None else self._budget()
         if self.budget is None:
             check_feasible(self._cost, (), settings.round_to)
 
-    def _budget(self, settings: Settings) -> Budget:
+    def _budget(self) -> Budget:
+        settings = self._settings
         return Budget(
             self._model,
             settings.budget,
