@@ -24,7 +24,7 @@ from torch import nn
 from torchvision.models import DenseNet, MobileNetV2, VisionTransformer
 
 import l0prune
-from benchmarks.isolation import ROOT
+from benchmarks.isolation import ROOT, append
 from l0prune.data import Data, Tensors
 
 BUDGETS = ("macs=0.5", "macs=0.3", "params=0.2")
@@ -123,8 +123,7 @@ def main() -> None:
     for name in options.networks:
         for row in measure(name, options.budgets, options.examples, options.epochs, options.seed):
             print(json.dumps(row), flush=True)
-            with (ROOT / "runs" / "budgets.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(ROOT / "runs" / "budgets.jsonl", row)
 
 
 if __name__ == "__main__":

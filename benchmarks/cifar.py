@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks.budgets import part
 from benchmarks.curves import seconds
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.ways import ALL_WAYS, SCHEDULES, WAYS, Job, macs
 
 RUNS = ROOT / "runs"
@@ -117,19 +117,11 @@ def project(model: nn.Module) -> None:
                 layer[index] = Projected(block)
 
 
-def known(path: Path) -> dict[tuple, Row]:
-    """The rows so far, by what makes them."""
-    if not path.exists():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {tuple(row[key] for key in KEY): row for row in rows}
-
-
-def table(rows: Iterable[Row]) -> str:
+def table(found: Iterable[Row]) -> str:
     """Markdown, the rows in the order of network and budget."""
     lines = ["| network | way | epochs | seed | MACs | params | error | to dense | s |"]
     lines.append("|---" * 9 + "|")
-    for row in sorted(rows, key=lambda row: (row["network"], -row["budget"], row["way"])):
+    for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["way"])):
         lines.append(
             f"| {row['network']} | {row['way']} | {row['epochs']} | {row['seed']} "
             f"| {row['macs_share']:.1%} | {row['params']:,} of {row['params_before']:,} "
@@ -175,6 +167,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     home = options.out / "-".join(names)
     home.mkdir(parents=True, exist_ok=True)
     path = options.out.with_suffix(".jsonl")
+    known = {tuple(row[name] for name in KEY): row for row in rows(path, KEY)}
     job = Job(
         data=part(l0prune.load_data("cifar10"), options.examples),
         epochs=options.epochs,
@@ -192,16 +185,16 @@ def run(options: argparse.Namespace) -> list[Row]:
             budget = 1.0 if way == "dense" else share
             made = common | {"way": way, "budget": budget}
             key = tuple(made[name] for name in KEY)
-            if key not in known(path):
+            if key not in known:
                 folder = home / f"{way}-{budget}-{options.epochs}-{options.schedule}"
                 row = made | measure(way, model, share, replace(job, folder=folder))
                 packages = ("torch", "torch-pruning") if _is_theirs(way) else ("torch",)
                 row |= {package: importlib.metadata.version(package) for package in packages}
                 print(json.dumps(row), flush=True)
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            if (row := known(path)[key]) not in found:
-                found.append(row)
+                append(path, row)
+                known[key] = row
+            if known[key] not in found:
+                found.append(known[key])
     return found
 
 

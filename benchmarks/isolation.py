@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,6 @@ def run(
 
     ``limit`` is of CPU seconds, so that a busy machine changes nothing.
     """
-    path.parent.mkdir(exist_ok=True)
     for name in names:
         command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}"]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -81,17 +80,23 @@ def run(
             row = json.loads(lines[-1]) if lines else {"model": name, "step": "build"}
             if failure:
                 row["crash"] = f"{failure}: {err.read()[-500:]}" if not lines else failure
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(path, row)
         print(summary(row), flush=True)
 
 
-def rows(path: Path) -> list[Row]:
-    """The results so far; of a model measured twice, the last."""
+def append(path: Path, row: Row) -> None:
+    """One more result; the folder is made where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows(path: Path, key: Sequence[str] = ("model",)) -> list[Row]:
+    """The results so far; of what was measured twice, the last. ``key`` tells it apart."""
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return list({row["model"]: row for row in lines}.values())
+    return list({tuple(row[name] for name in key): row for row in lines}.values())
 
 
 def missing(path: Path, names: Iterable[str]) -> list[str]:
