@@ -31,6 +31,17 @@ def stream(norm, **layers):
     return Fn(run, **ends, **branch, **layers), TOKENS, {"i": 8, "a": 6, "i.in": 32}
 
 
+def over_two_dims(norm):
+    """A norm over both dims that a layer's outputs are divided into."""
+    run = Fn(
+        lambda m, x: m.o(m.n(m.i(x).unflatten(-1, (2, 4))).flatten(2)),
+        i=nn.Linear(32, 8),
+        n=norm,
+        o=nn.Linear(8, 3),
+    )
+    return run, TOKENS, {"i": 2, "i#2": 4, "i.in": 32}
+
+
 class LanguageModel(nn.Module):
     """A token table that writes the stream and, tied, reads it last."""
 
@@ -114,16 +125,7 @@ AVERAGES = {
     "rms_norm_of_tiny_values": stream(lambda m, h: m.n(h * 1e-7), n=nn.RMSNorm(8)),
     "rms_norm_without_weight": stream(lambda m, h: F.rms_norm(h, (8,), None, 0.1)),
     "rms_norm_by_hand": stream(lambda m, h: rms_by_hand(h, m.w), w=nn.Parameter(torch.rand(8))),
-    "rms_norm_over_two_dims": (
-        Fn(
-            lambda m, x: m.o(m.n(m.i(x).unflatten(-1, (2, 4))).flatten(2)),
-            i=nn.Linear(32, 8),
-            n=nn.RMSNorm((2, 4), eps=1e-2),
-            o=nn.Linear(8, 3),
-        ),
-        TOKENS,
-        {"i": 2, "i#2": 4, "i.in": 32},
-    ),
+    "rms_norm_over_two_dims": over_two_dims(nn.RMSNorm((2, 4), eps=1e-2)),
     "tied_table_and_head": (LanguageModel(), TOKENS, {"table": 8, "a": 6}),
     "normalised": stream(lambda m, h: F.normalize(h, dim=-1)),
     "norm_of_order_1": stream(lambda m, h: h / (1 + h.norm(p=1, dim=-1, keepdim=True))),
@@ -146,16 +148,7 @@ AVERAGES = {
     "group_norm_over_all_of_a_stream": stream(
         lambda m, h: F.group_norm(h.mT, 1, None, m.w).mT, w=nn.Parameter(torch.rand(8))
     ),
-    "layer_norm_over_two_dims": (
-        Fn(
-            lambda m, x: m.o(m.n(m.i(x).unflatten(-1, (2, 4))).flatten(2)),
-            i=nn.Linear(32, 8),
-            n=nn.LayerNorm((2, 4), eps=1e-2),
-            o=nn.Linear(8, 3),
-        ),
-        TOKENS,
-        {"i": 2, "i#2": 4, "i.in": 32},
-    ),
+    "layer_norm_over_two_dims": over_two_dims(nn.LayerNorm((2, 4), eps=1e-2)),
     "layer_norm_over_channels_and_positions": (
         nn.Sequential(conv(3, 8), nn.LayerNorm((8, 6, 6)), nn.ReLU(), conv(8, 2)),
         IMAGE,
