@@ -59,8 +59,9 @@ def finetune(
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
     learn: Annotated[
-        bool, typer.Option(help="Let gates learn, or leave them as `l0prune fit` set them.")
-    ] = True,
+        bool | None,
+        typer.Option(help="Let gates learn, or leave them as `l0prune fit` set them [learn]."),
+    ] = None,
     settle: Annotated[
         float | None, typer.Option(help="Epochs at the end with fixed gates [30 %].")
     ] = None,
@@ -116,7 +117,7 @@ def finetune(
         "lr": lr,
         "gate_lr": gate_lr,
         "optimizer": optimizer,
-        "learn": None if learn else False,
+        "learn": learn,
         "settle": settle,
         "seed": seed,
         "device": device,
