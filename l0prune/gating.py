@@ -123,7 +123,7 @@ def _selected(plan: Plan, include: tuple[str, ...], exclude: tuple[str, ...]) ->
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={list(include)}, exclude={list(exclude)}; "
-            f"the model's axes are {listed(plan)}"
+            f"the model's axes are {listed(plan.names)}"
         )
     return selected
 

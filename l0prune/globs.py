@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -26,20 +26,41 @@ def per_axis(
     Raises:
         UsageError: a glob matches no axis.
     """
-    by_glob = given if isinstance(given, Mapping) else {"*": given}
-    for glob in by_glob:
-        if not any(fnmatchcase(name, glob) for name in plan.names):
-            raise UsageError(
-                f"{what} is given for {glob!r}, which matches no gated axis; "
-                f"the gated axes are {listed(plan)}"
-            )
+    rules = tuple(given.items()) if isinstance(given, Mapping) else (("*", given),)
+    return by_rules(plan.names, rules, default, what)
+
+
+def by_rules(
+    names: Sequence[str], rules: Sequence[tuple[str, float]], default: Default, what: str
+) -> list[float | Default]:
+    """For each name of an axis the value of the first rule, a glob with a value, that matches it.
+
+    Raises:
+        UsageError: a glob matches no axis.
+    """
+    for glob, _ in rules:
+        matching(names, glob, what)
     return [
-        next((value for glob, value in by_glob.items() if fnmatchcase(name, glob)), default)
-        for name in plan.names
+        next((value for glob, value in rules if fnmatchcase(name, glob)), default) for name in names
     ]
 
 
-def listed(plan: Plan, most: int = 20) -> str:
+def matching(names: Sequence[str], glob: str, what: str) -> list[int]:
+    """Numbers of the axes that a glob means.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [number for number, name in enumerate(names) if fnmatchcase(name, glob)]
+    if not found:
+        raise UsageError(
+            f"{what} is given for {glob!r}, which matches no gated axis; "
+            f"the gated axes are {listed(names)}"
+        )
+    return found
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
     """The names of the axes, for people; the first ones where there are many."""
-    names = ", ".join(plan.names[:most])
-    return f"{names}, … ({len(plan.axes)} in all)" if len(plan.axes) > most else names
+    first = ", ".join(names[:most])
+    return f"{first}, … ({len(names)} in all)" if len(names) > most else first

@@ -12,10 +12,10 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import lru_cache
 
 from l0prune.errors import UsageError
+from l0prune.globs import by_rules
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -85,17 +85,7 @@ class Lambda:
         Raises:
             UsageError: a rule matches none of the names.
         """
-        for glob, _ in self.rules:
-            if not any(fnmatchcase(name, glob) for name in names):
-                raise UsageError(
-                    f"λ is given for axes named {glob!r}, but no gated axis is called that. "
-                    f"The gated axes: {', '.join(names)}."
-                )
-        return tuple(self._for_axis(name) for name in names)
-
-    def _for_axis(self, name: str) -> float:
-        matches = (value for glob, value in self.rules if fnmatchcase(name, glob))
-        return next(matches, self.default)
+        return tuple(by_rules(names, self.rules, self.default, "λ"))
 
 
 LambdaLike = float | str | Lambda | Mapping[str, float | str]

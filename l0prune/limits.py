@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from l0prune.cost import UNITS, CostModel, Unit
 from l0prune.errors import UsageError
+from l0prune.globs import matching
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[%kKMGT]?)")
 _FACTORS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -60,14 +60,7 @@ class Limit:
         """
         if self.glob == "*":
             return None
-        names = cost.plan.names
-        found = frozenset(i for i, name in enumerate(names) if fnmatchcase(name, self.glob))
-        if not found:
-            raise UsageError(
-                f"the budget {self} is for axes named {self.glob!r}, but no gated axis is called "
-                f"that. The gated axes: {', '.join(names)}."
-            )
-        return found
+        return frozenset(matching(cost.plan.names, self.glob, f"the budget {self}"))
 
 
 LimitsLike = str | Limit | Mapping[str, float | str] | Iterable[str | Limit]

@@ -20,5 +20,5 @@ def test_a_glob_that_matches_nothing_is_a_mistake():
 
 def test_a_long_list_is_cut_short():
     plan = plan_of([1] * 30, [])
-    assert listed(plan).endswith("a18, a19, … (30 in all)")
-    assert listed(plan, most=30).endswith("a28, a29")
+    assert listed(plan.names).endswith("a18, a19, … (30 in all)")
+    assert listed(plan.names, most=30).endswith("a28, a29")
