@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def steps(which: str, name: str) -> Iterator[Row]:
     yield {
         "plan_s": round(time.perf_counter() - start, 2),
         "axes": len(survey.axes),
+        "kinds": Counter(axis.kind for axis in survey.axes),
         "slots": survey.plan.size,
         "params": survey.params,
         "macs": survey.macs,

@@ -8,7 +8,9 @@ from benchmarks.isolation import ROOT, Row, rows
 HEAD = """# Coverage of the model zoos
 
 Printed by `python -m benchmarks.coverage --zoo ZOO` and `--page docs/coverage.md`, one process per
-model, one thread, random weights, half of the gates closed at random (seed 0). *params* and *MACs*
+model, one thread, random weights, half of the gates closed at random (seed 0). *axes* counts the
+axes of each kind: maps of convolutions (channel), neurons, attention heads and the dims within
+them, whole groups of a grouped convolution or norm, and inputs of the model; *params* and *MACs*
 are the shares that some axis can take away; *capture* is torch.export alone, *plan* is torch.export
 and the inference of axes; *float64* is the largest difference between the gated and the exported
 model, *ONNX* that between the gated model and ONNX Runtime in float32, both relative to the
@@ -99,7 +101,7 @@ def _ours(row: Row) -> list[str]:
     if "float64" not in row:
         return ["refused" if "refused" in row else "failed", *["-"] * 7]
     return [
-        f"{row['axes']}",
+        _axes(row),
         f"{row['params_share']:.1%}",
         f"{row['macs_share']:.1%}",
         f"{row.get('capture_s', 0):.1f}",
@@ -108,6 +110,12 @@ def _ours(row: Row) -> list[str]:
         f"{row['onnx']:.0e}" if row.get("onnx") is not None else "failed",
         f"{row['peak_mib']:,}",
     ]
+
+
+def _axes(row: Row) -> str:
+    """How many axes of each kind; rows that were kept before kinds were have only their number."""
+    kinds = row.get("kinds", {})
+    return ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or f"{row['axes']}"
 
 
 def _theirs(row: Row | None) -> list[str]:
