@@ -65,6 +65,10 @@ def finetune(
     settle: Annotated[
         float | None, typer.Option(help="Epochs at the end with fixed gates [30 %].")
     ] = None,
+    augment: Annotated[
+        bool | None,
+        typer.Option(help="Vary training images at random, in the data source's way [no-augment]."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of data order and noise [0].")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 … [auto].")] = None,
     distill: Annotated[
@@ -119,6 +123,7 @@ def finetune(
         "optimizer": optimizer,
         "learn": learn,
         "settle": settle,
+        "augment": augment,
         "seed": seed,
         "device": device,
         "autocast": autocast,

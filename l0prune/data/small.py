@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from l0prune.data.augment import shifted_and_mirrored
+from l0prune.data.augment import shifted, shifted_and_mirrored
 from l0prune.data.dataset import Augmentation, Data, Tensors
 from l0prune.errors import DataError
 
@@ -47,7 +47,7 @@ def digits(name: str, root: Path) -> Data:
 def mnist(name: str, root: Path) -> Data:
     """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
     sets = [_torchvision(name, root, train) for train in (True, False)]
-    train, test = (_scaled(name, found.data[:, None], found.targets) for found in sets)
+    train, test = (_scaled(name, found.data[:, None], found.targets, shifted) for found in sets)
     return Data(name, train, test, 10)
 
 
@@ -85,9 +85,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Any:
     ) from failure
 
 
-def _scaled(
-    name: str, images: Tensor, labels: Tensor, augmentation: Augmentation | None = None
-) -> Tensors:
+def _scaled(name: str, images: Tensor, labels: Tensor, augmentation: Augmentation) -> Tensors:
     """Bytes to floats of about zero mean and unit deviation; in place, the sets are large.
 
     Shape: images ``(n, channels, height, width)``, uint8.

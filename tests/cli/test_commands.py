@@ -99,6 +99,10 @@ def test_a_budget_and_the_classical_way_to_it(tmp_path):
     assert run(*GATE, cwd=tmp_path)[0] == 0
     short = ("--data", "digits", "--epochs", "4", "--json")
 
+    code, _, err = run("finetune", *short, "--augment", cwd=tmp_path)
+    assert code != 0
+    assert "no augmentation of its own" in err
+
     code, out, err = run("finetune", *short, "--budget", "params=0.5", cwd=tmp_path)
     assert code == 0, err
     learned = json.loads(out)
