@@ -100,6 +100,19 @@ def squeeze_excite(m, x):
     return m.b(x * s).mean((2, 3))
 
 
+def merged_heads(m, x):
+    """As BLOOM, DeBERTa and T5 write it: heads merged into the batch."""
+    q, k, v = (f(x).view(2, 5, 4, 8).transpose(1, 2).reshape(8, 5, 8) for f in (m.q, m.k, m.v))
+    scores = torch.baddbmm(x.new_ones(8, 1, 5), q, k.transpose(1, 2), beta=0.5)
+    return m.o((scores.softmax(2) @ v).view(2, 4, 5, 8).transpose(1, 2).reshape(2, 5, 32))
+
+
+def heads_by_letters(m, x):
+    q, k, v = (f(x).view(2, 5, 4, 8) for f in (m.q, m.k, m.v))
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(3)
+    return m.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+
+
 IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
 inputs = {f"{n}.in": 32 for n in "qkv"}
@@ -158,6 +171,16 @@ CASES = {
         nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 6, 2, stride=2), nn.ReLU(), conv(6, 2)),
         IMAGE,
         {"0": 8, "1": 6},
+    ),
+    "merged_heads": (
+        Fn(merged_heads, **qkv),
+        TOKENS,
+        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
+    ),
+    "heads_by_letters": (
+        Fn(heads_by_letters, **qkv),
+        TOKENS,
+        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
     ),
     "heads_beside_the_batch": (
         Fn(

@@ -158,6 +158,8 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
         infer.read(inner_a, node, (a, len(left)), b)
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
+    if not stored and not stored_a:
+        _name_heads(infer, left, [inner_a, *columns])
     if columns:
         infer.write(columns[0], node, b, len(infer.dims(b)) - 1)
     if rows:
@@ -167,6 +169,14 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     place = infer.place(b, weight_dim)
     infer.work(node, out if place else (*out, infer.solver.resolve(inner_a)), place)
     return out
+
+
+def _name_heads(infer: Inference, batch: list[Expr], dims: list[Expr]) -> None:
+    """A product of two results with batch dims is attention written out, or like it."""
+    for expr in dims if batch else ():
+        infer.kind(expr, "head_dim")
+    for expr in batch:
+        infer.kind(expr, "head")
 
 
 def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Expr]:
@@ -206,6 +216,10 @@ def einsum(infer: Inference, node: Node) -> Value:
                 infer.write(dim, node, operand, position)
         else:
             infer.read(dim, node, stored[0] if stored else None, *nodes)
+    if not any(infer.place(*found) for founds in where.values() for found in founds):
+        carried = {letter for letter in output if len(where[letter]) > 1}
+        batch = [dim for letter, dim in letters.items() if letter in carried]
+        _name_heads(infer, batch, [dim for letter, dim in letters.items() if letter not in carried])
     infer.work(node, tuple(letters.values()))
     return tuple(letters[letter] for letter in output)
 
