@@ -54,6 +54,7 @@ def steps(which: str, name: str) -> Iterator[Row]:
         "macs": survey.macs,
         "params_share": round(survey.reachable("params"), 4),
         "macs_share": round(survey.reachable("macs"), 4),
+        "whole": whole(survey),
         "unknown": sorted({p.operator for p in survey.pins if "unknown" in p.reason}),
         "step": "gate",
     }
@@ -71,6 +72,15 @@ def steps(which: str, name: str) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         dense.save_onnx(Path(folder) / "model.onnx")
     yield {"onnx": dense.certificate.worst("onnx", "float32")}
+
+
+def whole(survey: l0prune.Survey, most: int = 3) -> dict[str, float]:
+    """The reasons why MACs stay whole, with their shares of all MACs; the largest ones."""
+    lost: Counter[str] = Counter()
+    for layer in survey.layers:
+        reasons = dict.fromkeys(side.reason for side in (layer.input, layer.output) if side.reason)
+        lost["; ".join(reasons)] += layer.macs * (1 - layer.macs_reachable) / survey.macs
+    return {why: round(share, 4) for why, share in lost.most_common(most) if share > 0.0005}
 
 
 def summary(row: Row) -> str:
