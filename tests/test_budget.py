@@ -28,7 +28,7 @@ def test_the_lagrangian_is_the_multiplier_times_the_excess_share():
     torch.testing.assert_close(l0prune.penalty(model, budget), expected)
 
 
-def test_the_target_comes_down_in_a_straight_line():
+def test_every_step_takes_the_same_part_of_what_the_target_leaves():
     model = gated()
     budget = Budget(model, "params=0.5", steps=10, ramp=0.4)
     targets = []
@@ -36,7 +36,7 @@ def test_the_target_comes_down_in_a_straight_line():
         targets.append(float(budget.targets))
         l0prune.penalty(model, budget)
         budget.step()
-    assert targets == pytest.approx([1, 0.875, 0.75, 0.625, 0.5, 0.5])
+    assert targets == pytest.approx([1, 0.5**0.25, 0.5**0.5, 0.5**0.75, 0.5, 0.5])
 
 
 def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
