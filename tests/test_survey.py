@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,3 +147,27 @@ def test_reachable_is_the_share_that_an_axis_can_take():
     assert found.reachable("params") == found.reachable("macs") == 1
     pinned = nn.Sequential(nn.Conv2d(3, 5, 1, bias=False), nn.Softmax(1), nn.Conv2d(5, 2, 1))
     assert l0prune.survey(pinned, (torch.randn(2, 3, 4, 4),)).reachable("macs") == 0
+
+
+def test_every_process_makes_the_same_plan():
+    """Strings hash to other numbers in each; what was gated in one is exported in another."""
+    script = (
+        "import torch, l0prune\n"
+        "from networks import CASES\n"
+        "for name in ('layer_norm_stream', 'multi_head_attention', 'weight_norm'):\n"
+        "    model, shape, _ = CASES[name]\n"
+        "    print(l0prune.survey(model, (torch.randn(*shape),)).plan.to_json())\n"
+    )
+    path = os.pathsep.join([os.getcwd(), str(Path(__file__).parent)])
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(plans) == 1
+    assert plans.pop().count('"sites"') == 3

@@ -78,7 +78,7 @@ class Builder:
 
     def _index_events(self) -> None:
         for read in self.infer.reads:
-            for var in set(self._variables(read.expr)):
+            for var in dict.fromkeys(self._variables(read.expr)):
                 self.reads[var].append(read)
         for write in dict.fromkeys(self.infer.writes):
             for var in dict.fromkeys(self._variables(write.expr)):
@@ -112,7 +112,7 @@ class Builder:
         if weightless:
             # z² where both q and k are written under the gate: exact all the same
             written, zeros, missed = zeroing(
-                self.infer, var, {write.place for write in self.writes[var]}, self.reads[var]
+                self.infer, var, [write.place for write in self.writes[var]], self.reads[var]
             )
             if missed is not None:
                 self._pin(var, f"{missed.why}, and it is not zero there", missed.node)

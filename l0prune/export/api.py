@@ -249,7 +249,9 @@ def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
 
 
 def _same_gates(plan: Plan, gated_by: Plan) -> bool:
-    return plan.parts == gated_by.parts and plan.select(gated_by.names).sites == gated_by.sites
+    """Do both have the same parts, and gates at the same places in whatever order?"""
+    sites = plan.select(gated_by.names).sites
+    return plan.parts == gated_by.parts and set(sites) == set(gated_by.sites)
 
 
 def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
