@@ -107,6 +107,15 @@ def merged_heads(m, x):
     return m.o((scores.softmax(2) @ v).view(2, 4, 5, 8).transpose(1, 2).reshape(2, 5, 32))
 
 
+def alibi(m, x):
+    """A slope for each head, made in forward."""
+    q, k, v = (f(x).view(2, 5, 4, 8).transpose(1, 2) for f in (m.q, m.k, m.v))
+    slopes = 0.25 ** torch.arange(1, 5, device=x.device)
+    bias = slopes[:, None, None] * torch.arange(5, device=x.device)
+    weights = (q @ k.transpose(2, 3) + bias.to(x.dtype)).softmax(3)
+    return m.o((weights @ v).transpose(1, 2).flatten(2))
+
+
 def heads_by_letters(m, x):
     q, k, v = (f(x).view(2, 5, 4, 8) for f in (m.q, m.k, m.v))
     weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(3)
@@ -176,6 +185,20 @@ CASES = {
         Fn(merged_heads, **qkv),
         TOKENS,
         {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
+    ),
+    "alibi": (
+        Fn(alibi, **qkv),
+        TOKENS,
+        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
+    ),
+    "picked_by_identity": (
+        Fn(
+            lambda m, x: m.b(m.a(x) @ torch.eye(8, dtype=x.dtype).flip(1)),
+            a=nn.Linear(10, 8),
+            b=nn.Linear(8, 3),
+        ),
+        FLAT,
+        {"a": 8, "a.in": 10},
     ),
     "heads_by_letters": (
         Fn(heads_by_letters, **qkv),

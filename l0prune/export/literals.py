@@ -20,6 +20,8 @@ from l0prune.layout import Layout, size_of
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
 REWRITES: dict[str, Rewrite] = {}
+# How buffers are called that say which entries of a tensor made in forward are picked.
+KEPT_ENTRIES = "kept_entries_of_"
 
 
 def rewrites(*operators: str) -> Callable[[Rewrite], Rewrite]:
@@ -59,6 +61,26 @@ def sizes_of_output(sizes: Sizes, node: Node) -> None:
 def sizes_of_made(sizes: Sizes, node: Node) -> None:
     """The first argument lists the output's sizes."""
     _fit(sizes, node, 0)
+
+
+@rewrites(*(f"aten.{name}" for name in ("arange", "linspace", "logspace", "eye")))
+def entries_of_slots(sizes: Sizes, node: Node) -> None:
+    """A tensor with an entry for each slot: those of the slots that stay are picked from it."""
+    module, users, last = node.graph.owning_module, list(node.users), node
+    assert module is not None
+    for dim, layout in enumerate(sizes.dims(node)):
+        if not sizes.changes(layout):
+            continue
+        name = f"{KEPT_ENTRIES}{node.name}_{dim}"
+        kept = sizes.mask(layout).nonzero().flatten()
+        module.register_buffer(name, kept.to(node.meta["val"].device))
+        with node.graph.inserting_after(last):
+            index = node.graph.get_attr(name)
+        with node.graph.inserting_after(index):
+            last = node.graph.call_function(torch.ops.aten.index_select.default, (last, dim, index))
+        sizes.layouts[last.name] = sizes.dims(node)
+    for user in users:
+        user.replace_input_with(node, last)
 
 
 def _fit(sizes: Sizes, node: Node, position: int) -> None:

@@ -23,7 +23,9 @@ def _always(node: Node, operands: Sequence[bool | None]) -> bool:
 # Tensors whose entries are all alike can be made as large as what they meet turns out to be.
 _ALIKE = "ones new_ones full new_full empty new_empty"
 _ZEROS = "zeros new_zeros"
-_MADE = "arange linspace eye tril_indices triu_indices rand randn scalar_tensor tensor"
+# Each slot has an entry of its own, known beforehand: an export picks those of the slots that stay.
+_PATTERNS = "arange linspace logspace eye"
+_MADE = "tril_indices triu_indices rand randn scalar_tensor tensor"
 
 
 def alike(infer: Inference, node: Node) -> Value:
@@ -35,9 +37,15 @@ rule(*(f"aten.{name}" for name in _ALIKE.split()))(alike)
 rule(*(f"aten.{name}" for name in _ZEROS.split()), zero=_always)(alike)
 
 
+@rule(*(f"aten.{name}" for name in _PATTERNS.split()))
+def pattern(infer: Inference, node: Node) -> Value:
+    """A tensor of known entries: each dim is whatever it meets, unless an input says how long."""
+    return made(infer, node) if node.all_input_nodes else alike(infer, node)
+
+
 @rule(*(f"aten.{name}" for name in _MADE.split()))
 def made(infer: Inference, node: Node) -> Value:
-    """A tensor with a pattern: what it meets keeps its size."""
+    """A tensor of other entries: what it meets keeps its size."""
     return infer.opaque(node, "a tensor made inside forward")
 
 
