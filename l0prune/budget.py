@@ -1,6 +1,7 @@
 """Budgets as constraints: a multiplier for each, which rises while its budget is exceeded.
 
-With shares ``g(φ) = E[count]/dense − target`` of a network with gates φ the loss is
+With ``g(φ) = E[count]/target − 1``, by how much of its target a network with gates φ is too large,
+the loss is
 
     L(θ, φ) + Σ λᵢ·gᵢ(φ),    λᵢ ≥ 0,
 
@@ -23,7 +24,7 @@ from l0prune.rewrite import gates_of
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
-# A share of the dense count beyond which excess counts no more.
+# A share of the target beyond which excess counts no more.
 _FAR = 0.1
 _LARGEST = 1e6
 
@@ -44,7 +45,7 @@ class Budget:
 
     Attributes:
         limits: what is limited.
-        multipliers: λ of each, in units of the loss per share of the dense count.
+        multipliers: λ of each, in units of the loss per share of the target.
         done: steps done.
 
     Args:
@@ -92,7 +93,8 @@ class Budget:
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
             self._bounds = self._bounds.to(p.device)
-        excess = torch.stack([term.share(p) for term in self._terms]) - self.targets.to(p.dtype)
+        shares = torch.stack([term.share(p) for term in self._terms])
+        excess = shares / self.targets.to(p.dtype) - 1
         self._excess = excess.detach()
         return torch.dot(self.multipliers.to(p.dtype), excess)
 

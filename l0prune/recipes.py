@@ -12,80 +12,19 @@ from typing import Any
 
 import onnxruntime
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 import l0prune
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
 from l0prune.files import atomic_write
-from l0prune.gates import Gate, gate_of
+from l0prune.finetune import History
 from l0prune.models import load_model
+from l0prune.recipe import ModelPart, Recipe
 
 # In a source checkout the recipes lie beside the package, in an installed one inside it.
 _HOMES = (Path(__file__).parent / "recipes_builtin", Path(__file__).parent.parent / "recipes")
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class ModelPart(_Part):
-    """Where the network comes from; paths are relative to the recipe."""
-
-    source: str
-    weights: str | None = None
-
-
-class DataPart(_Part):
-    """What it learns from."""
-
-    source: str
-
-
-class GatePart(_Part):
-    """How the gates are put on and set at first."""
-
-    include: list[str] = Field(default_factory=lambda: ["*"])
-    exclude: list[str] = Field(default_factory=list)
-    open_probability: float | dict[str, float] = 0.99
-    jitter: float = 0.01
-    seed: int = 0
-    kind: str = "hard-concrete"
-    settings: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _is_known(self) -> GatePart:
-        self.made()
-        return self
-
-    def made(self) -> Gate:
-        """The kind of gate with its settings."""
-        try:
-            return gate_of(self.kind, self.settings)
-        except UsageError as error:
-            raise ValueError(str(error)) from error  # which pydantic reports with its place
-
-
-class ExportPart(_Part):
-    """Which files to write besides ONNX."""
-
-    pt2: bool = False
-    state: bool = False
-
-
-class Recipe(_Part):
-    """All of a run. ``dense`` and ``finetune`` hold settings of ``l0prune.finetune``."""
-
-    name: str
-    description: str
-    seed: int = 0
-    model: ModelPart
-    data: DataPart
-    dense: dict[str, Any] | None = None
-    gate: GatePart = Field(default_factory=GatePart)
-    finetune: dict[str, Any] = Field(default_factory=dict)
-    export: ExportPart = Field(default_factory=ExportPart)
 
 
 def builtin() -> dict[str, Recipe]:
@@ -176,7 +115,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     tuned = folder / "tuned.pt"
     if not tuned.exists():
         _finetune(recipe, data, gated, tuned, folder)
-    return _export(recipe, data, tuned, folder)
+    return _export(recipe, data, tuned, folder, data_root)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -237,10 +176,13 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
 
 def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
     settings = recipe.gate.model_dump(exclude={"kind", "settings"})
-    example = data.train.example(2)
-    args = example if isinstance(example, tuple) else (example,)
-    l0prune.gate(model, args, gate=recipe.gate.made(), **settings)
+    l0prune.gate(model, _example(data), gate=recipe.gate.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
+
+
+def _example(data: Data) -> tuple[Any, ...]:
+    example = data.train.example(2)
+    return example if isinstance(example, tuple) else (example,)
 
 
 def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
@@ -265,9 +207,29 @@ class _OnnxFile(nn.Module):
         return torch.from_numpy(self._session.run(None, feed)[0])
 
 
-def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
+def _recover(
+    recipe: Recipe, data: Data, small: nn.Module, folder: Path, data_root: str | None
+) -> History:
+    """Train the small network on alone: its steps cost what a network of its size costs."""
+    settings = {"out": folder / "recover", "resume": True, "seed": recipe.seed}
+    settings |= recipe.recover or {}
+    if settings.get("distill"):
+        settings["teacher"] = _dense(recipe, data, folder, data_root)
+    return l0prune.train_dense(small, data, **settings)
+
+
+def _export(
+    recipe: Recipe, data: Data, tuned: Path, folder: Path, data_root: str | None
+) -> dict[str, Any]:
     model = _reload(recipe, tuned)
+    history = l0prune.read_info(tuned).get("history")
     dense = l0prune.export(model)
+    before = {"params_before": dense.params_before, "macs_before": dense.macs_before}
+    if recipe.recover is not None:
+        small = dense.module
+        history = _recover(recipe, data, small, folder, data_root).last
+        # With all gates open, so that its files are written and certified like any other's.
+        dense = l0prune.export(l0prune.gate(small, _example(data)))
     onnx = folder / f"{recipe.name}.onnx"
     dense.save_onnx(onnx)
     if recipe.export.pt2:
@@ -281,9 +243,10 @@ def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, 
         "test_error": l0prune.evaluate(dense.module, data)["error"],
         "onnx_test_error": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")["error"],
         **dense.to_dict(),
+        **before,
         "axes": axes,
         "onnx": str(onnx),
-        "training": l0prune.read_info(tuned).get("history"),
+        "training": history,
     }
     atomic_write(folder / "result.json", lambda file: _write(file, json.dumps(result, indent=2)))
     return result

@@ -18,13 +18,13 @@ def at(model, value):
         l0prune.gates(model).log_alpha.fill_(value)
 
 
-def test_the_lagrangian_is_the_multiplier_times_the_excess_share():
+def test_the_lagrangian_is_the_multiplier_times_the_excess_over_the_target():
     model = gated()
     budget = Budget(model, "params=23", steps=10, ramp=0.0)
     budget.multipliers = torch.tensor([3.0])
     at(model, 0.5)
     p = l0prune.gates(model).open_probability()
-    expected = 3.0 * ((7 * p.sum() + 2) / 58 - 23 / 58)
+    expected = 3.0 * ((7 * p.sum() + 2) / 23 - 1)
     torch.testing.assert_close(l0prune.penalty(model, budget), expected)
 
 
@@ -48,8 +48,9 @@ def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_
         l0prune.penalty(model, budget)
         budget.step()
         found.append(float(budget.multipliers))
-    first = 2 * 0.05
-    assert found == pytest.approx([first, first + 2 * 0.05 * (1 + first)], rel=1e-3)
+    over = 1 / 0.95 - 1
+    first = 2 * over
+    assert found == pytest.approx([first, first + 2 * over * (1 + first)], rel=1e-3)
     at(model, -9.0)
     l0prune.penalty(model, budget)
     budget.step()
