@@ -19,7 +19,6 @@ import l0prune
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
 from l0prune.files import atomic_write
-from l0prune.finetune import History
 from l0prune.models import load_model
 from l0prune.recipe import ModelPart, Recipe
 
@@ -115,7 +114,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     tuned = folder / "tuned.pt"
     if not tuned.exists():
         _finetune(recipe, data, gated, tuned, folder)
-    return _export(recipe, data, tuned, folder, data_root)
+    return _export(recipe, data, tuned, folder)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -176,13 +175,10 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
 
 def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
     settings = recipe.gate.model_dump(exclude={"kind", "settings"})
-    l0prune.gate(model, _example(data), gate=recipe.gate.made(), **settings)
-    l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
-
-
-def _example(data: Data) -> tuple[Any, ...]:
     example = data.train.example(2)
-    return example if isinstance(example, tuple) else (example,)
+    args = example if isinstance(example, tuple) else (example,)
+    l0prune.gate(model, args, gate=recipe.gate.made(), **settings)
+    l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 
 def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
@@ -207,29 +203,9 @@ class _OnnxFile(nn.Module):
         return torch.from_numpy(self._session.run(None, feed)[0])
 
 
-def _recover(
-    recipe: Recipe, data: Data, small: nn.Module, folder: Path, data_root: str | None
-) -> History:
-    """Train the small network on alone: its steps cost what a network of its size costs."""
-    settings = {"out": folder / "recover", "resume": True, "seed": recipe.seed}
-    settings |= recipe.recover or {}
-    if settings.get("distill"):
-        settings["teacher"] = _dense(recipe, data, folder, data_root)
-    return l0prune.train_dense(small, data, **settings)
-
-
-def _export(
-    recipe: Recipe, data: Data, tuned: Path, folder: Path, data_root: str | None
-) -> dict[str, Any]:
+def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
     model = _reload(recipe, tuned)
-    history = l0prune.read_info(tuned).get("history")
     dense = l0prune.export(model)
-    before = {"params_before": dense.params_before, "macs_before": dense.macs_before}
-    if recipe.recover is not None:
-        small = dense.module
-        history = _recover(recipe, data, small, folder, data_root).last
-        # With all gates open, so that its files are written and certified like any other's.
-        dense = l0prune.export(l0prune.gate(small, _example(data)))
     onnx = folder / f"{recipe.name}.onnx"
     dense.save_onnx(onnx)
     if recipe.export.pt2:
@@ -243,10 +219,9 @@ def _export(
         "test_error": l0prune.evaluate(dense.module, data)["error"],
         "onnx_test_error": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")["error"],
         **dense.to_dict(),
-        **before,
         "axes": axes,
         "onnx": str(onnx),
-        "training": history,
+        "training": l0prune.read_info(tuned).get("history"),
     }
     atomic_write(folder / "result.json", lambda file: _write(file, json.dumps(result, indent=2)))
     return result
