@@ -163,11 +163,12 @@ def test_an_mnist_row(row, tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"
         "from l0prune.data import Data, Tensors\n"
+        "from l0prune.data.augment import shifted\n"
         "def noise():\n"
         "    generator = torch.Generator().manual_seed(0)\n"
         "    x = torch.randn(200, 1, 28, 28, generator=generator)\n"
         "    y = torch.arange(200) % 10\n"
-        "    return Data('noise', Tensors(x, y), Tensors(x, y), 10)\n"
+        "    return Data('noise', Tensors(x, y, shifted), Tensors(x, y), 10)\n"
     )
     overrides = [
         f"data.source={tmp_path}/noise.py:noise", "dense.epochs=1", "finetune.epochs=10",
