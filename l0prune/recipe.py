@@ -59,7 +59,11 @@ class ExportPart(_Part):
 
 
 class Recipe(_Part):
-    """All of a run. ``dense`` and ``finetune`` hold settings of ``l0prune.finetune``."""
+    """All of a run.
+
+    ``dense``, ``finetune`` and ``recover`` hold settings of ``l0prune.finetune``: for the network
+    before it is gated, for the gated one, and for the small one alone, where they are asked for.
+    """
 
     name: str
     description: str
@@ -69,4 +73,5 @@ class Recipe(_Part):
     dense: dict[str, Any] | None = None
     gate: GatePart = Field(default_factory=GatePart)
     finetune: dict[str, Any] = Field(default_factory=dict)
+    recover: dict[str, Any] | None = None
     export: ExportPart = Field(default_factory=ExportPart)

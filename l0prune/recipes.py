@@ -19,6 +19,7 @@ import l0prune
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
 from l0prune.files import atomic_write
+from l0prune.finetune import History
 from l0prune.models import load_model
 from l0prune.recipe import ModelPart, Recipe
 
@@ -114,7 +115,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     tuned = folder / "tuned.pt"
     if not tuned.exists():
         _finetune(recipe, data, gated, tuned, folder)
-    return _export(recipe, data, tuned, folder)
+    return _export(recipe, data, tuned, folder, data_root)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -203,9 +204,26 @@ class _OnnxFile(nn.Module):
         return torch.from_numpy(self._session.run(None, feed)[0])
 
 
-def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, Any]:
+def _recover(
+    recipe: Recipe, data: Data, small: nn.Module, folder: Path, data_root: str | None
+) -> History:
+    """Train the small network on alone: its steps cost what a network of its size costs."""
+    settings = {"out": folder / "recover", "resume": True, "seed": recipe.seed}
+    settings |= recipe.recover or {}
+    if settings.get("distill"):
+        settings["teacher"] = _dense(recipe, data, folder, data_root)
+    return l0prune.train_dense(small, data, **settings)
+
+
+def _export(
+    recipe: Recipe, data: Data, tuned: Path, folder: Path, data_root: str | None
+) -> dict[str, Any]:
     model = _reload(recipe, tuned)
+    history = l0prune.read_info(tuned).get("history")
     dense = l0prune.export(model)
+    if recipe.recover is not None:
+        history = _recover(recipe, data, dense.module, folder, data_root).last
+        dense = dense.renewed()
     onnx = folder / f"{recipe.name}.onnx"
     dense.save_onnx(onnx)
     if recipe.export.pt2:
@@ -221,7 +239,7 @@ def _export(recipe: Recipe, data: Data, tuned: Path, folder: Path) -> dict[str, 
         **dense.to_dict(),
         "axes": axes,
         "onnx": str(onnx),
-        "training": l0prune.read_info(tuned).get("history"),
+        "training": history,
     }
     atomic_write(folder / "result.json", lambda file: _write(file, json.dumps(result, indent=2)))
     return result

@@ -172,7 +172,8 @@ def test_an_mnist_row(row, tmp_path):
     )
     overrides = [
         f"data.source={tmp_path}/noise.py:noise", "dense.epochs=1", "finetune.epochs=10",
-        "dense.progress=false", "finetune.progress=false",
+        "dense.progress=false", "finetune.progress=false", "recover.progress=false",
+        "recover.epochs=1",
     ]  # fmt: skip
     found = mnist.measure(row, overrides, tmp_path)
     network, widths = found["network"], list(map(int, found["architecture"].split("-")))

@@ -51,8 +51,9 @@ def test_settings_of_a_builtin_recipe_fit_its_network(name):
         assert min(Lambda.of(settings.lam, 60_000).for_axes(gates.plan.names)) > 0
     else:
         assert limits(settings.budget)
-    if recipe.dense is not None:
-        Settings.of(recipe.dense)
+    for stage in (recipe.dense, recipe.recover):
+        if stage is not None:
+            Settings.of(stage)
 
 
 def test_mlp_starts_at_the_papers_dropout_rates():
@@ -186,3 +187,19 @@ def test_a_run_does_each_stage_once(tmp_path):
 
     with pytest.raises(UsageError, match="other settings"):
         recipes.run(recipes.load("digits-lenet", []), folder)
+
+
+def test_the_small_network_learns_on_alone(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = tmp_path / "run"
+    short = recipes.run(recipes.load("digits-lenet", SHORT), folder)
+    alone = ["recover.epochs=3", "recover.distill=0.5", "recover.progress=false"]
+    (folder / "recipe.json").unlink()  # what is done so far is the same
+    longer = recipes.run(recipes.load("digits-lenet", [*SHORT, *alone]), folder)
+    for same in ("axes", "params", "macs", "params_before", "macs_before"):
+        assert longer[same] == short[same]
+    assert longer["training"]["phase"] == "dense"
+    assert longer["training"]["epoch"] == 3
+    assert longer["test_error"] == pytest.approx(longer["training"]["error"], abs=1 / 360 + 1e-9)
+    assert longer["onnx_test_error"] == pytest.approx(longer["test_error"], abs=1 / 360 + 1e-9)
+    assert longer["training"]["test_loss"] < short["training"]["test_loss"]

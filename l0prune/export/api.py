@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
@@ -27,7 +26,7 @@ from l0prune.export.certificate import (
     fresh_inputs,
 )
 from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
-from l0prune.export.program import dense_module, reexport, reexport_part
+from l0prune.export.program import dense_module, programs, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
@@ -140,7 +139,7 @@ def _prove_whole(
         choice = choose(both.own, [Reference("", both.gated, inputs)])
         own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
     export = partial(reexport, dynamic=captured.dynamic)
-    program, single, dynamic = _programs(graph, dtype, example, export)
+    program, single, dynamic = programs(graph, dtype, example, export)
     return _Proven(
         module=graph if verdict.reason or own is None else own.to(dtype),
         pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
@@ -181,30 +180,12 @@ def _prove_parts(
     for path, verdict in choice.verdicts.items():
         received[path] = received[path] or [part_examples[path]]
         part = dense.get_submodule(path)
-        program, single, dynamic = _programs(part, dtype, received[path][0], reexport_part)
+        program, single, dynamic = programs(part, dtype, received[path][0], reexport_part)
         dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
         submodule = both.gated.get_submodule(path)
         pieces.append(Piece(path, program, single, dynamic, submodule, tuple(received[path])))
     dense.to(dtype)
     return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
-
-
-def _programs(
-    module: nn.Module,
-    dtype: torch.dtype,
-    example: Inputs,
-    export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
-) -> tuple[ExportedProgram, ExportedProgram, bool]:
-    """The module, which becomes one of ``dtype``, as a program; and one of float32, for ONNX.
-
-    The last says whether the batch is free in both.
-    """
-    copy = module if dtype == torch.float32 else copied(module)
-    single, is_free = export(copy.to(torch.float32), cast(example, torch.float32))
-    if copy is module:
-        return single, single, is_free
-    program, dynamic = export(module.to(dtype), cast(example, dtype))
-    return program, single, dynamic and is_free
 
 
 def _copy(model: nn.Module) -> nn.Module:

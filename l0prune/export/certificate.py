@@ -77,6 +77,10 @@ class Certificate:
                 "l0prune: please report it with the model's code."
             )
 
+    def without(self, what: Compared) -> Certificate:
+        """The certificate without the comparisons of this kind."""
+        return Certificate(tuple(check for check in self.checks if check.what != what))
+
     def with_checks(self, checks: Sequence[Check]) -> Certificate:
         """This certificate and further checks.
 

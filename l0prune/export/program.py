@@ -19,7 +19,9 @@ from l0prune.axes import Analysis
 from l0prune.axes.nodes import operator_name
 from l0prune.calls import Inputs
 from l0prune.capture import batch_shapes, widened
+from l0prune.copies import copied
 from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
+from l0prune.export.certificate import cast
 from l0prune.export.literals import rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
@@ -130,6 +132,24 @@ def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[Exporte
     args, kwargs = widened(*example)
     shapes = partial(batch_shapes, module, args, kwargs) if dynamic else None
     return _exported(module, (args, kwargs), shapes)
+
+
+def programs(
+    module: nn.Module,
+    dtype: torch.dtype,
+    example: Inputs,
+    export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
+) -> tuple[ExportedProgram, ExportedProgram, bool]:
+    """The module, which becomes one of ``dtype``, as a program; and one of float32, for ONNX.
+
+    The last says whether the batch is free in both.
+    """
+    copy = module if dtype == torch.float32 else copied(module)
+    single, is_free = export(copy.to(torch.float32), cast(example, torch.float32))
+    if copy is module:
+        return single, single, is_free
+    program, dynamic = export(module.to(dtype), cast(example, dtype))
+    return program, single, dynamic and is_free
 
 
 def reexport_part(module: nn.Module, example: Inputs) -> tuple[ExportedProgram, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from l0prune.calls import Inputs
+from l0prune.copies import copied
 from l0prune.errors import UsageError
 from l0prune.export import onnx_file
-from l0prune.export.certificate import Certificate, compare_onnx
+from l0prune.export.certificate import Certificate, cast, compare_onnx
+from l0prune.export.program import programs, reexport, reexport_part
 from l0prune.files import atomic_write
 
 
@@ -32,7 +34,7 @@ class Piece:
         program: the dense part as a ``torch.export`` program, in the model's dtype.
         single: the same in float32, which is what ONNX files are in.
         dynamic: whether its batch size is free.
-        gated: the gated part that it stands for.
+        gated: the gated part that it stands for, or the dense one that has learned on.
         inputs: what they are compared on, in float32.
     """
 
@@ -91,6 +93,24 @@ class Export:
         """Whether the batch size is free."""
         return all(piece.dynamic for piece in self.pieces)
 
+    def renewed(self) -> Export:
+        """The same of what ``module`` computes by now, after it has been trained on.
+
+        Programs and files are then of its parameters as they are. The certificate keeps what was
+        shown of the cut, on the parameters of that time; ``save_onnx`` adds that the file computes
+        what the module does.
+        """
+        module = copied(self.module).cpu().eval()
+        state = module.state_dict()
+        # A graph has not all names of the class: counters of batches stay, weights never stay old.
+        known = {n: t for n, t in self._state.items() if n in state or not t.is_floating_point()}
+        return replace(
+            self,
+            pieces=tuple(_renewed(piece, module) for piece in self.pieces),
+            certificate=self.certificate.without("onnx"),
+            _state={name: state.get(name, tensor) for name, tensor in known.items()},
+        )
+
     def save_onnx(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Write ONNX, after ONNX Runtime has shown that it computes the same.
 
@@ -110,8 +130,7 @@ class Export:
             proto = protos[self._file_of(piece, path)] = onnx_file.to_onnx(piece.single)
             session = onnx_file.Session(proto.SerializeToString())
             checks += compare_onnx(piece.gated, session, piece.inputs, piece.path)
-        earlier = Certificate(tuple(c for c in self.certificate.checks if c.what != "onnx"))
-        certificate = earlier.with_checks(checks)
+        certificate = self.certificate.without("onnx").with_checks(checks)
         facts = {
             "certificate": json.dumps(certificate.to_dict()),
             "params": self.params,
@@ -185,3 +204,12 @@ class Export:
         yield proof
         if self.note:
             yield self.note
+
+
+def _renewed(piece: Piece, module: nn.Module) -> Piece:
+    """The same part of the module as it is now."""
+    part = module.get_submodule(piece.path)
+    dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+    export = reexport_part if piece.path else partial(reexport, dynamic=piece.dynamic)
+    made = programs(copied(part), dtype, cast(piece.inputs[0], dtype), export)
+    return Piece(piece.path, *made, part, piece.inputs)

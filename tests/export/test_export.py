@@ -6,6 +6,7 @@ import copy
 import json
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from averages import AVERAGES
@@ -266,3 +267,34 @@ def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
     assert dense.certificate.worst("dense", "float64") <= 1e-12
     assert "a.weight" in dict(dense.module.named_parameters())
     assert dense.module.a.weight.shape[0] == 4
+
+
+@pytest.mark.parametrize("name", ["sigmoid_after_bn", "multi_head_attention", "layer_norm_stream"])
+def test_what_has_learned_on_is_written_as_it_is_now(name, tmp_path):
+    model, x = gated_case(name, seed=1)
+    first = l0prune.export(model)
+    module = first.module
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.2).add_(0.01)
+    renewed = first.renewed()
+    assert renewed.module is module
+    assert (renewed.params, renewed.widths) == (first.params, first.widths)
+
+    fresh = torch.randn_like(x)
+    with torch.no_grad():
+        expected = module.eval()(fresh)
+    limit = 1e-5 * expected.abs().max()
+    renewed.save_onnx(tmp_path / "model.onnx")
+    assert renewed.certificate.worst("onnx", "float32") <= 1e-5
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (found,) = session.run(None, {session.get_inputs()[0].name: fresh.numpy()})
+    assert (expected - torch.from_numpy(found)).abs().max() <= limit
+    renewed.save(tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    assert (expected - program(fresh)).abs().max() <= limit
+    renewed.save(tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)["state_dict"]
+    assert {name for name, _ in module.named_parameters()} <= state.keys()
+    for name, tensor in module.state_dict().items():
+        assert name not in state or torch.equal(state[name], tensor)
