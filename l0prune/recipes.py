@@ -149,10 +149,15 @@ def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> A
     model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
     if recipe.dense is None:
         return model
-    settings = {"out": folder / "dense", "resume": True, "seed": recipe.seed, **recipe.dense}
+    settings = _settings(recipe, folder / "dense", recipe.dense)
     history = l0prune.train_dense(model, data, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
+
+
+def _settings(recipe: Recipe, out: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """Of training in a stage, which goes on where it was stopped."""
+    return {"out": out, "resume": True, "seed": recipe.seed, **given}
 
 
 def _reload(recipe: Recipe, path: Path) -> Any:
@@ -184,7 +189,7 @@ def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
 
 def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
     model = _reload(recipe, gated)
-    settings = {"out": folder / "finetune", "resume": True, "seed": recipe.seed, **recipe.finetune}
+    settings = _settings(recipe, folder / "finetune", recipe.finetune)
     history = l0prune.finetune(model, data, **settings)
     info = {**l0prune.read_info(gated), "history": history.last}
     l0prune.save(model, tuned, info)
@@ -208,8 +213,7 @@ def _recover(
     recipe: Recipe, data: Data, small: nn.Module, folder: Path, data_root: str | None
 ) -> History:
     """Train the small network on alone: its steps cost what a network of its size costs."""
-    settings = {"out": folder / "recover", "resume": True, "seed": recipe.seed}
-    settings |= recipe.recover or {}
+    settings = _settings(recipe, folder / "recover", recipe.recover or {})
     if settings.get("distill"):
         settings["teacher"] = _dense(recipe, data, folder, data_root)
     return l0prune.train_dense(small, data, **settings)

@@ -126,6 +126,12 @@ IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
 inputs = {f"{n}.in": 32 for n in "qkv"}
 
+
+def attention(run):
+    """Of four heads of eight dims, with separate projections."""
+    return Fn(run, **qkv), TOKENS, {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs}
+
+
 torch.manual_seed(0)  # the networks below are the same in every run
 CASES = {
     # name: (module, input shape, sizes of the axes in order)
@@ -181,16 +187,8 @@ CASES = {
         IMAGE,
         {"0": 8, "1": 6},
     ),
-    "merged_heads": (
-        Fn(merged_heads, **qkv),
-        TOKENS,
-        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
-    ),
-    "alibi": (
-        Fn(alibi, **qkv),
-        TOKENS,
-        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
-    ),
+    "merged_heads": attention(merged_heads),
+    "alibi": attention(alibi),
     "picked_by_identity": (
         Fn(
             lambda m, x: m.b(m.a(x) @ torch.eye(8, dtype=x.dtype).flip(1)),
@@ -200,11 +198,7 @@ CASES = {
         FLAT,
         {"a": 8, "a.in": 10},
     ),
-    "heads_by_letters": (
-        Fn(heads_by_letters, **qkv),
-        TOKENS,
-        {"q.heads": 4, "q.head_dim": 8, "v.head_dim": 8, **inputs},
-    ),
+    "heads_by_letters": attention(heads_by_letters),
     "heads_beside_the_batch": (
         Fn(
             pooled_heads,

@@ -26,7 +26,7 @@ from l0prune.export.certificate import (
     fresh_inputs,
 )
 from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
-from l0prune.export.program import dense_module, programs, reexport, reexport_part
+from l0prune.export.program import dense_module, dtype_of, programs, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
@@ -83,7 +83,7 @@ def export(model: nn.Module) -> Export:
     gated = _copy(model).cpu().eval()
     plain = copied(gated)
     bank = detach(plain)
-    dtype = next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
+    dtype = dtype_of(plain)
     example = cast(bank.example, dtype)
     parts = _parts(plain, example, gates.plan)
     # In float64 throughout, so that the certificate sees the cut and not the rounding of a fold.

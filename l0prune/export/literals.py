@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from l0prune.axes.nodes import argument, operator_name
+from l0prune.axes.rules.factories import PATTERNS
 from l0prune.axes.rules.reduction import reduced_dims
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Layout, size_of
@@ -63,24 +65,28 @@ def sizes_of_made(sizes: Sizes, node: Node) -> None:
     _fit(sizes, node, 0)
 
 
-@rewrites(*(f"aten.{name}" for name in ("arange", "linspace", "logspace", "eye")))
+@rewrites(*PATTERNS)
 def entries_of_slots(sizes: Sizes, node: Node) -> None:
     """A tensor with an entry for each slot: those of the slots that stay are picked from it."""
-    module, users, last = node.graph.owning_module, list(node.users), node
-    assert module is not None
+    users, last = list(node.users), node
     for dim, layout in enumerate(sizes.dims(node)):
         if not sizes.changes(layout):
             continue
-        name = f"{KEPT_ENTRIES}{node.name}_{dim}"
-        kept = sizes.mask(layout).nonzero().flatten()
-        module.register_buffer(name, kept.to(node.meta["val"].device))
-        with node.graph.inserting_after(last):
-            index = node.graph.get_attr(name)
-        with node.graph.inserting_after(index):
-            last = node.graph.call_function(torch.ops.aten.index_select.default, (last, dim, index))
+        kept = sizes.mask(layout).to(node.meta["val"].device)
+        with node.graph.inserting_before(last.next):
+            last = picked(last, dim, kept, f"{KEPT_ENTRIES}{node.name}_{dim}")
         sizes.layouts[last.name] = sizes.dims(node)
     for user in users:
         user.replace_input_with(node, last)
+
+
+def picked(source: Node, dim: int, kept: Tensor, name: str) -> Node:
+    """The positions of a dim that are ``kept`` (bool); which they are is a buffer of this name."""
+    module = source.graph.owning_module
+    assert module is not None
+    module.register_buffer(name, kept.nonzero().flatten())
+    index = source.graph.get_attr(name)
+    return source.graph.call_function(torch.ops.aten.index_select.default, (source, dim, index))
 
 
 def _fit(sizes: Sizes, node: Node, position: int) -> None:

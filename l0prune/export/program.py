@@ -22,7 +22,7 @@ from l0prune.capture import batch_shapes, widened
 from l0prune.copies import copied
 from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
 from l0prune.export.certificate import cast
-from l0prune.export.literals import rewrite_literals
+from l0prune.export.literals import picked, rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
 
@@ -99,13 +99,8 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
         fine = sizes.mask(columns)[sizes.mask(columns.base)]
         if bool(fine.all()):
             continue
-        name = f"{KEPT_INPUTS}{weight.name}"
-        module.register_buffer(name, fine.nonzero().flatten())
         with module.graph.inserting_before(node):
-            index = module.graph.get_attr(name)
-            gather = module.graph.call_function(
-                torch.ops.aten.index_select.default, (source, -1, index)
-            )
+            gather = picked(source, -1, fine, f"{KEPT_INPUTS}{weight.name}")
         node.replace_input_with(source, gather)
 
 
@@ -132,6 +127,11 @@ def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[Exporte
     args, kwargs = widened(*example)
     shapes = partial(batch_shapes, module, args, kwargs) if dynamic else None
     return _exported(module, (args, kwargs), shapes)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """That of its first parameter of floats."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def programs(

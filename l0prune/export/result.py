@@ -21,7 +21,7 @@ from l0prune.copies import copied
 from l0prune.errors import UsageError
 from l0prune.export import onnx_file
 from l0prune.export.certificate import Certificate, cast, compare_onnx
-from l0prune.export.program import programs, reexport, reexport_part
+from l0prune.export.program import dtype_of, programs, reexport, reexport_part
 from l0prune.files import atomic_write
 
 
@@ -209,7 +209,7 @@ class Export:
 def _renewed(piece: Piece, module: nn.Module) -> Piece:
     """The same part of the module as it is now."""
     part = module.get_submodule(piece.path)
-    dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+    dtype = dtype_of(part)
     export = reexport_part if piece.path else partial(reexport, dynamic=piece.dynamic)
     made = programs(copied(part), dtype, cast(piece.inputs[0], dtype), export)
     return Piece(piece.path, *made, part, piece.inputs)

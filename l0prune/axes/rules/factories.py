@@ -24,7 +24,7 @@ def _always(node: Node, operands: Sequence[bool | None]) -> bool:
 _ALIKE = "ones new_ones full new_full empty new_empty"
 _ZEROS = "zeros new_zeros"
 # Each slot has an entry of its own, known beforehand: an export picks those of the slots that stay.
-_PATTERNS = "arange linspace logspace eye"
+PATTERNS = tuple(f"aten.{name}" for name in ("arange", "linspace", "logspace", "eye"))
 _MADE = "tril_indices triu_indices rand randn scalar_tensor tensor"
 
 
@@ -37,7 +37,7 @@ rule(*(f"aten.{name}" for name in _ALIKE.split()))(alike)
 rule(*(f"aten.{name}" for name in _ZEROS.split()), zero=_always)(alike)
 
 
-@rule(*(f"aten.{name}" for name in _PATTERNS.split()))
+@rule(*PATTERNS)
 def pattern(infer: Inference, node: Node) -> Value:
     """A tensor of known entries: each dim is whatever it meets, unless an input says how long."""
     return made(infer, node) if node.all_input_nodes else alike(infer, node)
