@@ -207,13 +207,21 @@ class _Sides:
         return (sides[0], sides[1]) if read == 0 else (sides[1], sides[0])
 
     def _by_role(self) -> tuple[list[int], list[int]]:
-        """Which dims of a bare parameter are read and written: both all of them if none says."""
+        """Which dims of a bare parameter are read and written: both all of them if none says.
+
+        A kernel's height, of which nobody says anything, is neither.
+        """
         roles = self.plan.roles.get(self.tensor, ())
+        reads = [dim for dim, role in enumerate(roles) if role == "read"]
+        writes = [dim for dim, role in enumerate(roles) if role == "write"]
         every = [dim for dim, size in enumerate(self.weight.shape) if size > 1]
-        reads = [dim for dim in every if roles and roles[dim] == "read"]
-        writes = [dim for dim in every if roles and roles[dim] == "write"]
-        rest = [dim for dim in every if dim not in reads + writes]
-        return reads or rest or every, writes or rest or every
+        rest = [dim for dim in every if dim not in reads + writes and self._is_known(dim)]
+        return reads or rest or writes or every, writes or rest or reads or every
+
+    def _is_known(self, dim: int) -> bool:
+        """Does an axis or a pin speak of the dim?"""
+        where = f"{self.tensor} dim {dim}"
+        return any(leaves(self._layout(dim))) or any(pin.where == where for pin in self.plan.pins)
 
     def _side(self, dims: list[int], grouped: bool = False) -> Side:
         layouts = [self._layout(dim) for dim in dims]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from networks import CASES, Fn
 from torch import nn
@@ -131,6 +132,33 @@ def test_bare_weights_embeddings_and_tied_ones():
     assert "chosen by the input's values" in tied["embed"].input.reason
     assert (tied["embed"].macs, tied["head"].macs) == (0, 5 * 20 * 12)
     assert (tied["embed"].params, tied["head"].params) == (20 * 12, 0)
+
+
+def test_sides_of_a_recurrent_layer_and_its_own_work():
+    model = Fn(
+        lambda m, x: m.b(m.lstm(m.a(x))[0]),
+        a=nn.Linear(5, 12), lstm=nn.LSTM(12, 16, 2, batch_first=True), b=nn.Linear(16, 4),
+    )  # fmt: skip
+    sides = layers(model, 2, 7, 5)
+    first = sides["lstm.weight_ih_l0"]
+    assert first.input.axes == ("a",)
+    assert not first.output.axes
+    assert "recurrent layer" in first.output.reason
+    for name in ("ih_l0", "hh_l0", "ih_l1", "hh_l1"):
+        layer = sides[f"lstm.weight_{name}"]
+        assert layer.macs == 7 * layer.shape[0] * layer.shape[1]
+
+
+def test_a_bare_kernel_reads_channels_and_not_its_height():
+    model = Fn(
+        lambda m, x: m.head(F.conv2d(F.conv2d(x, m.full).relu(), m.apart, groups=8).mean((2, 3))),
+        full=nn.Parameter(torch.randn(8, 1, 3, 3)), apart=nn.Parameter(torch.randn(8, 1, 3, 3)),
+        head=nn.Linear(8, 3),
+    )  # fmt: skip
+    sides = layers(model, 2, 1, 9, 9)
+    assert sides["full"].input.reason == "it is a single slot"
+    assert sides["full"].output.axes == ("full",)
+    assert sides["apart"].input.axes == sides["apart"].output.axes == ("full",)
 
 
 def test_what_eval_never_touches_says_so():

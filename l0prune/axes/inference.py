@@ -233,15 +233,25 @@ class Inference:
             where = f"{module_of(weight) or module_of(node)} (computed weight) dim {dim}"
             self.computed.append(Computed(expr, node, where))
 
-    def work(self, node: Node, dims: tuple[Expr, ...], *places: Place | None) -> None:
-        """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``."""
+    def work(
+        self,
+        node: Node,
+        dims: tuple[Expr, ...],
+        *places: Place | None,
+        weight: Node | None = None,
+    ) -> None:
+        """Record multiply-accumulates: the product of the sizes of ``dims`` and ``places``.
+
+        They are those of ``weight``, or else of the first parameter that ``node`` reads.
+        """
         scale = 1.0 / self.captured.batch
         known = tuple(p for p in places if p is not None)
-        self.works.append(Work(module_of(node), scale, dims, known, self._weight(node)))
+        tensor = self._weight([weight] if weight else node.all_input_nodes)
+        self.works.append(Work(module_of(node), scale, dims, known, tensor))
 
-    def _weight(self, node: Node) -> str:
+    def _weight(self, operands: list[Node]) -> str:
         """The parameter of two or more dims among the operands; empty where there is none."""
-        places = (self.place(operand, 0) for operand in node.all_input_nodes)
+        places = (self.place(operand, 0) for operand in operands)
         names = (place[0] for place in places if place is not None)
         return next((name for name in names if len(self.tensors[name]) > 1), "")
 

@@ -87,7 +87,7 @@ def convolution(infer: Inference, node: Node) -> Value:
     infer.solver.unify(dims[channel], prod((group, inner)))
     infer.solver.unify(rows, prod((group, inner if transposed else outer)))
     out = prod((infer.solver.resolve(group), infer.solver.resolve(outer)))
-    if inner.size > 1:
+    if inner.size > 1 or groups == 1:  # a depthwise one reads nothing but what it writes
         infer.read(inner, node, (weight, read_dim), x)
     infer.write(out, node, weight, write_dim)
     if transposed and groups > 1:

@@ -36,6 +36,8 @@ def recurrent(infer: Inference, node: Node) -> Value:
         infer.solver.unify(inner, infer.dims(weight)[1])
     infer.read(inner, node, None, x, why="{who} reads it")
     for weight in weights:
-        if len(infer.dims(weight)) == 2:
-            infer.work(node, (*before, *infer.dims(weight)))
+        rows, *columns = infer.dims(weight)
+        infer.write(rows, node, weight, 0)
+        if columns:
+            infer.work(node, (*before, *columns, rows), weight=weight)
     return infer.opaque(node, "a result of a recurrent layer")
