@@ -10,7 +10,8 @@ start from the network that this gives. Torch-Pruning cannot cut their shortcuts
 ``--shortcuts pad`` leaves them as they are. A way then has ``--epochs``, over all of its phases:
 
 - ``dense``: nothing is cut; how much is due to training on?
-- ``l0prune``: 70 % with gates that learn under ``budget="macs=…"``, 30 % settling, the defaults;
+- ``l0prune``: half of them with gates that learn under ``budget="macs=…"``, at a constant rate (the
+  default), cut, the other half;
 - ``l0prune-distill``: the same, half of the loss from the dense network (``distill=0.5``);
 - ``tp-group-norm``: cut at once, then all epochs;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);

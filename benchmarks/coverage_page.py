@@ -43,7 +43,8 @@ def page() -> str:
 
 
 def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
-    """The results of a zoo."""
+    """The results of a zoo, by name."""
+    ours = sorted(ours, key=lambda row: row["model"])
     refused, exact = [r for r in ours if "refused" in r], [r for r in ours if is_exact(r)]
     every, rest = len(zoo.names(which)), len(ours) - len(exact) - len(refused)
     parts = [

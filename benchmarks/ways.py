@@ -6,6 +6,7 @@ others. What they are and how they split their epochs is in ``benchmarks.cifar``
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from l0prune.data import Data
 RATE = 0.01
 WEIGHT_DECAY = 5e-4
 SCORE_BATCHES = 100
+SETTLE = 0.1  # of the epochs with gates: most of what settles is the small network, alone
 
 
 def _steps(done: float) -> float:
@@ -76,10 +78,15 @@ def dense(model: nn.Module, share: float, job: Job) -> nn.Module:
 
 
 def learned(model: nn.Module, share: float, job: Job, distill: float = 0.0) -> nn.Module:
+    first = job.epochs // 2
+    teacher = copy.deepcopy(model) if distill else None
+    taught = {"distill": distill, "teacher": teacher}
     l0prune.gate(model, (job.example(),))
-    settings = job.settings("finetune", job.epochs, budget=f"macs={share}", distill=distill)
-    l0prune.finetune(model, job.data, **settings)
-    return l0prune.export(model).module
+    gates = {"budget": f"macs={share}", "settle": SETTLE * first, "schedule": "settle"}
+    l0prune.finetune(model, job.data, **job.settings("finetune", first, **gates, **taught))
+    small = l0prune.export(model).module
+    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs - first, **taught))
+    return small
 
 
 def scored(model: nn.Module, share: float, job: Job, how: str) -> nn.Module:

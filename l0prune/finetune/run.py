@@ -160,7 +160,9 @@ def _phases(settings: Settings, steps: int) -> Phases:
     """Of a run with gates."""
     if not settings.learn:
         return Phases.settling(settings.epochs, steps)
-    return Phases.plan(settings.epochs, steps, settings.warmup, settings.settle)
+    # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
+    least = int(settings.budget is not None or settings.round_to > 1)
+    return Phases.plan(settings.epochs, steps, settings.warmup, settings.settle, least)
 
 
 @contextmanager

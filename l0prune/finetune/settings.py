@@ -76,7 +76,7 @@ class Settings:
             the weights learn: all of the run is settling.
         warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
         settle: epochs, or a part of one, at the end in which gates stand still and weights
-            recover; None for 30 % of the steps.
+            recover; None for 30 % of the steps, and one step at least where there are budgets.
         recalibrate: batches from which BatchNorm statistics are computed anew while settling and
             at the end; 0 leaves them alone.
         augment: let the data source augment its training batches.

@@ -40,6 +40,11 @@ def test_without_warm_up_and_settling_it_is_all_pruning():
     assert not any(phases.begins_to_settle(step) for step in range(22))
 
 
+def test_gates_stand_for_as_long_as_they_must():
+    assert Phases.plan(2, 10, warmup=0, settle=0, least=1) == Phases(20, 0, 1)
+    assert Phases.plan(2, 10, warmup=0, settle=0.5, least=1) == Phases(20, 0, 5)
+
+
 def test_phases_that_leave_nothing_are_refused():
     with pytest.raises(UsageError, match="leave nothing of a run of 20 steps"):
         Phases.plan(2, 10, warmup=1, settle=1)
