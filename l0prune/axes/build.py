@@ -115,7 +115,9 @@ class Builder:
                 self.infer, var, [write.place for write in self.writes[var]], self.reads[var]
             )
             if missed is not None:
-                self._pin(var, f"{missed.why}, and it is not zero there", missed.node)
+                self._pin(
+                    var, f"{missed.why}, and it is not zero there, or has no gradient", missed.node
+                )
                 return
             weighted = [read for read in self.reads[var] if read.place]
             places = dict.fromkeys(written, "write")

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 Value: TypeAlias = "tuple[Expr, ...] | list[tuple[Expr, ...]] | None"
 Rule: TypeAlias = "Callable[[Inference, Node], Value]"
 # Given, for each tensor operand that carries a slot, whether it is exactly zero there (None for
-# an operand that does not carry the slot): is the output exactly zero there?
-Zero: TypeAlias = Callable[[Node, Sequence[bool | None]], bool]
+# an operand that does not carry the slot): is the output exactly zero there? A rule answers with
+# nan where it is not a number, or has no finite gradient.
+Zero: TypeAlias = Callable[[Node, Sequence[bool | None]], bool | float]
 
 
 def never(node: Node, operands: Sequence[bool | None]) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from math import isfinite, nan
 
 from torch.fx import Node
 
 from l0prune.axes.inference import Inference, Place, Read
 from l0prune.axes.nodes import is_pointwise, operator_name
 from l0prune.axes.registry import ZEROS, Zero, never, registered
-from l0prune.axes.rules.pointwise import zero_when_tried
+from l0prune.axes.rules.movement import source
+from l0prune.axes.rules.pointwise import tried, zero_when_tried
 from l0prune.axes.solver import Expr, Var, variables
 
 
@@ -27,6 +29,7 @@ class Zeros:
         self.gated = {name for name, _ in places}
         self.summed = {(o, read.node) for read in reads if not read.stays for o in read.operands}
         self.known: dict[Node, bool | None] = {}
+        self.numbers: dict[Node, float] = {}
         self.counts: dict[Node, int] = {}
 
     def at(self, node: Node) -> bool | None:
@@ -47,11 +50,30 @@ class Zeros:
         if not count:
             return None
         if node.op == "placeholder":
-            return self.infer.captured.names.get(node.name) in self.gated
+            if self.infer.captured.names.get(node.name) in self.gated:
+                self.numbers[node] = 0.0
+            return node in self.numbers
         operands = [self._reaching(operand, node) for operand in node.all_input_nodes]
         if any(0 < self._count(operand) < count for operand in node.all_input_nodes):
             return False  # x_i + x_j: what is known of an operand holds along one of the dims
-        return zero_of(node)(node, operands) and not self._is_overwritten(node)
+        number = self._number(node, operands)
+        if number is not None and not self._is_overwritten(node):
+            self.numbers[node] = number
+        return self.numbers.get(node) == 0
+
+    def _number(self, node: Node, operands: list[bool | None]) -> float | None:
+        """What the node is at a closed slot: zero, another number, or None where it depends."""
+        pairs = zip(node.all_input_nodes, operands, strict=True)
+        reaching = [operand for operand, is_zero in pairs if is_zero is not None]
+        numbers = {o: self.numbers[o] for o in reaching if o in self.numbers}
+        if zero_of(node) is zero_when_tried:
+            return tried(node, numbers) if numbers else None
+        if not all(map(isfinite, numbers.values())):
+            return nan
+        is_zero = zero_of(node)(node, operands)
+        if is_zero:
+            return 0.0 if is_zero is True else nan
+        return numbers.get(source(node)) if _is_view(node) else None
 
     def _reaching(self, operand: Node, node: Node) -> bool | None:
         """Whether the operand is zero at the slot; None if no slot of it reaches the output.
@@ -95,14 +117,14 @@ class Zeros:
                     writers.append(user)
                 if is_read:
                     readers.append(user)
-                if writes or (schema is not None and any(r.alias_info for r in schema.returns)):
+                if writes or _is_view(user):
                     pending.append((user, is_read and not writes))
         return any(writer < reader for writer in writers for reader in readers)
 
     def _keeps(self, writer: Node, written: Node) -> bool:
         """Does an in-place operator leave zeros whatever its other operands are?"""
         operands = [True if each is written else None for each in writer.all_input_nodes]
-        return zero_of(writer)(writer, operands)
+        return zero_of(writer)(writer, operands) is True
 
     def _count(self, node: Node) -> int:
         """How many dims of the node (of one of its outputs) carry the variable."""
@@ -116,6 +138,12 @@ class Zeros:
 
     def _carries(self, dim: Expr) -> bool:
         return any(self.var is v for v in variables(self.infer.solver.resolve(dim)))
+
+
+def _is_view(node: Node) -> bool:
+    """Does the node give out an operand's memory, in another shape?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info for r in schema.returns)
 
 
 def zeroing(

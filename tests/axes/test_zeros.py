@@ -31,7 +31,11 @@ KEEPS = {
     "where": lambda x: torch.where(x > 0, x, x * 2),
     "power": lambda x: x**2,
     "in place": lambda x: (x * 1).mul_(3).relu_(),
-    "an operator without a name here": lambda x: torch.hypot(x, x),
+    "an operator without a name here": torch.erf,
+    "divided by what is not zero": lambda x: x / (x.var(0, keepdim=True) + 1e-3).sqrt(),
+    "divided by a clamped norm": lambda x: F.normalize(x, dim=0),
+    "divided by the largest and a little": lambda x: x / (x.abs().amax(0, keepdim=True) + 1e-3),
+    "indexed elsewhere": lambda x: x[torch.tensor([1, 0])],
 }
 LOSES = {
     "sigmoid": torch.sigmoid,
@@ -45,6 +49,12 @@ LOSES = {
     "where with a number": lambda x: torch.where(x > 99, x, 1.0),
     "power 0": lambda x: x**0,
     "filled in place": lambda x: (x * 1).masked_fill_(x < 99, 1.0),
+    "zero by zero": lambda x: x / x.amax(0, keepdim=True),
+    "zero by zero, squared": lambda x: x * x / x.var(0, keepdim=True),
+    "zero by infinity": lambda x: x * x.square().reciprocal(),
+    "a root, which has no gradient at zero": lambda x: x.square().sqrt(),
+    "a standard deviation, which has none either": lambda x: x.std(0, keepdim=True),
+    "what comes of one": lambda x: x * (x.std(0, keepdim=True) + 1).flip(0),
 }
 
 

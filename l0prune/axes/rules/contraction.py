@@ -191,7 +191,7 @@ def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Ex
     return out
 
 
-@rule("aten.einsum")
+@rule("aten.einsum", zero=some)
 def einsum(infer: Inference, node: Node) -> Value:
     """Letters tie dims; a letter absent from the output is contracted."""
     equation, operands = node.args[:2]

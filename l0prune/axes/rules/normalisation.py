@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, affine, of_operand, rule, some
+from l0prune.axes.registry import Value, affine, each, of_operand, rule, some
 from l0prune.axes.rules.movement import source
 from l0prune.axes.standardised import dims_of_statistics, takes_own_statistics, weight_behind
 
@@ -81,7 +81,8 @@ def group_norm(infer: Inference, node: Node) -> Value:
     return infer.dims(source(node))
 
 
-@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.cumsum")
+@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")
+@rule("aten.cumsum", zero=each)
 def softmax(infer: Inference, node: Node) -> Value:
     """Normalised over one dim, which therefore stays whole."""
     dims = infer.dims(source(node))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from math import nan
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,37 +38,61 @@ def pointwise(infer: Inference, node: Node) -> Value:
     return tuple(dim if dim is not None else Const(1) for dim in out)
 
 
-def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Is the output exactly zero where the zero operands are? The operator itself is asked.
+def tried(node: Node, at: Mapping[Node, float]) -> float | None:
+    """What the operator makes of operands that are ``at`` these numbers: itself is asked.
 
-    It runs on a few numbers, with the node's own settings: zeros for the operands that are zero,
-    and anything for the others. So ``masked_fill(x, mask, 0)`` keeps zeros, and with a 1 it does
-    not; a clamp to (0, 6) does, to (0.2, 1) it does not.
+    It runs on a few numbers, with the node's own settings, and anything for the other operands.
+    So ``masked_fill(x, mask, 0)`` keeps zeros, and with a 1 it does not; a clamp to (0, 6) does, to
+    (0.2, 1) gives 0.2; zero by zero is nan. A number from which no finite gradient leads back, such
+    as the root of zero, is nan, too: no network learns with it. None if it is no single number.
     """
-    if not any(operand is True for operand in operands):
-        return False
-    zero = {o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero}
+    numbers = torch.Generator().manual_seed(0)
+    leaves: list[Tensor] = []
+
+    def number(operand: Node) -> Tensor:
+        known = _numbers(operand, at.get(operand), numbers)
+        if operand in at and known.is_floating_point():
+            leaves.append(known.requires_grad_())
+            return known * 1  # in-place operators do not write into leaves
+        return known
+
     try:
         # on the CPU even where the caller plans on the meta device, which has no numbers
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            numbers = torch.Generator().manual_seed(0)
-            args, kwargs = map_arg(
-                (node.args, node.kwargs),
-                lambda operand: _numbers(operand, operand in zero, numbers),
-            )
+        with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            args, kwargs = map_arg((node.args, node.kwargs), number)
             result = node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
-            return isinstance(result, Tensor) and not bool(result.any())
+            return _one_number(result, leaves)
     except Exception:  # an operator that does not run on these shapes is not known to keep zeros
-        return False
+        return None
 
 
-def _numbers(operand: Node, is_zero: bool, generator: torch.Generator) -> Tensor:
-    """Numbers of an operand's dtype."""
+def _one_number(result: Any, leaves: Sequence[Tensor]) -> float | None:
+    """The number that all of the result is; nan without a finite gradient."""
+    if not isinstance(result, Tensor):
+        return None
+    first = result.detach().flatten()[0].item()
+    if not torch.equal(result, torch.full_like(result, first)):
+        return nan if bool(result.isnan().all()) else None
+    if result.requires_grad:
+        slopes = torch.autograd.grad(result.sum(), leaves, allow_unused=True)
+        if any(slope is not None and not bool(slope.isfinite().all()) for slope in slopes):
+            return nan
+    return first
+
+
+def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Is the output exactly zero where the zero operands are? The operator itself is asked."""
+    zeros = [o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero]
+    return bool(zeros) and tried(node, dict.fromkeys(zeros, 0.0)) == 0
+
+
+def _numbers(operand: Node, known: float | None, generator: torch.Generator) -> Tensor:
+    """Numbers of an operand's dtype: all the same where it is known."""
     value = operand.meta.get("val")
     dtype = value.dtype if isinstance(value, Tensor) else torch.float32
     drawn = torch.randn(8, 8, generator=generator) * 3
-    if is_zero:
-        return torch.zeros(8, 8, dtype=dtype)
+    if known is not None:
+        return torch.full((8, 8), known, dtype=dtype)
     return (drawn > 0) if dtype == torch.bool else drawn.to(dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from l0prune.axes.rules.movement import source
 from l0prune.axes.solver import Const, Expr
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from l0prune.axes.inference import Inference
 
 
@@ -71,7 +74,8 @@ def _without_weight(infer: Inference, node: Node, dim: Any, why: str = "") -> Va
     return keep(infer, node, reduced)
 
 
-@rule("aten.amax", "aten.amin", "aten.logsumexp", "aten.prod")
+@rule("aten.amax", "aten.amin", "aten.prod", zero=each)
+@rule("aten.logsumexp")
 def extreme(infer: Inference, node: Node) -> Value:
     """A reduction in which every slot counts."""
     return _over(infer, node, argument(node, 1, "dim"))
@@ -85,7 +89,14 @@ def _over(infer: Inference, node: Node, dim: Any) -> Value:
     return keep(infer, node, reduced)
 
 
-@rule(*(f"aten.{n}" for n in ("var", "std", "var_mean", "std_mean", "max", "min", "argmax")))
+def _rootlike(node: Node, operands: Sequence[bool | None]) -> float | bool:
+    """Zero where the operand is, but with 0/0 for a gradient."""
+    return nan if each(node, operands) else False
+
+
+@rule("aten.var", "aten.var_mean", "aten.max", "aten.min", zero=each)
+@rule("aten.std", "aten.std_mean", zero=_rootlike)
+@rule("aten.argmax")
 def statistic(infer: Inference, node: Node) -> Value:
     """A statistic over some dims: those stay whole."""
     tensors = [arg for arg in node.args if isinstance(arg, Node) and shape_of(arg) is not None]

@@ -174,7 +174,7 @@ def reorder(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten.index")
+@rule("aten.index", zero=each)
 def index(infer: Inference, node: Node) -> Value:
     """Positions chosen by index tensors: those dims stay whole, the others are carried."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
@@ -192,7 +192,7 @@ def index(infer: Inference, node: Node) -> Value:
     return (*rest[:place], *fresh, *rest[place:])
 
 
-@rule("aten.index_select", "aten.gather", "aten.take_along_dim")
+@rule("aten.index_select", "aten.gather", "aten.take_along_dim", zero=each)
 def gather(infer: Inference, node: Node) -> Value:
     """Positions of one dim chosen by values."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
@@ -204,7 +204,7 @@ def gather(infer: Inference, node: Node) -> Value:
     return (*dims[:dim], Const(shape[dim], "indexed positions"), *dims[dim + 1 :])
 
 
-@rule("aten.glu")
+@rule("aten.glu", zero=each)
 def glu(infer: Inference, node: Node) -> Value:
     """``a · σ(b)`` of two halves: slot i of one belongs to slot i of the other."""
     dims = infer.dims(source(node))
