@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
-from l0prune.export.certificate import cast, difference, fresh_inputs
+from l0prune.export.certificate import cast, difference
 from l0prune.export.doubles import InDoubles
+from l0prune.export.inputs import fresh_inputs
 from l0prune.export.onnx_file import Session
 
 Kept = dict[str, list[Tensor]]  # by parameter: the positions that are left, in each dimension

@@ -45,6 +45,16 @@ class Zeros:
                 pending.pop()
         return self.known[node]
 
+    def end_at(self, read: Read) -> bool:
+        """Does a closed slot add exactly nothing there?
+
+        It does where it is zero, or where the weight that reads it can be made zero: but zero times
+        what is no number is none.
+        """
+        is_zero = [self.at(operand) is True for operand in read.operands]
+        is_number = all(isfinite(self.numbers.get(o, 0.0)) for o in read.operands)
+        return is_number and (any(is_zero) or read.place is not None)
+
     def _of(self, node: Node) -> bool | None:
         count = self._count(node)
         if not count:
@@ -157,10 +167,9 @@ def zeroing(
     Returns the places, what is zero then, and the first read at which a slot cannot be zero.
     """
     places = list(dict.fromkeys(written))
-    weightless = [read for read in reads if read.place is None]
     while True:
         zeros = Zeros(infer, var, frozenset(places), reads)
-        missed = [r for r in weightless if not any(zeros.at(o) is True for o in r.operands)]
+        missed = [read for read in reads if not zeros.end_at(read)]
         more = {p for read in missed for o in read.operands for p in zeros.sources(o)}
         new = sorted(more.difference(places))
         if not missed or not new:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,10 +23,12 @@ from l0prune.export.certificate import (
     cast,
     compare,
     compare_in_parts,
-    fresh_inputs,
+    is_valid,
 )
+from l0prune.export.dtypes import dtype_of, marked
+from l0prune.export.inputs import trials
 from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
-from l0prune.export.program import dense_module, dtype_of, programs, reexport, reexport_part
+from l0prune.export.program import dense_module, programs, reexport, reexport_part
 from l0prune.export.resize import Changes, manifest
 from l0prune.export.result import Export, Piece
 from l0prune.export.slicing import cut, doubled, fold
@@ -92,7 +94,7 @@ def export(model: nn.Module) -> Export:
     tensors: dict[str, Tensor] = {}
     for part in parts.found:
         tensors |= _cut(plain, part, full[part.path])
-    graphs = {p.path: _graph(p, tensors, full[p.path]) for p in parts.found}
+    graphs = {p.path: _graph(p, tensors, full[p.path], dtype) for p in parts.found}
     state = _state_dict(plain, parts.plan, tensors)
     is_open = _on_plan(parts.plan, gates.plan, z) > 0
     kept = parts.plan.kept(is_open)
@@ -132,8 +134,8 @@ def _prove_whole(
     graph = both.graphs[""]
     _check_count(graph, parts, predicted)
     batches = BATCHES if captured.dynamic else (captured.batch,)
-    inputs = tuple(fresh_inputs(example, batch, seed) for seed, batch in enumerate(batches))
-    certificate = Certificate(tuple(compare(both.gated, graph, inputs)))
+    against = partial(compare, both.gated, graph)
+    inputs, certificate = _certified(both.gated, example, batches, against)
     own, changes, verdict = None, both.own.tries[0], Verdict(both.gathers)
     if not both.gathers:
         choice = choose(both.own, [Reference("", both.gated, inputs)])
@@ -163,9 +165,9 @@ def _prove_parts(
             stand_in(dense, path, both.graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
-    inputs = [fresh_inputs(example, None, seed) for seed in range(2)]
+    against = partial(compare_in_parts, both.gated, dense, paths)
     try:
-        certificate = Certificate(tuple(compare_in_parts(both.gated, dense, paths, inputs)))
+        inputs, certificate = _certified(both.gated, example, (None, None), against)
     except CertificateError as error:
         raise CertificateError(
             f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
@@ -186,6 +188,33 @@ def _prove_parts(
         pieces.append(Piece(path, program, single, dynamic, submodule, tuple(received[path])))
     dense.to(dtype)
     return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
+
+
+def _certified(
+    gated: nn.Module,
+    example: Inputs,
+    batches: Sequence[int | None],
+    against: Callable[[Sequence[Inputs]], list[Check]],
+) -> tuple[tuple[Inputs, ...], Certificate]:
+    """The certificate, and the inputs that it was given on: the first kind that the model takes.
+
+    Raises:
+        CertificateError: the comparison failed, or the model takes not even its example.
+    """
+    failures = []
+    for inputs in trials(example, batches):
+        try:
+            return inputs, Certificate(tuple(against(inputs)))
+        except CertificateError as error:
+            if all(is_valid(gated, given) for given in inputs):
+                raise
+            failures.append(error)
+    raise CertificateError(
+        "There is nothing to compare the exported model with, so nothing was written: on the "
+        "example that it was gated with, the gated model itself fails in float64 or gives nan. The "
+        "usual causes are weights or gates that hold nan, and an example with which no output can "
+        f"be computed. At first it was: {failures[0]}"
+    ) from failures[-1]
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -247,9 +276,10 @@ def _cut(plain: nn.Module, part: Part, z: Tensor) -> dict[str, Tensor]:
     return cut(plan, with_statistics_taken(part.analysis, folded, kept), kept)
 
 
-def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor) -> GraphModule:
-    """The captured graph of a part at its new sizes."""
-    return dense_module(part.analysis, tensors, part.analysis.plan.kept(z > 0))
+def _graph(part: Part, tensors: Mapping[str, Tensor], z: Tensor, dtype: torch.dtype) -> GraphModule:
+    """The captured graph of a part at its new sizes, of a model in ``dtype``."""
+    graph = dense_module(part.analysis, tensors, part.analysis.plan.kept(z > 0))
+    return marked(graph, dtype)
 
 
 def _state_dict(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from l0prune.calls import Call, Inputs, filled, record
 from l0prune.capture import batch_of
-from l0prune.copies import copied
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
+from l0prune.export.dtypes import converted
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -109,32 +109,6 @@ class Certificate:
         return [asdict(check) for check in self.checks]
 
 
-def fresh_inputs(example: Inputs, batch: int | None, seed: int) -> Inputs:
-    """Random inputs like the example's, with another batch size where one is given.
-
-    Floats are normal with the example's mean and deviation; other numbers are drawn from those
-    that occur in the example, since only they are sure to be valid (token ids, masks).
-    """
-    generator = torch.Generator().manual_seed(seed)
-    size = _batch(example)
-
-    def draw(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.numel():
-            return leaf
-        shape = list(leaf.shape)
-        if batch and shape and shape[0] == size:
-            shape[0] = batch
-        if not leaf.is_floating_point():
-            chosen = torch.randint(leaf.numel(), shape, generator=generator)
-            return leaf.cpu().flatten()[chosen]
-        noise = torch.randn(shape, generator=generator)
-        deviation = leaf.float().std() if leaf.numel() > 1 else torch.tensor(1.0)
-        return (noise * deviation.cpu() + leaf.float().mean().cpu()).to(leaf.dtype)
-
-    args, kwargs = pytree.tree_map(draw, example)
-    return args, kwargs
-
-
 def compare(
     gated: nn.Module, dense: nn.Module, inputs: Sequence[Inputs], what: Compared = "dense"
 ) -> list[Check]:
@@ -147,7 +121,7 @@ def compare(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (converted(m, dtype) for m in (gated, dense))
         for given in inputs:
             error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
@@ -170,7 +144,7 @@ def compare_in_parts(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        first, second = (copied(m).to("cpu", dtype) for m in (gated, dense))
+        first, second = (converted(m, dtype) for m in (gated, dense))
         name = str(dtype).removeprefix("torch.")
         for given in inputs:
             calls = _calls(first, paths, given, dtype)
@@ -200,7 +174,7 @@ def compare_onnx(
     part: str = "",
 ) -> list[Check]:
     """Compare an ONNX session with the gated model, or a part of it, in float32."""
-    model = copied(gated).to("cpu", torch.float32)
+    model = converted(gated, torch.float32)
     checks = []
     for given in inputs:
         leaves = pytree.tree_leaves(cast(given, torch.float32))
@@ -218,8 +192,7 @@ def _allowed(gated: nn.Module, given: Inputs, error: float, dtype: torch.dtype) 
     if error <= usual or dtype == torch.float64:
         return usual
     outputs = [
-        _output(copied(gated).to("cpu", each), given, each)
-        for each in (torch.float64, torch.float32)
+        _output(converted(gated, each), given, each) for each in (torch.float64, torch.float32)
     ]
     both = 2 * difference(*outputs)
     return min(both, LARGEST) if both > usual else usual
@@ -259,6 +232,15 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
     args, kwargs = pytree.tree_map(to, inputs)
     return args, kwargs
+
+
+def is_valid(model: nn.Module, given: Inputs) -> bool:
+    """Does the model take these inputs, and make numbers of them? Asked in float64."""
+    try:
+        output = _output(converted(model, torch.float64), given, torch.float64)
+    except CertificateError:
+        return False
+    return not any(leaf.isnan().any() for leaf in _comparable(output) if isinstance(leaf, Tensor))
 
 
 def difference(expected: Any, found: Any) -> float:

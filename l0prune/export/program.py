@@ -19,9 +19,9 @@ from l0prune.axes import Analysis
 from l0prune.axes.nodes import operator_name
 from l0prune.calls import Inputs
 from l0prune.capture import batch_shapes, widened
-from l0prune.copies import copied
 from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
 from l0prune.export.certificate import cast
+from l0prune.export.dtypes import converted
 from l0prune.export.literals import picked, rewrite_literals
 from l0prune.export.sizes import Sizes
 from l0prune.layout import Both
@@ -129,11 +129,6 @@ def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[Exporte
     return _exported(module, (args, kwargs), shapes)
 
 
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """That of its first parameter of floats."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-
-
 def programs(
     module: nn.Module,
     dtype: torch.dtype,
@@ -144,10 +139,10 @@ def programs(
 
     The last says whether the batch is free in both.
     """
-    copy = module if dtype == torch.float32 else copied(module)
-    single, is_free = export(copy.to(torch.float32), cast(example, torch.float32))
-    if copy is module:
+    if dtype == torch.float32:
+        single, is_free = export(module.to(dtype), cast(example, dtype))
         return single, single, is_free
+    single, is_free = export(converted(module, torch.float32), cast(example, torch.float32))
     program, dynamic = export(module.to(dtype), cast(example, dtype))
     return program, single, dynamic and is_free
 

@@ -21,7 +21,8 @@ from l0prune.copies import copied
 from l0prune.errors import UsageError
 from l0prune.export import onnx_file
 from l0prune.export.certificate import Certificate, cast, compare_onnx
-from l0prune.export.program import dtype_of, programs, reexport, reexport_part
+from l0prune.export.dtypes import dtype_of
+from l0prune.export.program import programs, reexport, reexport_part
 from l0prune.files import atomic_write
 
 

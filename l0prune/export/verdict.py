@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.calls import Inputs
-from l0prune.copies import copied
 from l0prune.errors import CertificateError
 from l0prune.export.certificate import Check, cast, compare
 from l0prune.export.doubles import InDoubles
+from l0prune.export.dtypes import converted
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def training_fault(old: nn.Module, new: nn.Module, inputs: Inputs) -> str:
 
 
 def _shapes_in_training(module: nn.Module, inputs: Inputs) -> list[torch.Size]:
-    again = copied(module).to("cpu", torch.float64).train()
+    again = converted(module, torch.float64).train()
     args, kwargs = cast(inputs, torch.float64)
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InDoubles():
         warnings.simplefilter("ignore")

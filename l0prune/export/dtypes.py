@@ -1,0 +1,48 @@
+"""Copies of models in another dtype, with captured graphs that ask for that one, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from l0prune.copies import Model, copied
+
+_OWN = "l0prune_dtype"  # in a graph's meta: what stands in it for the model's own dtype
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """That of its first parameter of floats."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def marked(module: GraphModule, dtype: torch.dtype) -> GraphModule:
+    """The graph of a model of this dtype, which knows it from here on."""
+    module.meta[_OWN] = dtype
+    return module
+
+
+def converted(model: Model, dtype: torch.dtype) -> Model:
+    """A copy on the CPU, in ``dtype``.
+
+    A capture writes down as a constant what the code calls ``x.dtype``.
+    """
+    result = copied(model)
+    for part in result.modules():
+        if isinstance(part, GraphModule) and part.meta.get(_OWN, dtype) != dtype:
+            _replace(part, part.meta[_OWN], dtype)
+            marked(part, dtype)
+    return result.to("cpu", dtype)
+
+
+def _replace(module: GraphModule, old: torch.dtype, new: torch.dtype) -> None:
+    def other(leaf: Any) -> Any:
+        return new if leaf is old else leaf
+
+    for node in module.graph.nodes:
+        node.args = map_aggregate(node.args, other)
+        node.kwargs = map_aggregate(node.kwargs, other)
+    module.recompile()

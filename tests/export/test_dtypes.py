@@ -1,0 +1,41 @@
+"""Models in other dtypes than float32, of which the capture keeps the dtype as a constant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from networks import Fn
+from torch import nn
+
+import l0prune
+from l0prune.export.dtypes import converted
+
+
+def forward(m, x):
+    z = torch.zeros(x.shape[0], 8, dtype=x.dtype)
+    for _ in range(2):
+        z = torch.tanh(m.b(z) + m.a(x).to(torch.float32).to(x.dtype))
+    return m.out(z)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_dtype_that_the_code_asks_for_follows_the_model(dtype, tmp_path):
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
+    model = Fn(forward, **layers).to(dtype).eval()
+    x = torch.randn(2, 4, dtype=dtype)
+    model = l0prune.gate(model, x, exclude="a")
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    dense = l0prune.export(model)
+    assert {p.dtype for p in dense.module.parameters()} == {dtype}
+    close = 1e-12 if dtype == torch.float64 else 0.05
+    torch.testing.assert_close(dense.module(x), model(x), atol=close, rtol=close)
+    dense.save_onnx(tmp_path / "m.onnx")
+    assert dense.certificate.worst("onnx", "float32") < 1e-5
+
+
+def test_a_copy_of_a_plain_model_is_in_the_dtype_and_the_original_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    other = converted(model, torch.float64)
+    assert {p.dtype for p in other.parameters()} == {torch.float64}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
