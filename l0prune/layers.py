@@ -11,12 +11,11 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from l0prune.cost import reachable
 from l0prune.layout import (
-    Cat,
     Const,
     Layout,
-    Prod,
     constant_positions,
     leaves,
+    outer,
     size_of,
 )
 from l0prune.plan import Cost, Plan
@@ -252,21 +251,3 @@ class _Sides:
         for name in (self.tensor, f"{self.weight.name} (computed weight)"):
             for dim in dims:
                 yield f"{name} dim {dim}"
-
-
-def outer(layout: Layout, size: int) -> Layout:
-    """The leading ``size`` positions' worth of a product: the groups of groups × channels."""
-    match layout:
-        case Cat(parts):
-            whole = size_of(layout)
-            return Cat(tuple(outer(part, size * size_of(part) // whole) for part in parts))
-        case Prod(factors):
-            count, taken = 1, []
-            for factor in factors:
-                if count == size:
-                    break
-                taken.append(factor)
-                count *= size_of(factor)
-            return Prod(tuple(taken)) if count == size else Const(size)
-        case _:
-            return layout if size_of(layout) == size else Const(size)

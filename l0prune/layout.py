@@ -231,3 +231,21 @@ def from_json(data: Any) -> Layout:
             return Both(from_json(base), from_json(fine))
         case _:
             raise ValueError(f"not a layout: {data!r}")
+
+
+def outer(layout: Layout, size: int) -> Layout:
+    """The leading ``size`` positions' worth of a product: the groups of groups × channels."""
+    match layout:
+        case Cat(parts):
+            whole = size_of(layout)
+            return Cat(tuple(outer(part, size * size_of(part) // whole) for part in parts))
+        case Prod(factors):
+            count, taken = 1, []
+            for factor in factors:
+                if count == size:
+                    break
+                taken.append(factor)
+                count *= size_of(factor)
+            return Prod(tuple(taken)) if count == size else Const(size)
+        case _:
+            return layout if size_of(layout) == size else Const(size)

@@ -52,6 +52,18 @@ def rotary(x, frequency):
     return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
+def with_positions(m, x):
+    x = m.a(x)
+    return m.b(m.attention(x + m.p, x + m.p, x, need_weights=False)[0])
+
+
+def pieces(m, x):
+    one, two, three = m.rows.chunk(3)
+    left, right = m.columns[:, :8], m.columns[:, 8:]
+    product = F.linear(F.linear(x, one) * F.linear(x, two), left)
+    return m.b(product + F.linear(F.linear(x, three).relu(), right))
+
+
 def by_hand(m, x):
     b, t, _ = x.shape
     qkv = m.qkv(x).reshape(b, t, 3, 4, -1).permute(2, 0, 3, 1, 4)
@@ -348,6 +360,34 @@ CASES = {
         ),
         TOKENS,
         {},
+    ),
+    "queries_with_positions": (
+        Fn(
+            with_positions,
+            a=nn.Linear(32, 16),
+            p=nn.Parameter(torch.randn(1, 16)),
+            attention=nn.MultiheadAttention(16, 4, batch_first=True),
+            b=nn.Linear(16, 7),
+        ),
+        TOKENS,
+        {
+            "a": 16,
+            "attention.in_proj_weight.heads": 4,
+            "attention.in_proj_weight.head_dim": 4,
+            "attention.in_proj_weight.head_dim#2": 4,
+            "attention.out_proj": 16,
+            "a.in": 32,
+        },
+    ),
+    "pieces_of_weights": (
+        Fn(
+            pieces,
+            rows=nn.Parameter(torch.randn(24, 32)),
+            columns=nn.Parameter(torch.randn(12, 16)),
+            b=nn.Linear(12, 7),
+        ),
+        TOKENS,
+        {"rows": 8, "rows#2": 8, "columns": 12},
     ),
     "encoder_layer": (
         nn.TransformerEncoderLayer(32, 4, 48, batch_first=True, dropout=0.0),

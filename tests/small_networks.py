@@ -64,6 +64,8 @@ for _name in (
     "weight_read_both_ways",
     "fused_by_hand",
     "multi_head_attention",
+    "queries_with_positions",
+    "pieces_of_weights",
     "encoder_layer",
     "grouped_query",
     "recurrent",

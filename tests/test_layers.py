@@ -15,8 +15,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import l0prune
 from l0prune.collapse import pattern, several, together
-from l0prune.layers import UNUSED, outer
-from l0prune.layout import Cat, Const, Prod, Slots
+from l0prune.layers import UNUSED
+from l0prune.layout import Cat, Const, Prod, Slots, outer
 
 
 def gpt2():

@@ -11,6 +11,7 @@ from l0prune.axes import rules  # noqa: F401  (fills the registry)
 from l0prune.axes.nodes import (
     IDENTITIES,
     PERMUTATIONS,
+    PIECES,
     dim_order,
     has_tensor,
     hint,
@@ -176,7 +177,7 @@ class Inference:
         return None
 
     def place(self, node: Node, dim: int) -> Place | None:
-        """The parameter and its dim that this dim of the node is, if it is one directly."""
+        """The parameter and its dim that this dim of the node is, or is a piece of."""
         while node.op == "call_function":
             source = node.args[0] if node.args else None
             name = operator_name(node.target)
@@ -191,10 +192,16 @@ class Inference:
                     return None
             elif dim == 0 and (weight := standardised(node)) is not None:
                 source = weight  # its rows
-            elif name not in IDENTITIES:
+            elif name not in IDENTITIES and name not in PIECES:
                 return None
             node = source
         return (self.captured.names[node.name], dim) if self.is_parameter(node) else None
+
+    def whole_place(self, node: Node, dim: int) -> Place | None:
+        """The parameter and its dim that this dim of the node is, if it is all of it."""
+        place = self.place(node, dim)
+        is_whole = place and self.tensors[place[0]][place[1]].size == self.dims(node)[dim].size
+        return place if is_whole else None
 
     def is_parameter(self, node: Node | None) -> bool:
         """Does the node stand for a stored parameter?"""

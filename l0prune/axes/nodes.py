@@ -73,6 +73,15 @@ IDENTITIES = tuple(
     )
 )  # fmt: skip
 
+# Operators that give ranges of a dim, and leave the number of dims as it is.
+PIECES = (
+    "getitem",
+    *(
+        f"aten.{n}"
+        for n in ("split", "split_with_sizes", "chunk", "tensor_split", "slice", "narrow")
+    ),
+)
+
 # Row-major regroupings of the dims.
 RESHAPES = tuple(
     f"aten.{name}"

@@ -18,7 +18,7 @@ from l0prune.axes.nodes import argument, operator_name
 from l0prune.axes.rules.factories import PATTERNS
 from l0prune.axes.rules.reduction import reduced_dims
 from l0prune.export.sizes import Sizes
-from l0prune.layout import Layout, size_of
+from l0prune.layout import Layout, outer, size_of
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
 REWRITES: dict[str, Rewrite] = {}
@@ -185,6 +185,13 @@ def rms_norm(sizes: Sizes, node: Node) -> None:
     node.kwargs = {}
     if weight is None:
         _scale_output(sizes, node, by**0.5)
+
+
+@rewrites("aten.channel_shuffle")
+def channel_shuffle(sizes: Sizes, node: Node) -> None:
+    """Groups that went are no longer counted."""
+    channels = sizes.dims(_source(node))[1]
+    node.update_arg(1, sizes.of(outer(channels, int(node.args[1]))))  # type: ignore[arg-type]
 
 
 def group_norm(sizes: Sizes, node: Node) -> None:

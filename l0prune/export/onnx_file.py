@@ -35,13 +35,8 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
         L0pruneError: torch's exporter has no translation for an operator.
     """
     program = _with_tensors_only(program)
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    quiet = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(quiet):
-            warnings.simplefilter("ignore")
+        with _quietly():
             try:
                 made = torch.onnx.export(program, dynamo=True, verbose=False)
             except Exception:
@@ -51,10 +46,24 @@ def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
-    finally:
-        logger.setLevel(level)
     assert made is not None
     return made.model_proto
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What the exporter and its optimizer have to say is of no use to whoever exports."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:

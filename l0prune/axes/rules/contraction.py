@@ -49,7 +49,7 @@ def _tie_bias(infer: Inference, node: Node, bias: Any, outer: Expr) -> None:
 
 def _work(infer: Inference, node: Node, dims: tuple[Expr, ...], weight: Node, *inner: int) -> None:
     """Work over the output's dims and the inner dims of the weight."""
-    places = [infer.place(weight, dim) for dim in inner]
+    places = [infer.whole_place(weight, dim) for dim in inner]
     loose = [infer.dims(weight)[d] for d, p in zip(inner, places, strict=True) if p is None]
     infer.work(node, (*dims, *loose), *places)
 
