@@ -13,6 +13,7 @@ from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gates import Gate, Gates, HardConcrete
 from l0prune.gates.bank import Example
 from l0prune.globs import listed, per_axis
+from l0prune.modules import check_module
 from l0prune.plan import Plan
 from l0prune.rewrite import attach, check_ungated, detach, gates_of, parameter_of
 
@@ -66,6 +67,7 @@ def gate(
         NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
         UsageError: an argument makes no sense.
     """
+    check_module(model)
     check_ungated(model)
     kind = HardConcrete() if gate is None else gate
     if isinstance(kind, type) or not isinstance(kind, Gate):
@@ -150,11 +152,20 @@ def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
 
 
 def _kept_example(survey: Survey) -> Example:
-    """The example inputs as the model carries them: copies on the CPU."""
+    """The example inputs as the model carries them: copies on the CPU.
+
+    One on the meta device has no values: it gets random ones, and zeros for whole numbers.
+    """
+    generator = torch.Generator().manual_seed(0)
 
     def keep(leaf: Any) -> Any:
-        is_real = isinstance(leaf, Tensor) and not leaf.is_meta
-        return leaf.detach().cpu().clone() if is_real else leaf
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not leaf.is_meta:
+            return leaf.detach().cpu().clone()
+        if not leaf.is_floating_point():
+            return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
 
     args, kwargs = pytree.tree_map(keep, survey.example)
     return args, kwargs

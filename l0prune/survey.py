@@ -14,6 +14,7 @@ from l0prune.capture import batch_of
 from l0prune.cost import CostModel, Unit
 from l0prune.errors import UsageError
 from l0prune.layers import Layer, layers_of, weights_of
+from l0prune.modules import check_module
 from l0prune.parts import parts_of
 from l0prune.plan import Axis, Pin, Plan
 from l0prune.tables import tables
@@ -121,13 +122,9 @@ def survey(
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
-        UsageError: the example holds no tensor.
+        UsageError: the model is none that can be looked into, or the example holds no tensor.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"survey takes an nn.Module, not a {type(model).__name__}. l0prune.load_model(...) "
-            "builds one from a file or a name."
-        )
+    check_module(model)
     args = args if isinstance(args, tuple) else (args,)
     by_name = dict(kwargs or {})
     if not batch_of(args, by_name):

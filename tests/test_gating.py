@@ -292,3 +292,31 @@ def test_what_cannot_be_gated_is_left_as_it_was(make, options, error, words):
     assert isinstance(caught.value, L0pruneError)
     after = [(name, type(m), m.training, sorted(vars(m))) for name, m in model.named_modules()]
     assert after == before
+
+
+NO_MODULES = {
+    "a function": (lambda: lambda x: x, "This is a function"),
+    "compiled": (lambda: torch.compile(mlp(), backend="eager"), "torch.compile the gated one"),
+    "a graph": (
+        lambda: torch.export.export(nn.Linear(3, 2), (torch.randn(2, 3),)).module(),
+        "give the module that was exported",
+    ),
+    "lazy": (lambda: nn.LazyLinear(2), "call it once"),
+}
+
+
+@pytest.mark.parametrize("look", [l0prune.survey, gate])
+@pytest.mark.parametrize("name", NO_MODULES)
+def test_what_cannot_be_looked_into_is_refused(name, look):
+    make, why = NO_MODULES[name]
+    with pytest.raises(UsageError, match=why):
+        look(make(), torch.randn(2, 3))
+
+
+def test_a_model_gated_without_values_is_exported_once_it_has_them():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    gate(model, torch.empty(2, 6, device="meta")).to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data)
+    assert l0prune.export(model).certificate.checks

@@ -12,7 +12,7 @@ from l0prune.calls import Inputs
 from l0prune.export.own_sizes import remembered_sizes
 from l0prune.export.program import KEPT_INPUTS
 from l0prune.export.resize import Changes, changed_attributes, resized
-from l0prune.export.verdict import Verdict, judge, training_fault
+from l0prune.export.verdict import Verdict, has_gates, judge, training_fault
 from l0prune.plan import Plan
 
 
@@ -105,7 +105,9 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
     module = own.build(changes)
     verdicts = {}
     for each in references:
-        old, new = own.plain.get_submodule(each.path), module.get_submodule(each.path)
+        # a captured graph has no training mode of its own
+        old = each.module if has_gates(each.module) else own.plain.get_submodule(each.path)
+        new = module.get_submodule(each.path)
         verdict = judge(new, each.module, each.inputs)
         if not verdict.reason:
             verdict = replace(verdict, training=training_fault(old, new, each.inputs[0]))

@@ -12,9 +12,13 @@ from torch.utils import _pytree as pytree
 
 from l0prune.calls import Inputs
 from l0prune.errors import CertificateError
-from l0prune.export.certificate import Check, cast, compare
+from l0prune.export.certificate import Check, cast, compare, difference
 from l0prune.export.doubles import InDoubles
 from l0prune.export.dtypes import converted
+from l0prune.gates import Gates
+
+# In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Verdict:
 
     Attributes:
         reason: why not, for the user; empty where it can.
-        training: why it fails in training mode, where the model did not; empty else.
+        training: why it is not right in training mode, where the model was; empty else.
         checks: the comparisons that it passed.
     """
 
@@ -50,29 +54,48 @@ def judge(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> 
 
 
 def training_fault(old: nn.Module, new: nn.Module, inputs: Inputs) -> str:
-    """Why the resized module does not run in training mode; empty if it does, or neither did.
+    """Why the resized module is not to be trained on; empty if it is, or neither can be.
 
-    Only the shapes of what comes out can be compared: training may be random.
+    The gated model stands for comparison with its gates at their eval values. Where it computes
+    something else each time in training mode, as with dropout, only shapes can be compared.
     """
     try:
-        expected = _shapes_in_training(old, inputs)
+        expected = _in_training(old, inputs)
     except Exception:  # it wants more than it is given here, such as targets
         return ""
     try:
-        found = _shapes_in_training(new, inputs)
+        found = _in_training(new, inputs)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
-    return "" if found == expected else "its output has another shape at these sizes"
+    if [leaf.shape for leaf in found] != [leaf.shape for leaf in expected]:
+        return "its output has another shape at these sizes"
+    if not has_gates(old) or not _is_same(_in_training(old, inputs, seed=1), expected):
+        return ""
+    return "" if _is_same(found, expected) else "it computes something else there at these sizes"
 
 
-def _shapes_in_training(module: nn.Module, inputs: Inputs) -> list[torch.Size]:
+def _in_training(module: nn.Module, inputs: Inputs, seed: int = 0) -> list[Tensor]:
+    """The output's tensors in training mode, gates at their eval values."""
     again = converted(module, torch.float64).train()
+    for bank in again.modules():
+        if isinstance(bank, Gates):
+            bank.fixed = True
     args, kwargs = cast(inputs, torch.float64)
     with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InDoubles():
         warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
         output = again(*args, **kwargs)
-    return [leaf.shape for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def has_gates(module: nn.Module) -> bool:
+    """Does the module carry gates?"""
+    return any(isinstance(each, Gates) for each in module.modules())
+
+
+def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return difference(expected, found) <= _ROUNDING
 
 
 def note_on(verdicts: Mapping[str, Verdict], unused: Sequence[str]) -> str:
@@ -91,7 +114,7 @@ def note_on(verdicts: Mapping[str, Verdict], unused: Sequence[str]) -> str:
         modules = dict.fromkeys(name.partition(".")[0] for name in unused)
         lines.append(f"{', '.join(modules)}: not used in eval mode, and therefore not cut.")
     lines += [
-        f"{path or 'The module'} fails in training mode: {verdict.training}."
+        f"{path or 'The module'} is not to be trained on: {verdict.training}."
         for path, verdict in verdicts.items()
         if verdict.training
     ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from l0prune.errors import UsageError
 from l0prune.finetune.batch import Batch
 from l0prune.finetune.device import precision
 from l0prune.finetune.distributed import replicated, whole_everywhere
@@ -37,10 +38,12 @@ class Losses:
         settings: Settings,
         device: torch.device,
         world: World,
+        weights: Sequence[nn.Parameter],
     ) -> None:
         self._settings, self._device, self._world = settings, device, world
         shards = world.is_shared and settings.distributed == "fsdp"
         backend = None if shards else settings.backend  # shards are compiled block by block
+        self._weights = weights
         self._by_hand = whole_everywhere(model) if world.is_shared else []
         self._of: nn.Module = _LossOf(model, loss, teacher, backend)
         self._replica: DistributedDataParallel | None = None
@@ -61,11 +64,21 @@ class Losses:
                 with precision(self._device, self._settings.autocast):
                     loss, learned = self._of(self._laid_out(part.inputs), part.targets)
                 share = part.weight / parts
-                scale(learned if share == 1 else learned * share).backward()
+                if self._leads_back(learned):
+                    scale(learned if share == 1 else learned * share).backward()
             total = loss * share if total is None else total + loss * share
         self._average_by_hand()
         assert total is not None
         return total
+
+    def _leads_back(self, loss: Tensor) -> bool:
+        """Has the loss a gradient? It has none where all weights are frozen and the gates stand."""
+        if not loss.requires_grad and self._weights:
+            raise UsageError(
+                "The loss has no gradient, so that nothing can be learned from it. The usual cause "
+                "is a loss or a forward with torch.no_grad(), detach() or a rounding in it."
+            )
+        return loss.requires_grad
 
     @staticmethod
     def add(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:

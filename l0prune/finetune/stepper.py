@@ -44,10 +44,10 @@ class Stepper:
     ) -> None:
         self._settings, self._pruning, self.phases = settings, pruning, phases
         self.teacher = teacher
-        self._losses = Losses(model, loss, teacher, settings, device, world)
         gates = None if pruning is None else pruning.gates.log_alpha
         self._learning = [p for p in model.parameters() if p.requires_grad]
         self._weights = [p for p in self._learning if p is not gates]
+        self._losses = Losses(model, loss, teacher, settings, device, world, self._weights)
         self.optimizers = make_optimizers(settings, self._groups())
         self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None

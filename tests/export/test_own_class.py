@@ -196,10 +196,31 @@ def test_a_size_that_only_training_reads_is_found():
 def test_a_class_that_no_longer_trains_says_so():
     _, dense = exported(Training(written), torch.randn(2, 6))
     assert dense.rebuilt
-    assert dense.note.startswith("The module fails in training mode: its forward does not allow")
+    assert dense.note.startswith("The module is not to be trained on: its forward does not allow")
     assert dense._manifest["rebuild"]["training"] in dense.note
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         dense.module.train()(torch.randn(2, 6))
+
+
+class Auxiliary(nn.Module):
+    """In training mode it also returns a mean over what is cut."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(rate)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.first(x)))
+        y = self.last(self.drop(x))
+        return (y, x.pow(2).mean()) if self.training else (y, y)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_class_that_trains_on_something_else_says_so_where_that_can_be_known(rate):
+    _, dense = exported(Auxiliary(rate), torch.randn(4, 6))
+    assert dense.rebuilt
+    assert ("it computes something else there" in dense.note) == (rate == 0)
 
 
 def test_of_the_guesses_only_those_that_are_needed_stay():

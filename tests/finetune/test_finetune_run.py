@@ -161,6 +161,22 @@ def test_frozen_parameters_stay_and_frozen_gates_too():
     assert not model[0].weight.requires_grad
 
 
+def test_gates_alone_learn_where_all_weights_are_frozen():
+    model = gated()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("log_alpha"))
+    weights = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    history = finetune(model, data(), epochs=3, budget="params=0.6", progress=False)
+    assert history.last["params"] <= 0.6 * history.last["dense_params"]
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    task = Task(data().train, None, loss=lambda y, t: cross_entropy(y, t).detach())
+    with pytest.raises(UsageError, match="no gradient"):
+        finetune(gated(), task, epochs=1, progress=False)
+
+
 def test_the_seed_decides_the_outcome():
     def outcome(seed):
         torch.manual_seed(torch.seed() % 1000)  # whatever was drawn before is of no matter
