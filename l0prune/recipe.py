@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from l0prune.errors import UsageError
+from l0prune.finetune import Settings
 from l0prune.gates import Gate, gate_of
 
 
@@ -51,6 +52,25 @@ class GatePart(_Part):
             raise ValueError(str(error)) from error  # which pydantic reports with its place
 
 
+def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of ``l0prune.finetune`` that make sense, so that no stage fails late."""
+    try:
+        Settings.of(settings)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    return settings
+
+
+Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
+
+
+class RoundPart(_Part):
+    """Gates are put on, learned and cut out."""
+
+    gate: GatePart = Field(default_factory=GatePart)
+    finetune: Learning = Field(default_factory=dict)
+
+
 class ExportPart(_Part):
     """Which files to write besides ONNX."""
 
@@ -58,11 +78,13 @@ class ExportPart(_Part):
     state: bool = False
 
 
-class Recipe(_Part):
+class Recipe(RoundPart):
     """All of a run.
 
     ``dense``, ``finetune`` and ``recover`` hold settings of ``l0prune.finetune``: for the network
     before it is gated, for the gated one, and for the small one alone, where they are asked for.
+    What ``rounds`` cut beforehand makes the steps of the last round, the recipe's own, cheaper.
+    Where a stage distils, the dense network teaches.
     """
 
     name: str
@@ -70,8 +92,7 @@ class Recipe(_Part):
     seed: int = 0
     model: ModelPart
     data: DataPart
-    dense: dict[str, Any] | None = None
-    gate: GatePart = Field(default_factory=GatePart)
-    finetune: dict[str, Any] = Field(default_factory=dict)
-    recover: dict[str, Any] | None = None
+    dense: Learning | None = None
+    rounds: list[RoundPart] = Field(default_factory=list)
+    recover: Learning | None = None
     export: ExportPart = Field(default_factory=ExportPart)

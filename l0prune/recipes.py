@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tomllib
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
+from l0prune.export import Export
 from l0prune.files import atomic_write
-from l0prune.finetune import History
 from l0prune.models import load_model
-from l0prune.recipe import ModelPart, Recipe
+from l0prune.recipe import GatePart, ModelPart, Recipe, RoundPart
 
 # In a source checkout the recipes lie beside the package, in an installed one inside it.
 _HOMES = (Path(__file__).parent / "recipes_builtin", Path(__file__).parent.parent / "recipes")
@@ -108,14 +109,15 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     """
     _claim(folder, recipe)
     data = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
-    gated = folder / "gated.pt"
-    if not gated.exists():
-        model = _dense(recipe, data, folder, data_root)
-        _gate(recipe, model, data, gated)
-    tuned = folder / "tuned.pt"
-    if not tuned.exists():
-        _finetune(recipe, data, gated, tuned, folder)
-    return _export(recipe, data, tuned, folder, data_root)
+    dense = network = _dense(recipe, data, folder, data_root)
+    exports = []
+    for number, part in enumerate(recipe.rounds, start=1):
+        tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")
+        exports.append(l0prune.export(tuned))
+        network = exports[-1].module
+    tuned = _pruned(recipe, recipe, network, dense, data, folder)
+    exports.append(l0prune.export(tuned))
+    return _export(recipe, data, tuned, exports, dense, folder)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -140,29 +142,25 @@ def _write(file: Any, text: str) -> None:
     file.write(text.encode())
 
 
-def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> Any:
+def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> nn.Module:
     """The network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
-        return _reload(recipe, path)
+        return l0prune.load(path, load_model(recipe.model.source))
     torch.manual_seed(recipe.seed)
     model = load_model(recipe.model.source, _weights(recipe.model.weights, data_root))
     if recipe.dense is None:
         return model
-    settings = _settings(recipe, folder / "dense", recipe.dense)
+    settings = _settings(recipe, folder / "dense", recipe.dense, None)
     history = l0prune.train_dense(model, data, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
 
 
-def _settings(recipe: Recipe, out: Path, given: dict[str, Any]) -> dict[str, Any]:
+def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:
     """Of training in a stage, which goes on where it was stopped."""
-    return {"out": out, "resume": True, "seed": recipe.seed, **given}
-
-
-def _reload(recipe: Recipe, path: Path) -> Any:
-    """What an earlier stage wrote, into a network that the recipe's own source builds."""
-    return l0prune.load(path, load_model(recipe.model.source))
+    taught = {"teacher": copy.deepcopy(teacher)} if given.get("distill") else {}
+    return {"out": out, "resume": True, "seed": recipe.seed, **taught, **given}
 
 
 def _weights(path: str | None, data_root: str | None) -> str | None:
@@ -179,20 +177,28 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
         ) from error
 
 
-def _gate(recipe: Recipe, model: Any, data: Data, path: Path) -> None:
-    settings = recipe.gate.model_dump(exclude={"kind", "settings"})
+def _pruned(
+    recipe: Recipe, part: RoundPart, network: nn.Module, dense: nn.Module, data: Data, folder: Path
+) -> nn.Module:
+    """The network with gates that have learned; what is done in the folder is not done again."""
+    gated, tuned = folder / "gated.pt", folder / "tuned.pt"
+    folder.mkdir(exist_ok=True)
+    if not gated.exists():
+        _gate(recipe, part.gate, copy.deepcopy(network), data, gated)
+    if not tuned.exists():
+        model = l0prune.load(gated, copy.deepcopy(network))
+        settings = _settings(recipe, folder / "finetune", part.finetune, dense)
+        history = l0prune.finetune(model, data, **settings)
+        l0prune.save(model, tuned, {**l0prune.read_info(gated), "history": history.last})
+    return l0prune.load(tuned, copy.deepcopy(network))
+
+
+def _gate(recipe: Recipe, part: GatePart, model: nn.Module, data: Data, path: Path) -> None:
+    settings = part.model_dump(exclude={"kind", "settings"})
     example = data.train.example(2)
     args = example if isinstance(example, tuple) else (example,)
-    l0prune.gate(model, args, gate=recipe.gate.made(), **settings)
+    l0prune.gate(model, args, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
-
-
-def _finetune(recipe: Recipe, data: Data, gated: Path, tuned: Path, folder: Path) -> None:
-    model = _reload(recipe, gated)
-    settings = _settings(recipe, folder / "finetune", recipe.finetune)
-    history = l0prune.finetune(model, data, **settings)
-    info = {**l0prune.read_info(gated), "history": history.last}
-    l0prune.save(model, tuned, info)
 
 
 class _OnnxFile(nn.Module):
@@ -209,38 +215,36 @@ class _OnnxFile(nn.Module):
         return torch.from_numpy(self._session.run(None, feed)[0])
 
 
-def _recover(
-    recipe: Recipe, data: Data, small: nn.Module, folder: Path, data_root: str | None
-) -> History:
-    """Train the small network on alone: its steps cost what a network of its size costs."""
-    settings = _settings(recipe, folder / "recover", recipe.recover or {})
-    if settings.get("distill"):
-        settings["teacher"] = _dense(recipe, data, folder, data_root)
-    return l0prune.train_dense(small, data, **settings)
-
-
 def _export(
-    recipe: Recipe, data: Data, tuned: Path, folder: Path, data_root: str | None
+    recipe: Recipe,
+    data: Data,
+    tuned: nn.Module,
+    exports: Sequence[Export],
+    dense: nn.Module,
+    folder: Path,
 ) -> dict[str, Any]:
-    model = _reload(recipe, tuned)
-    history = l0prune.read_info(tuned).get("history")
-    dense = l0prune.export(model)
+    """The files and ``result.json``, where sizes before are those of the first round."""
+    first, small = exports[0], exports[-1]
+    history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
-        history = _recover(recipe, data, dense.module, folder, data_root).last
-        dense = dense.renewed()
+        settings = _settings(recipe, folder / "recover", recipe.recover, dense)
+        history = l0prune.train_dense(small.module, data, **settings).last
+        small = small.renewed()
     onnx = folder / f"{recipe.name}.onnx"
-    dense.save_onnx(onnx)
+    small.save_onnx(onnx)
     if recipe.export.pt2:
-        dense.save(folder / f"{recipe.name}.pt2")
+        small.save(folder / f"{recipe.name}.pt2")
     if recipe.export.state:
-        dense.save(folder / f"{recipe.name}.state.pt")
-    axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
+        small.save(folder / f"{recipe.name}.state.pt")
+    axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(tuned).axes}
     result = {
         "recipe": recipe.name,
         "architecture": "-".join(map(str, axes.values())),
-        "test_error": l0prune.evaluate(dense.module, data)["error"],
+        "test_error": l0prune.evaluate(small.module, data)["error"],
         "onnx_test_error": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")["error"],
-        **dense.to_dict(),
+        **small.to_dict(),
+        "params_before": first.params_before,
+        "macs_before": first.macs_before,
         "axes": axes,
         "onnx": str(onnx),
         "training": history,

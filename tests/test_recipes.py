@@ -203,3 +203,25 @@ def test_the_small_network_learns_on_alone(tmp_path):
     assert longer["test_error"] == pytest.approx(longer["training"]["error"], abs=1 / 360 + 1e-9)
     assert longer["onnx_test_error"] == pytest.approx(longer["test_error"], abs=1 / 360 + 1e-9)
     assert longer["training"]["test_loss"] < short["training"]["test_loss"]
+
+
+def test_each_round_starts_from_what_the_last_one_left(tmp_path):
+    pytest.importorskip("sklearn")
+    folder = tmp_path / "run"
+    half = "{epochs = 3, lam = 0, budget = 'params=0.5', progress = false}"
+    rounds = f"rounds=[{{gate = {{exclude = ['*.in']}}, finetune = {half}}}]"
+    last = ["finetune.lam=0", "finetune.budget=params=2000", "finetune.distill=0.5"]
+    result = recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder)
+    first = l0prune.read_info(folder / "round-1" / "tuned.pt")["history"]
+    assert result["params_before"] == first["dense_params"] == PARAMS["digits-lenet"]
+    assert result["training"]["dense_params"] == first["params"] <= 0.5 * first["dense_params"]
+    assert result["params"] == result["training"]["params"] <= 2000
+    times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
+    assert recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder) == result
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")} == times
+
+
+@pytest.mark.parametrize("stage", ["finetune", "dense", "recover"])
+def test_a_setting_that_makes_no_sense_is_found_before_anything_is_trained(stage):
+    with pytest.raises(UsageError, match=f"{stage}: .*epochs"):
+        recipes.load("digits-lenet", [f"{stage}.epochs=abc"])
