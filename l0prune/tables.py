@@ -20,7 +20,10 @@ def tables(plan: Plan, layers: Sequence[Layer], params: int, macs: int) -> Itera
         yield _layers(layers, params, macs)
     rest = macs - sum(layer.macs for layer in layers)
     if macs and rest / macs > 0.0005:
-        yield f"The other {rest / macs:.1%} of the MACs multiply activations with one another."
+        yield (
+            f"The other {rest / macs:.1%} of the MACs multiply activations with one another, or "
+            "with weights that the forward computes."
+        )
     hints = [s.reason.partition("; ")[2] for x in layers for s in (x.input, x.output)]
     yield from dict.fromkeys(hint for hint in hints if hint)
 

@@ -52,6 +52,25 @@ def rotary(x, frequency):
     return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
+def by_letters(m, x):
+    """An ellipsis, one that is broadcast, and an output that nobody names."""
+    x = torch.einsum("...i,oi->...o", x, m.a).relu()
+    x = torch.einsum("...c, c... -> c...", x, m.scale[:, None, None])
+    return torch.einsum("cbt,kc", x, m.b)
+
+
+def messages(m, x):
+    """A layer of a graph network by hand: every token sends something to the one before it."""
+    sent = m.a(x[0])
+    to = torch.arange(len(sent)).roll(1)
+    return m.b(torch.zeros_like(sent).index_add(0, to, sent.relu()))[None]
+
+
+def with_spectral_norm(m, x):
+    sigma = torch.dot(m.u, torch.mv(m.w, m.v))
+    return m.b(F.linear(m.a(x), m.w / sigma).relu())
+
+
 def with_positions(m, x):
     x = m.a(x)
     return m.b(m.attention(x + m.p, x + m.p, x, need_weights=False)[0])
@@ -378,6 +397,33 @@ CASES = {
             "attention.out_proj": 16,
             "a.in": 32,
         },
+    ),
+    "by_letters": (
+        Fn(
+            by_letters,
+            a=nn.Parameter(torch.randn(12, 32)),
+            scale=nn.Parameter(torch.rand(12)),
+            b=nn.Parameter(torch.randn(3, 12)),
+        ),
+        TOKENS,
+        {"a.heads": 12},
+    ),
+    "messages_of_a_graph": (
+        Fn(messages, a=nn.Linear(32, 12), b=nn.Linear(12, 3)),
+        TOKENS,
+        {"a": 12, "a.in": 32},
+    ),
+    "spectral_norm_by_hand": (
+        Fn(
+            with_spectral_norm,
+            a=nn.Linear(32, 12),
+            w=nn.Parameter(torch.randn(10, 12)),
+            u=torch.randn(10),
+            v=torch.randn(12),
+            b=nn.Linear(10, 3),
+        ),
+        TOKENS,
+        {"a": 12, "w": 10, "a.in": 32},
     ),
     "pieces_of_weights": (
         Fn(

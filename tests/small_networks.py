@@ -66,6 +66,9 @@ for _name in (
     "multi_head_attention",
     "queries_with_positions",
     "pieces_of_weights",
+    "by_letters",
+    "messages_of_a_graph",
+    "spectral_norm_by_hand",
     "encoder_layer",
     "grouped_query",
     "recurrent",
@@ -322,16 +325,16 @@ def chosen_by_index():
     )
 
 
-@case(10, 10, shape=FLAT)
+@case(8, 8, 10, 10, shape=FLAT)
 def bilinear():
-    """Unknown to l0prune, so what feeds it stays."""
+    """Both of what it multiplies can be cut."""
     forward = lambda m, x: m.c(m.a(x).tanh(), m.b(x).tanh())  # noqa: E731
     return Fn(forward, a=nn.Linear(10, 8), b=nn.Linear(10, 8), c=nn.Bilinear(8, 8, 3))
 
 
-@case(10, shape=FLAT)
+@case(8, 10, shape=FLAT)
 def spectral_normed_reader():
-    """The norm is of the whole weight: cutting a column would change all the others."""
+    """The norm is of the whole weight, whose gates close what is cut of it, too."""
     return nn.Sequential(nn.Linear(10, 8), nn.ReLU(), spectral_norm(nn.Linear(8, 3)))
 
 

@@ -149,7 +149,7 @@ class Inference:
         )
         for operand in operands_of(node):
             self.pin_all(operand, why)
-        return self.opaque(node, why)
+        return self.opaque(node, f"a result of {called}, which is unknown to l0prune")
 
     # --- what rules use -------------------------------------------------------------------
 

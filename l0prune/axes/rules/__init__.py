@@ -3,6 +3,7 @@
 from l0prune.axes.rules import (  # noqa: F401
     attention,
     contraction,
+    einsum,
     factories,
     layernorm,
     movement,

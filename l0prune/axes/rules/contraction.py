@@ -24,6 +24,11 @@ def _biased(node: Node, operands: Sequence[bool | None]) -> bool:
     return any(o is True for o in products) and all(o is True for o in rest)
 
 
+def _biased_of_two(node: Node, operands: Sequence[bool | None]) -> bool:
+    """x·W·x' + b is zero where one of the three is, and the bias too."""
+    return some(node, operands[:3]) and all(o is True for o in operands[3:])
+
+
 @rule("aten.linear", zero=_biased)
 def linear(infer: Inference, node: Node) -> Value:
     """``(…, i) @ (o, i)ᵀ + (o)``."""
@@ -114,7 +119,7 @@ def _groups(node: Node, name: str) -> int:
     return int(argument(node, position, "groups", 1))
 
 
-@rule("aten.matmul", "aten.mm", "aten.bmm", zero=some)
+@rule(*(f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "vdot")), zero=some)
 def matmul(infer: Inference, node: Node) -> Value:
     """``(…, n, k) @ (…, k, m)`` with broadcast batch dims; either may be a vector."""
     a, b = node.args[:2]
@@ -159,7 +164,7 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
     if not stored and not stored_a:
-        _name_heads(infer, left, [inner_a, *columns])
+        name_heads(infer, left, [inner_a, *columns])
     if columns:
         infer.write(columns[0], node, b, len(infer.dims(b)) - 1)
     if rows:
@@ -171,7 +176,7 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     return out
 
 
-def _name_heads(infer: Inference, batch: list[Expr], dims: list[Expr]) -> None:
+def name_heads(infer: Inference, batch: list[Expr], dims: list[Expr]) -> None:
     """A product of two results with batch dims is attention written out, or like it."""
     for expr in dims if batch else ():
         infer.kind(expr, "head_dim")
@@ -191,39 +196,6 @@ def _broadcast(infer: Inference, left: list[Expr], right: list[Expr]) -> list[Ex
     return out
 
 
-@rule("aten.einsum", zero=some)
-def einsum(infer: Inference, node: Node) -> Value:
-    """Letters tie dims; a letter absent from the output is contracted."""
-    equation, operands = node.args[:2]
-    text = str(equation).replace(" ", "")
-    assert isinstance(operands, list | tuple)
-    nodes = [operand for operand in operands if isinstance(operand, Node)]
-    if "." in text or "->" not in text:
-        for operand in nodes:
-            infer.pin_all(operand, "einsum with an ellipsis or an implicit output")
-        return infer.opaque(node, "a result of einsum")
-    inputs, output = text.split("->")
-    letters: dict[str, Expr] = {}
-    where: dict[str, list[tuple[Node, int]]] = {}
-    for labels, operand in zip(inputs.split(","), nodes, strict=True):
-        for position, (letter, dim) in enumerate(zip(labels, infer.dims(operand), strict=True)):
-            infer.solver.unify(letters.setdefault(letter, dim), dim)
-            where.setdefault(letter, []).append((operand, position))
-    for letter, dim in letters.items():
-        stored = [(n, p) for n, p in where[letter] if infer.place(n, p) is not None]
-        if letter in output:
-            for operand, position in stored:
-                infer.write(dim, node, operand, position)
-        else:
-            infer.read(dim, node, stored[0] if stored else None, *nodes)
-    if not any(infer.place(*found) for founds in where.values() for found in founds):
-        carried = {letter for letter in output if len(where[letter]) > 1}
-        batch = [dim for letter, dim in letters.items() if letter in carried]
-        _name_heads(infer, batch, [dim for letter, dim in letters.items() if letter not in carried])
-    infer.work(node, tuple(letters.values()))
-    return tuple(letters[letter] for letter in output)
-
-
 @rule("aten.embedding", zero=of_operand(0))
 def embedding(infer: Inference, node: Node) -> Value:
     """Rows of a table by index: which rows exist depends on the data."""
@@ -234,3 +206,38 @@ def embedding(infer: Inference, node: Node) -> Value:
     infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
     infer.write(dim, node, weight, 1)
     return (*infer.dims(index), dim)
+
+
+@rule("aten.embedding_bag", zero=of_operand(0))
+def embedding_bag(infer: Inference, node: Node) -> Value:
+    """Sums, means or maxima of such rows; the other results count rows."""
+    weight = node.args[0]
+    assert isinstance(weight, Node)
+    table, dim = infer.dims(weight)
+    infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
+    for operand in node.all_input_nodes[1:]:
+        infer.pin_all(operand, "it is used as an index")
+    infer.write(dim, node, weight, 1)
+    results = infer.opaque(node, "a count of rows")
+    assert isinstance(results, list)
+    return [(results[0][0], dim), *results[1:]]
+
+
+@rule("aten.bilinear", zero=_biased_of_two)
+def bilinear(infer: Inference, node: Node) -> Value:
+    """``y_o = Σ_ij x_i W_oij x'_j + b_o``."""
+    first, second, weight = node.args[:3]
+    assert isinstance(first, Node)
+    assert isinstance(second, Node)
+    assert isinstance(weight, Node)
+    *batch, left = infer.dims(first)
+    *others, right = infer.dims(second)
+    outer, *inner = infer.dims(weight)
+    for mine, theirs in zip([*batch, left, right], [*others, *inner], strict=True):
+        infer.solver.unify(mine, theirs)
+    infer.read(left, node, (weight, 1), first)
+    infer.read(right, node, (weight, 2), second)
+    infer.write(outer, node, weight, 0)
+    _tie_bias(infer, node, argument(node, 3, "bias"), outer)
+    _work(infer, node, (*batch, outer), weight, 1, 2)
+    return (*batch, outer)

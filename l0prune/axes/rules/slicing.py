@@ -204,6 +204,24 @@ def gather(infer: Inference, node: Node) -> Value:
     return (*dims[:dim], Const(shape[dim], "indexed positions"), *dims[dim + 1 :])
 
 
+@rule("aten.index_add", "aten.index_copy", zero=each)
+def index_add(infer: Inference, node: Node) -> Value:
+    """Slices of one dim are added or put where an index says; the other dims are tied."""
+    target, dim, index, given = node.args[:4]
+    assert isinstance(target, Node)
+    assert isinstance(index, Node)
+    assert isinstance(given, Node)
+    infer.pin_all(index, "it is used as an index")
+    dims = infer.dims(target)
+    for position, (mine, theirs) in enumerate(zip(dims, infer.dims(given), strict=True)):
+        if position != int(dim) % len(dims):  # type: ignore[arg-type]
+            infer.solver.unify(mine, theirs)
+            continue
+        for each_of in (mine, theirs):
+            infer.solver.pin(each_of, "its positions are chosen by an index tensor")
+    return tuple(map(infer.solver.resolve, dims))
+
+
 @rule("aten.glu", zero=each)
 def glu(infer: Inference, node: Node) -> Value:
     """``a · σ(b)`` of two halves: slot i of one belongs to slot i of the other."""
