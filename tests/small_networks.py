@@ -379,3 +379,29 @@ def grouped_between_dense():
 @case(8)
 def transposed_depthwise():
     return nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 8, 2, stride=2, groups=8), conv(8, 2))
+
+
+class Clipped(nn.Module):
+    """A Linear between two clamps, whose limits are buffers."""
+
+    def __init__(self, inputs, outputs, limit):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        for name, value in {"low": -limit, "high": limit}.items():
+            self.register_buffer(name, torch.tensor(value))
+
+    def forward(self, x):
+        x = self.linear(torch.clamp(x, self.low, self.high))
+        return torch.clamp(x, self.low, self.high)
+
+
+@case(8, 8, 10, shape=FLAT)
+def clamps_of_one_tensor():
+    """torch's ONNX optimizer mixes up their limits, and the file is no longer one."""
+
+    def forward(m, x):
+        x = m.a(x) * 2
+        return m.c(m.b1(x) * m.b2(x) + m.b3(x))
+
+    branches = {f"b{n}": Clipped(8, 8, 0.7 + n / 10) for n in (1, 2, 3)}
+    return Fn(forward, a=nn.Linear(10, 8), c=nn.Linear(8, 3), **branches)

@@ -9,6 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -28,19 +29,39 @@ from l0prune.files import atomic_write
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
-def to_onnx(program: ExportedProgram) -> onnx.ModelProto:
+def runnable(program: ExportedProgram) -> tuple[onnx.ModelProto, Session]:
+    """The program in ONNX, loaded into ONNX Runtime.
+
+    The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
+    several clamps of one tensor): then the file is written as it is before.
+
+    Raises:
+        L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
+    """
+    proto = to_onnx(program)
+    try:
+        return proto, Session(proto.SerializeToString())
+    except L0pruneError:
+        with contextlib.suppress(L0pruneError):
+            plain = to_onnx(program, optimize=False)
+            return plain, Session(plain.SerializeToString())
+        raise
+
+
+def to_onnx(program: ExportedProgram, *, optimize: bool = True) -> onnx.ModelProto:
     """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
 
     Raises:
         L0pruneError: torch's exporter has no translation for an operator.
     """
     program = _with_tensors_only(program)
+    export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
     try:
         with _quietly():
             try:
-                made = torch.onnx.export(program, dynamo=True, verbose=False)
+                made = export(program)
             except Exception:
-                made = torch.onnx.export(in_plain_terms(program), dynamo=True, verbose=False)
+                made = export(in_plain_terms(program))
     except Exception as error:
         raise L0pruneError(
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
