@@ -43,7 +43,11 @@ ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mlp-small": ("mlp", "mnist-mlp-small", ()),
     "lenet5-lambda": ("lenet5", "mnist-lenet5", ()),
     "lenet5-small": ("lenet5", "mnist-lenet5-small", ()),
-    "lenet5-10k": ("lenet5", "mnist-lenet5-small", ("finetune.budget=params=10k",)),
+    "lenet5-10k": (
+        "lenet5",
+        "mnist-lenet5-small",
+        ("finetune.budget=params=10k", "finetune.epochs=25", "recover.epochs=20"),
+    ),
 }
 
 
