@@ -18,6 +18,7 @@ from l0prune.globs import matching
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[%kKMGT]?)")
 _FACTORS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_FEWEST = 10  # no network is smaller
 _HELP = "write macs=0.5, params=10k, 'macs=50%, params=0.1' or 'layer3.*: params=0.3'"
 
 
@@ -42,6 +43,11 @@ class Limit:
             raise UsageError(f"a budget is one of {' or '.join(UNITS)}, not {self.unit!r}; {_HELP}")
         if not 0 < self.amount < float("inf"):
             raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {_HELP}")
+        if 1 < self.amount < _FEWEST:
+            raise UsageError(
+                f"a budget of {self.amount:g} is neither a share, which is at most 1 (100 %), nor "
+                f"a count that a network could have; {_HELP}"
+            )
 
     def __str__(self) -> str:
         amount = f"{self.amount:g}" if self.amount <= 1 else f"{self.amount:.15g}"

@@ -12,6 +12,8 @@ from l0prune.cli.edge import emit, say
 from l0prune.cli.options import Json, TrustPickle
 from l0prune.cli.project import newest, output_path
 
+ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
+
 
 def export(
     file: Annotated[
@@ -26,7 +28,7 @@ def export(
         bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Path without ending, or a folder; default: MODEL here.")
+        Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -43,17 +45,23 @@ def export(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     say(f"exporting {path}")
     dense = l0prune.export(model)
-    stem = output_path(None, str(path), "") if out is None else out
+    stem = output_path(None, str(path), "") if out is None else _without_ending(out)
     if stem.is_dir():  # a folder: the model's own name in it
         stem = stem / output_path(None, str(path), "").name
     files: list[Path] = []
     if onnx or not (pt2 or state):
-        files += dense.save_onnx(f"{stem}.onnx")
+        files += dense.save_onnx(f"{stem}{ONNX}")
     # of a model in parts the ONNX files leave out the code between them: its class needs its state
-    for wanted, ending in ((pt2, ".pt2"), (state or len(dense.pieces) > 1, ".state.pt")):
+    for wanted, ending in ((pt2, PT2), (state or len(dense.pieces) > 1, STATE)):
         if wanted:
             files += dense.save(f"{stem}{ending}")
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     emit(result, json, dense)
     if not json:
         say("written: " + ", ".join(map(str, files)))
+
+
+def _without_ending(path: Path) -> Path:
+    """``model`` for ``model.onnx``: each kind of file has its own ending."""
+    ending = next((each for each in ENDINGS if path.name.endswith(each)), "")
+    return path.with_name(path.name.removesuffix(ending))

@@ -88,7 +88,7 @@ class Checkpoint:
         changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         texts = [f"{name} {was} → {now}" for name, (was, now) in changed.items()]
         may_change = set() if finished else CHANGEABLE
-        way_on = "give another out, or start it anew with resume=False"
+        way_on = "give another out (--run), or start it anew with resume=False (--no-resume)"
         if set(changed) - may_change:
             raise UsageError(
                 f"the run in this folder had other settings: {', '.join(texts)}. Give those it "
@@ -117,7 +117,7 @@ def read(folder: Path) -> Checkpoint | None:
     if version != _FORMAT:
         raise FileError(
             f"{path} is no checkpoint that this version can read; move it away, or start the run "
-            "anew with resume=False"
+            "anew with resume=False (--no-resume)"
         )
     try:
         return Checkpoint(**content)
@@ -161,7 +161,8 @@ def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         )
         raise FileError(
             f"the checkpoint is one of another model: {', '.join(differing[:5])} differ"
-            f"{'s' if len(differing) == 1 else ''}. Give another out, or resume=False"
+            f"{'s' if len(differing) == 1 else ''}. Give another out (--run), or resume=False "
+            "(--no-resume)"
         )
     for name, value in own.items():
         value.copy_(shard_like(tensors[name], value))

@@ -4,6 +4,7 @@ import onnx
 import pytest
 import torch
 from deadness import close_some, randomise
+from small_networks import CASES
 from torch import nn
 
 import l0prune
@@ -88,3 +89,11 @@ def test_the_file_is_in_float32_whatever_the_model_is_in(dtype, tmp_path):
     assert floats == {graph.input[0].type.tensor_type.elem_type} == {onnx.TensorProto.FLOAT}
     assert dense.certificate.worst("onnx", "float32") <= 1e-5
     assert dense.module(x).dtype == dense.program.module()(x).dtype == dtype
+
+
+def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
+    """Clamps of one tensor whose limits are buffers: it gives the limits one name."""
+    module, example = CASES["clamps_of_one_tensor"]()
+    dense = l0prune.export(close_some(l0prune.gate(randomise(module).eval(), example)))
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
