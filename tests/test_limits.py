@@ -35,7 +35,8 @@ def test_a_limit_is_written_as_it_is_read(text):
     ("given", "why"),
     [
         ("", "cannot read"), ("macs", "cannot read"), ("macs=half", "half"), ("time=0.5", "time"),
-        ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"), ("macs=1.5", "neither a share"),
+        ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"),
+        ("macs=1.5", "neither a share"),
         (": macs=0.5", "cannot read"), ("macs=0.5, macs=0.4", "twice"), ([], "empty"),
         (0.5, "float is no budget"), ("macs=nan", "nan"), ("macs=1e999", "more than 0"),
     ],

@@ -292,6 +292,26 @@ def test_a_part_that_is_not_called_on_fresh_inputs():
     assert {piece.path for piece in l0prune.export(model).pieces} == {"a"}
 
 
+def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, x):
+            pooled = self.part(x.mean(1))
+            x = self.part(x)
+            return x + pooled[:, None] if pooled.sum().item() < 1e9 else x
+
+    model = close_some(l0prune.gate(randomise(Pooled()).eval(), torch.randn(2, 3, 8)))
+    dense = l0prune.export(model)
+    files = dense.save_onnx(tmp_path / "m.onnx")
+    assert [file.name for file in files] == ["m.part.onnx", "m.part-2.onnx"]
+    assert dense.to_dict()["parts"] == ["part"]
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+    assert len(dense.renewed().pieces) == 2
+
+
 def test_a_part_called_in_two_ways_is_looked_into():
     class Masked(nn.Module):
         def __init__(self):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,62 +10,24 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.axes import analyse
-from l0prune.calls import Inputs, filled, record
+from l0prune.calls import Inputs
 from l0prune.capture import capture, evaluating, within
 from l0prune.copies import copied
 from l0prune.cost import CostModel
-from l0prune.errors import CertificateError, UsageError
-from l0prune.export.certificate import (
-    Certificate,
-    Check,
-    cast,
-    compare,
-    compare_in_parts,
-    is_valid,
-)
+from l0prune.errors import UsageError
+from l0prune.export.certificate import Certificate, cast
 from l0prune.export.dtypes import dtype_of, marked
-from l0prune.export.inputs import trials
-from l0prune.export.own_class import OwnClass, Reference, choose, gathers, own_class
-from l0prune.export.program import dense_module, programs, reexport, reexport_part
-from l0prune.export.resize import Changes, manifest
-from l0prune.export.result import Export, Piece
+from l0prune.export.own_class import gathers, own_class
+from l0prune.export.program import dense_module
+from l0prune.export.proof import Cut, prove
+from l0prune.export.resize import manifest
+from l0prune.export.result import Export
 from l0prune.export.slicing import cut, doubled, fold
-from l0prune.export.stand_in import stand_in
 from l0prune.export.standardised import with_statistics_taken
-from l0prune.export.verdict import Verdict, note_on
+from l0prune.export.verdict import note_on
 from l0prune.parts import Part, Parts, parts_of
 from l0prune.plan import Plan
 from l0prune.rewrite import check_intact, detach, gates_of
-
-BATCHES = (2, 5)
-
-
-@dataclass
-class _Cut:
-    """A model before and after the cut, in float64 where it was cut.
-
-    Attributes:
-        gated: the gated model, on the CPU, in eval mode.
-        own: what the model's own class may be at the new sizes.
-        graphs: by path, the captured parts at the new sizes.
-        gathers: why its own class cannot be right, where that is known beforehand.
-    """
-
-    gated: nn.Module
-    own: OwnClass
-    graphs: dict[str, GraphModule]
-    gathers: str
-
-
-@dataclass
-class _Proven:
-    """What is left to hand out once the certificate stands."""
-
-    module: nn.Module
-    pieces: list[Piece]
-    checks: list[Check]
-    verdicts: dict[str, Verdict]
-    changes: Changes
 
 
 def export(model: nn.Module) -> Export:
@@ -100,10 +60,9 @@ def export(model: nn.Module) -> Export:
     kept = parts.plan.kept(is_open)
     own = own_class(plain, parts.plan, kept, tensors, state)
     picks = gathers(graphs[""], parts.plan, is_open) if "" in graphs else ""
-    both = _Cut(gated, own, graphs, picks)
+    both = Cut(gated, own, graphs, picks)
     cost = CostModel(parts.plan)
     predicted = cost.actual(is_open, "params")
-    prove = _prove_whole if "" in both.graphs else _prove_parts
     proven = prove(both, parts, example, dtype, predicted)
     reason = " ".join(filter(None, (v.reason for v in proven.verdicts.values())))
     training = " ".join(filter(None, (v.training for v in proven.verdicts.values())))
@@ -124,97 +83,6 @@ def export(model: nn.Module) -> Export:
             "rebuild": {"verified": not reason, "reason": reason, "training": training},
         },
     )
-
-
-def _prove_whole(
-    both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
-) -> _Proven:
-    """A model of one piece: its graph must be right, its own class may be."""
-    captured = parts.found[0].analysis.captured
-    graph = both.graphs[""]
-    _check_count(graph, parts, predicted)
-    batches = BATCHES if captured.dynamic else (captured.batch,)
-    against = partial(compare, both.gated, graph)
-    inputs, certificate = _certified(both.gated, example, batches, against)
-    own, changes, verdict = None, both.own.tries[0], Verdict(both.gathers)
-    if not both.gathers:
-        choice = choose(both.own, [Reference("", both.gated, inputs)])
-        own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
-    export = partial(reexport, dynamic=captured.dynamic)
-    program, single, dynamic = programs(graph, dtype, example, export)
-    return _Proven(
-        module=graph if verdict.reason or own is None else own.to(dtype),
-        pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
-        checks=[*certificate.checks, *verdict.checks],
-        verdicts={"": verdict},
-        changes=changes,
-    )
-
-
-def _prove_parts(
-    both: _Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
-) -> _Proven:
-    """A model of which only islands were captured: their own classes, or else their graphs."""
-    paths = list(both.graphs)
-    # one candidate for all parts, so that what they share stays shared
-    references = [Reference(p.path, both.graphs[p.path], [p.example]) for p in parts.found]
-    choice = choose(both.own, references)
-    dense, changes = choice.module, choice.changes
-    for path, verdict in choice.verdicts.items():
-        if verdict.reason:
-            stand_in(dense, path, both.graphs[path])
-            changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
-    _check_count(dense, parts, predicted)
-    against = partial(compare_in_parts, both.gated, dense, paths)
-    try:
-        inputs, certificate = _certified(both.gated, example, (None, None), against)
-    except CertificateError as error:
-        raise CertificateError(
-            f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
-            "code around them may read what was cut off them (a weight, a size). What it reads has "
-            f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
-        ) from error
-    received: dict[str, list[Inputs]] = {path: [] for path in paths}
-    for given in inputs:
-        for call in record(both.gated, paths, cast(given, dtype)):
-            received[call.path].append(filled(call.inputs))
-    pieces, part_examples = [], {part.path: part.example for part in parts.found}
-    for path, verdict in choice.verdicts.items():
-        received[path] = received[path] or [part_examples[path]]
-        part = dense.get_submodule(path)
-        program, single, dynamic = programs(part, dtype, received[path][0], reexport_part)
-        dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
-        submodule = both.gated.get_submodule(path)
-        pieces.append(Piece(path, program, single, dynamic, submodule, tuple(received[path])))
-    dense.to(dtype)
-    return _Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
-
-
-def _certified(
-    gated: nn.Module,
-    example: Inputs,
-    batches: Sequence[int | None],
-    against: Callable[[Sequence[Inputs]], list[Check]],
-) -> tuple[tuple[Inputs, ...], Certificate]:
-    """The certificate, and the inputs that it was given on: the first kind that the model takes.
-
-    Raises:
-        CertificateError: the comparison failed, or the model takes not even its example.
-    """
-    failures = []
-    for inputs in trials(example, batches):
-        try:
-            return inputs, Certificate(tuple(against(inputs)))
-        except CertificateError as error:
-            if all(is_valid(gated, given) for given in inputs):
-                raise
-            failures.append(error)
-    raise CertificateError(
-        "There is nothing to compare the exported model with, so nothing was written: on the "
-        "example that it was gated with, the gated model itself fails in float64 or gives nan. The "
-        "usual causes are weights or gates that hold nan, and an example with which no output can "
-        f"be computed. At first it was: {failures[0]}"
-    ) from failures[-1]
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -299,14 +167,3 @@ def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:
         if axis.name in slices:
             full[axis.slice] = z[slices[axis.name]].cpu()
     return full
-
-
-def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
-    """Raise CertificateError where the parameters left are not those that the plan counts."""
-    named = module.named_parameters()
-    found = sum(p.numel() for name, p in named if name not in parts.unused)
-    if found != predicted:
-        raise CertificateError(
-            f"The sliced model has {found:,} parameters where the plan predicts {predicted:,}: "
-            "please report this with the model's code. Nothing was written."
-        )

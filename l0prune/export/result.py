@@ -37,6 +37,8 @@ class Piece:
         dynamic: whether its batch size is free.
         gated: the gated part that it stands for, or the dense one that has learned on.
         inputs: what they are compared on, in float32.
+        form: a part that its model calls in several ways, such as with tensors of two and of three
+            dims, is a piece for each of them; they are counted from 1.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Piece:
     dynamic: bool
     gated: nn.Module
     inputs: tuple[Inputs, ...]
+    form: int = 1
 
 
 @dataclass
@@ -169,9 +172,10 @@ class Export:
 
     @staticmethod
     def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:
-        """The file of a part: its own name before the ending."""
+        """The file of a part: its name before the ending, and after the first form its number."""
         whole = Path(path)
-        return whole.with_stem(f"{whole.stem}.{piece.path}") if piece.path else whole
+        form = f"-{piece.form}" if piece.form > 1 else ""
+        return whole.with_stem(f"{whole.stem}.{piece.path}{form}") if piece.path else whole
 
     def to_dict(self) -> dict[str, Any]:
         """Sizes and certificate as plain data."""
@@ -183,7 +187,7 @@ class Export:
             "dynamic_batch": self.dynamic,
             "own_class": self.rebuilt,
             "note": self.note,
-            "parts": [piece.path for piece in self.pieces],
+            "parts": list(dict.fromkeys(piece.path for piece in self.pieces)),
             "widths": {name: list(width) for name, width in self.widths.items()},
             "certificate": self.certificate.to_dict(),
         }
@@ -213,4 +217,4 @@ def _renewed(piece: Piece, module: nn.Module) -> Piece:
     dtype = dtype_of(part)
     export = reexport_part if piece.path else partial(reexport, dynamic=piece.dynamic)
     made = programs(copied(part), dtype, cast(piece.inputs[0], dtype), export)
-    return Piece(piece.path, *made, part, piece.inputs)
+    return Piece(piece.path, *made, part, piece.inputs, piece.form)
