@@ -10,7 +10,6 @@ from torch.fx import Node
 from l0prune.axes.inference import Inference, Place, Read
 from l0prune.axes.nodes import is_pointwise, operator_name
 from l0prune.axes.registry import ZEROS, Zero, never, registered
-from l0prune.axes.rules.movement import source
 from l0prune.axes.rules.pointwise import tried, zero_when_tried
 from l0prune.axes.solver import Expr, Var, variables
 
@@ -83,7 +82,8 @@ class Zeros:
         is_zero = zero_of(node)(node, operands)
         if is_zero:
             return 0.0 if is_zero is True else nan
-        return numbers.get(source(node)) if _is_view(node) else None
+        viewed = _viewed(node)
+        return None if viewed is None else numbers.get(viewed)
 
     def _reaching(self, operand: Node, node: Node) -> bool | None:
         """Whether the operand is zero at the slot; None if no slot of it reaches the output.
@@ -127,7 +127,7 @@ class Zeros:
                     writers.append(user)
                 if is_read:
                     readers.append(user)
-                if writes or _is_view(user):
+                if writes or (schema is not None and any(r.alias_info for r in schema.returns)):
                     pending.append((user, is_read and not writes))
         return any(writer < reader for writer in writers for reader in readers)
 
@@ -150,10 +150,12 @@ class Zeros:
         return any(self.var is v for v in variables(self.infer.solver.resolve(dim)))
 
 
-def _is_view(node: Node) -> bool:
-    """Does the node give out an operand's memory, in another shape?"""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info for r in schema.returns)
+def _viewed(node: Node) -> Node | None:
+    """The operand that the node gives out in another shape, unchanged; None if it does not."""
+    schema, first = getattr(node.target, "_schema", None), node.args[0] if node.args else None
+    is_view = schema is not None and any(r.alias_info for r in schema.returns)
+    is_view = is_view and not schema.is_mutable
+    return first if is_view and isinstance(first, Node) else None
 
 
 def zeroing(

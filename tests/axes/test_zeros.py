@@ -52,6 +52,7 @@ LOSES = {
     "zero by zero": lambda x: x / x.amax(0, keepdim=True),
     "zero by zero, squared": lambda x: x * x / x.var(0, keepdim=True),
     "zero by infinity": lambda x: x * x.square().reciprocal(),
+    "zero by infinity times anything": lambda x: x * (x.square().reciprocal() * x.cos().cumsum(0)),
     "a root, which has no gradient at zero": lambda x: x.square().sqrt(),
     "a standard deviation, which has none either": lambda x: x.std(0, keepdim=True),
     "what comes of one": lambda x: x * (x.std(0, keepdim=True) + 1).flip(0),

@@ -67,12 +67,12 @@ def tried(node: Node, at: Mapping[Node, float]) -> float | None:
 
 
 def _one_number(result: Any, leaves: Sequence[Tensor]) -> float | None:
-    """The number that all of the result is; nan without a finite gradient."""
+    """The number that all of the result is; nan where some are none, or without a gradient."""
     if not isinstance(result, Tensor):
         return None
     first = result.detach().flatten()[0].item()
     if not torch.equal(result, torch.full_like(result, first)):
-        return nan if bool(result.isnan().all()) else None
+        return None if bool(result.isfinite().all()) else nan
     if result.requires_grad:
         slopes = torch.autograd.grad(result.sum(), leaves, allow_unused=True)
         if any(slope is not None and not bool(slope.isfinite().all()) for slope in slopes):
