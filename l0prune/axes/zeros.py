@@ -152,10 +152,11 @@ class Zeros:
 
 def _viewed(node: Node) -> Node | None:
     """The operand that the node gives out in another shape, unchanged; None if it does not."""
-    schema, first = getattr(node.target, "_schema", None), node.args[0] if node.args else None
-    is_view = schema is not None and any(r.alias_info for r in schema.returns)
-    is_view = is_view and not schema.is_mutable
-    return first if is_view and isinstance(first, Node) else None
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable or not any(r.alias_info for r in schema.returns):
+        return None
+    first = node.args[0]
+    return first if isinstance(first, Node) else None
 
 
 def zeroing(
