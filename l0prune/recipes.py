@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import tomllib
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 import l0prune
+from l0prune.copies import copied
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
 from l0prune.export import Export
@@ -159,7 +159,7 @@ def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> n
 
 def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:
     """Of training in a stage, which goes on where it was stopped."""
-    taught = {"teacher": copy.deepcopy(teacher)} if given.get("distill") else {}
+    taught = {"teacher": copied(teacher)} if given.get("distill") else {}
     return {"out": out, "resume": True, "seed": recipe.seed, **taught, **given}
 
 
@@ -184,13 +184,13 @@ def _pruned(
     gated, tuned = folder / "gated.pt", folder / "tuned.pt"
     folder.mkdir(exist_ok=True)
     if not gated.exists():
-        _gate(recipe, part.gate, copy.deepcopy(network), data, gated)
+        _gate(recipe, part.gate, copied(network), data, gated)
     if not tuned.exists():
-        model = l0prune.load(gated, copy.deepcopy(network))
+        model = l0prune.load(gated, copied(network))
         settings = _settings(recipe, folder / "finetune", part.finetune, dense)
         history = l0prune.finetune(model, data, **settings)
         l0prune.save(model, tuned, {**l0prune.read_info(gated), "history": history.last})
-    return l0prune.load(tuned, copy.deepcopy(network))
+    return l0prune.load(tuned, copied(network))
 
 
 def _gate(recipe: Recipe, part: GatePart, model: nn.Module, data: Data, path: Path) -> None:
