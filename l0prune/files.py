@@ -108,12 +108,19 @@ def load_bytes(content: bytes, name: str, *, trust: bool = False) -> Any:
     return _load(io.BytesIO(content), name, trust, mmap=False)
 
 
+def _is_name(source: Path) -> bool:
+    """Is it the name of a network, as in ``torchvision:resnet18``?"""
+    before, colon, name = str(source).partition(":")
+    return bool(colon and name) and len(before) > 1  # one letter is a drive
+
+
 def _check_kind(source: Path) -> None:
     """Say what the file is where it is none that ``torch.save`` wrote."""
     if source.is_dir():
         raise FileError(f"{source} is a folder, not a model file.")
     if not source.exists():
-        raise FileError(f"{source} does not exist.")
+        way_on = f" Of a network by name, `l0prune gate {source}` makes a file."
+        raise FileError(f"{source} does not exist.{way_on if _is_name(source) else ''}")
     with source.open("rb") as file:
         head = file.read(len(_BEFORE_1_6))
     if not head:

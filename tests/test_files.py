@@ -259,3 +259,8 @@ def test_a_device_or_folder_is_not_replaced(tmp_path):
         with pytest.raises(FileError, match="not written"):
             atomic_write(tmp_path / name, lambda file: file.write(b"x"))
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_name_where_a_file_is_needed_says_how_to_make_one():
+    with pytest.raises(FileError, match="`l0prune gate torchvision:resnet18` makes a file"):
+        load_pickle("torchvision:resnet18")
