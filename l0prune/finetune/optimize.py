@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,12 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     """The optimizer that the settings name, over these parameter groups; Adam for gates beside SGD.
 
     Raises:
-        UsageError: nothing is left to learn.
+        UsageError: nothing is left to learn, or the user's function made no optimizer for this loop.
     """
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("nothing of this model learns: all its parameters are frozen")
     if callable(settings.optimizer):
-        return [settings.optimizer(groups)]
+        return [_stepping(settings.optimizer(groups))]
     # One kernel for all tensors of a group, where their device and dtype have one.
     parameters = [p for group in groups for p in group["params"]]
     fused = all(map(_can_fuse, parameters))
@@ -42,6 +43,22 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
         made.append(SGD(weights, lr=settings.lr, momentum=settings.momentum, fused=fuses))
     if gates:
         made.append(Adam(gates, fused=fused))
+    return made
+
+
+def _stepping(made: Any) -> Optimizer:
+    """What a user's function made, if it can take a step by itself."""
+    if not isinstance(made, Optimizer):
+        raise UsageError(
+            f"optimizer made a {type(made).__name__}, not a torch.optim.Optimizer; it gets the "
+            "parameter groups: optimizer=lambda groups: torch.optim.RAdam(groups)"
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"{type(made).__name__} computes the loss several times in a step, which this loop does "
+            "not offer: take another optimizer, or write a loop of your own with l0prune.penalty"
+        )
     return made
 
 

@@ -56,6 +56,19 @@ def test_a_function_makes_any_other_optimizer():
     assert type(optimizer) is torch.optim.RMSprop
 
 
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda groups: torch.optim.LBFGS(groups[0]["params"]), "several times in a step"),
+        (lambda groups: None, "made a NoneType"),
+    ],
+)
+def test_what_cannot_take_a_step_alone_is_refused(make, why):
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": 0.1}]
+    with pytest.raises(UsageError, match=why):
+        make_optimizers(Settings(optimizer=make), groups)
+
+
 def test_a_frozen_model_is_refused():
     with pytest.raises(UsageError, match="frozen"):
         make_optimizers(Settings(), [])
