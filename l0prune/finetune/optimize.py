@@ -22,7 +22,7 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
     """The optimizer that the settings name, over these parameter groups; Adam for gates beside SGD.
 
     Raises:
-        UsageError: nothing is left to learn, or the user's function made no optimizer for this loop.
+        UsageError: nothing is left to learn, or the user's function made none for this loop.
     """
     if not any(parameter.requires_grad for group in groups for parameter in group["params"]):
         raise UsageError("nothing of this model learns: all its parameters are frozen")
@@ -56,8 +56,8 @@ def _stepping(made: Any) -> Optimizer:
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"{type(made).__name__} computes the loss several times in a step, which this loop does "
-            "not offer: take another optimizer, or write a loop of your own with l0prune.penalty"
+            f"{type(made).__name__} computes the loss several times in a step, which this loop "
+            "does not: take another optimizer, or write a loop of your own with l0prune.penalty"
         )
     return made
 
