@@ -381,6 +381,18 @@ def transposed_depthwise():
     return nn.Sequential(conv(3, 8), nn.ConvTranspose2d(8, 8, 2, stride=2, groups=8), conv(8, 2))
 
 
+@case(10, 10, shape=FLAT)
+def features_under_a_sliding_window():
+    """What a Linear wrote is what a convolution goes along, as CoaT's last one does."""
+
+    def forward(m, x):
+        y = torch.stack([m.norm(m.a(x)), m.norm(m.b(x))], 1)
+        return m.head(m.mix(y).squeeze(1))
+
+    layers = {"a": nn.Linear(10, 8), "b": nn.Linear(10, 8), "head": nn.Linear(8, 3)}
+    return Fn(forward, mix=nn.Conv1d(2, 1, 1), norm=nn.LayerNorm(8), **layers)
+
+
 class Clipped(nn.Module):
     """A Linear between two clamps, whose limits are buffers."""
 

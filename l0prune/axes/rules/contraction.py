@@ -102,6 +102,8 @@ def convolution(infer: Inference, node: Node) -> Value:
     _tie_bias(infer, node, bias, out)
     shape = shape_of(node) or []
     before = dims[:channel]
+    for dim in dims[channel + 1 :]:
+        infer.solver.pin(dim, "a convolution slides over it")
     after = [Const(s, "a spatial dimension") for s in shape[channel + 1 :]]
     kernel = product((shape_of(weight) or [])[2:])
     positions = shape_of(x) if transposed else shape
