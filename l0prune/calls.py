@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture import evaluating
+from l0prune.capture import batch_of, evaluating
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def examples_in(inputs: Inputs) -> int:
+    """Size of dim 0 of the first tensor that has one; 1 where none has."""
+    return batch_of(*inputs) or 1
 
 
 @dataclass(frozen=True)

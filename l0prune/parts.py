@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.axes import Analysis, analyse
-from l0prune.calls import Inputs, filled, record
-from l0prune.capture import batch_of, capture, within
+from l0prune.calls import Inputs, examples_in, filled, record
+from l0prune.capture import capture, within
 from l0prune.copies import copied
 from l0prune.errors import CaptureError
 from l0prune.layout import Layout, Slots, axes_of, substitute
@@ -208,7 +208,7 @@ def _batch_of_whole(example: Inputs) -> int:
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, list | tuple) and all(isinstance(each, Tensor) for each in first):
         return max(len(first), 1)
-    return batch_of(args, kwargs) or 1
+    return examples_in(example)
 
 
 def _join(plans: Sequence[Plan]) -> Plan:

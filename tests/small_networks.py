@@ -144,6 +144,13 @@ def rolled_over_channels():
     return Fn(lambda m, x: m.b((y := m.a(x)) + y.roll(1, 1)), a=conv(3, 8), b=conv(8, 2))
 
 
+@case(16, 32, shape=TOKENS)
+def triangle_over_features():
+    """Which features a token keeps depends on where they stand; the rest goes past it."""
+    forward = lambda m, x: m.c(F.relu(m.b(F.relu(m.a(x)).tril())))  # noqa: E731
+    return Fn(forward, a=nn.Linear(32, 12), b=nn.Linear(12, 16), c=nn.Linear(16, 2))
+
+
 @case(8, 8, 32, shape=TOKENS)
 def lstm():
     """What it reads can be cut; its own gates are coupled over time."""

@@ -73,14 +73,10 @@ IDENTITIES = tuple(
     )
 )  # fmt: skip
 
-# Operators that give ranges of a dim, and leave the number of dims as it is.
-PIECES = (
-    "getitem",
-    *(
-        f"aten.{n}"
-        for n in ("split", "split_with_sizes", "chunk", "tensor_split", "slice", "narrow")
-    ),
-)
+# Operators that give a dim in ranges, or one range of it; all leave the number of dims as it is.
+SPLITS = tuple(f"aten.{name}" for name in ("split", "split_with_sizes", "chunk", "tensor_split"))
+SLICES = ("aten.slice", "aten.narrow")
+PIECES = ("getitem", *SPLITS, *SLICES)
 
 # Row-major regroupings of the dims.
 RESHAPES = tuple(

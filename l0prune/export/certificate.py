@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Call, Inputs, filled, record
-from l0prune.capture import batch_of
+from l0prune.calls import Call, Inputs, examples_in, filled, record
 from l0prune.errors import CertificateError
 from l0prune.export.doubles import InDoubles
 from l0prune.export.dtypes import converted
@@ -126,7 +125,7 @@ def compare(
             error = difference(_output(first, given, dtype), _output(second, given, dtype))
             name = str(dtype).removeprefix("torch.")
             allowed = _allowed(gated, given, error, dtype)
-            checks.append(Check(what, name, _batch(given), error, allowed))
+            checks.append(Check(what, name, examples_in(given), error, allowed))
     return checks
 
 
@@ -151,13 +150,14 @@ def compare_in_parts(
             if dtype == torch.float64:
                 other = _calls(second, paths, given, dtype)
                 error = difference([c.output for c in calls], [c.output for c in other])
-                checks.append(Check("dense", name, _batch(given), error, TOLERANCE[name]))
+                checks.append(Check("dense", name, examples_in(given), error, TOLERANCE[name]))
             for call in calls[:-1]:
                 received = filled(call.inputs)
                 parts = [model.get_submodule(call.path) for model in (first, second)]
                 error = difference(*(_output(part, received, dtype) for part in parts))
                 allowed = _allowed(parts[0], received, error, dtype)
-                checks.append(Check("dense", name, _batch(received), error, allowed, call.path))
+                batch = examples_in(received)
+                checks.append(Check("dense", name, batch, error, allowed, call.path))
     return checks
 
 
@@ -182,7 +182,7 @@ def compare_onnx(
         expected = pytree.tree_leaves(_output(model, given, torch.float32))
         error = difference([leaf for leaf in expected if isinstance(leaf, Tensor)], run(tensors))
         allowed = _allowed(gated, given, error, torch.float32)
-        checks.append(Check("onnx", "float32", _batch(given), error, allowed, part))
+        checks.append(Check("onnx", "float32", examples_in(given), error, allowed, part))
     return checks
 
 
@@ -268,8 +268,3 @@ def difference(expected: Any, found: Any) -> float:
 
 def _comparable(output: Any) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]
-
-
-def _batch(inputs: Inputs) -> int:
-    """Size of dim 0 of the first tensor that has one; 1 where none has."""
-    return batch_of(*inputs) or 1

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Inputs
-from l0prune.capture import batch_of
+from l0prune.calls import Inputs, examples_in
 
 _NOISE = 0.1
 
@@ -33,7 +32,7 @@ def fresh_inputs(example: Inputs, batch: int | None, seed: int) -> Inputs:
     that occur in the example, since only they are sure to be valid (token ids, masks).
     """
     generator = torch.Generator().manual_seed(seed)
-    size = batch_of(*example) or 1
+    size = examples_in(example)
 
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.numel():
@@ -55,7 +54,7 @@ def fresh_inputs(example: Inputs, batch: int | None, seed: int) -> Inputs:
 def _other_rows(example: Inputs, batch: int | None, seed: int) -> Inputs:
     """The example's rows in another order and number, each float a little larger or smaller."""
     generator = torch.Generator().manual_seed(seed)
-    size = batch_of(*example) or 1
+    size = examples_in(example)
     rows = torch.randint(size, (batch or size,), generator=generator)
 
     def pick(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from l0prune.axes.nodes import argument, operator_name
+from l0prune.axes.nodes import SLICES, SPLITS, argument, operator_name
 from l0prune.axes.rules.factories import PATTERNS
 from l0prune.axes.rules.reduction import reduced_dims
 from l0prune.export.sizes import Sizes
@@ -104,7 +104,7 @@ def unflatten(sizes: Sizes, node: Node) -> None:
     node.update_arg(2, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
-@rewrites("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.tensor_split")
+@rewrites(*SPLITS)
 def split(sizes: Sizes, node: Node) -> None:
     """Pieces may now differ in size, so all of them are given."""
     pieces = sizes.layouts[node.name]
@@ -116,7 +116,7 @@ def split(sizes: Sizes, node: Node) -> None:
     node.kwargs = {}
 
 
-@rewrites("aten.slice", "aten.narrow")
+@rewrites(*SLICES)
 def slice_(sizes: Sizes, node: Node) -> None:
     """A range of positions becomes the range of those that stay."""
     dims = sizes.dims(_source(node))

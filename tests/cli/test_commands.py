@@ -79,7 +79,7 @@ def test_three_commands_in_a_row(tmp_path):
     assert tuned["file"] == "model.tuned.pt"
     assert tuned["params"] < gated["params"]
 
-    code, out, err = run("export", "--onnx", "--out", "model.onnx", "--json", cwd=tmp_path)
+    code, out, err = run("export", "--onnx", "--json", cwd=tmp_path)
     assert code == 0, err
     exported = json.loads(out)
     assert exported["files"] == ["model.onnx"]

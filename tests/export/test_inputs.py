@@ -73,9 +73,7 @@ def test_edges_stay_with_their_nodes():
 
 
 def test_weights_that_are_no_numbers_are_said_to_be():
-    model = l0prune.gate(
-        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 6)
-    )
+    model = small()
     with torch.no_grad():
         model[2].bias[0] = float("nan")
     with pytest.raises(CertificateError, match="weights or gates that hold nan"):
@@ -84,9 +82,7 @@ def test_weights_that_are_no_numbers_are_said_to_be():
 
 def test_a_wrong_model_is_found_on_the_first_kind(monkeypatch):
     """What fails on inputs that the model takes is never tried again on easier ones."""
-    model = l0prune.gate(
-        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(2, 6)
-    )
+    model = small()
     tried = []
 
     def wrong(gated, dense, inputs, what="dense"):

@@ -173,7 +173,7 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
         infer.write(rows[0], node, a, len(infer.dims(a)) - 2)
     batch = _broadcast(infer, left, right)
     out = (*batch, *rows, *columns)
-    place = infer.place(b, weight_dim)
+    place = infer.whole_place(b, weight_dim)
     infer.work(node, out if place else (*out, infer.solver.resolve(inner_a)), place)
     return out
 
@@ -204,10 +204,15 @@ def embedding(infer: Inference, node: Node) -> Value:
     weight, index = node.args[:2]
     assert isinstance(weight, Node)
     assert isinstance(index, Node)
+    return (*infer.dims(index), _chosen_rows(infer, node, weight))
+
+
+def _chosen_rows(infer: Inference, node: Node, weight: Node) -> Expr:
+    """The dim of the rows of a table, of which the input chooses some."""
     table, dim = infer.dims(weight)
     infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
     infer.write(dim, node, weight, 1)
-    return (*infer.dims(index), dim)
+    return dim
 
 
 @rule("aten.embedding_bag", zero=of_operand(0))
@@ -215,11 +220,9 @@ def embedding_bag(infer: Inference, node: Node) -> Value:
     """Sums, means or maxima of such rows; the other results count rows."""
     weight = node.args[0]
     assert isinstance(weight, Node)
-    table, dim = infer.dims(weight)
-    infer.solver.pin(table, "rows of an embedding table are chosen by the input's values")
+    dim = _chosen_rows(infer, node, weight)
     for operand in node.all_input_nodes[1:]:
         infer.pin_all(operand, "it is used as an index")
-    infer.write(dim, node, weight, 1)
     results = infer.opaque(node, "a count of rows")
     assert isinstance(results, list)
     return [(results[0][0], dim), *results[1:]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, shape_of
+from l0prune.axes.nodes import SLICES, SPLITS, argument, shape_of
 from l0prune.axes.registry import RULES, ZEROS, Value, each, rule
 from l0prune.axes.rules.movement import source
 from l0prune.axes.solver import Const, Expr, cat
@@ -56,10 +56,7 @@ def _tie(infer: Inference, dims: list[Expr]) -> None:
         infer.solver.unify(dims[0], dim)
 
 
-_SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
-
-
-@rule(*(f"aten.{name}" for name in _SPLITS), zero=each)
+@rule(*SPLITS, "aten.unbind", zero=each)
 def split(infer: Inference, node: Node) -> Value:
     """A dim in pieces, as long as the example's pieces were."""
     pieces = node.meta["val"]
@@ -94,7 +91,7 @@ RULES[operator.getitem.__name__] = getitem
 ZEROS[operator.getitem.__name__] = each
 
 
-@rule("aten.slice", "aten.narrow", zero=each)
+@rule(*SLICES, zero=each)
 def slice_(infer: Inference, node: Node) -> Value:
     """A range of a dim; with a step, one of each ``step`` neighbours."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
@@ -230,3 +227,12 @@ def glu(infer: Inference, node: Node) -> Value:
     value, gate = infer.solver.split(dims[dim], dims[dim].size // 2)
     infer.solver.unify(value, gate)
     return (*dims[:dim], infer.solver.resolve(value), *dims[dim + 1 :])
+
+
+@rule("aten.tril", "aten.triu", zero=each)
+def triangle(infer: Inference, node: Node) -> Value:
+    """What lies on one side of a diagonal: places in the last two dims have a meaning."""
+    dims = infer.dims(source(node))
+    for dim in dims[-2:]:
+        infer.solver.pin(dim, "a triangle of it is taken")
+    return dims
