@@ -129,14 +129,19 @@ def stored_by(program: ExportedProgram) -> int:
     """Floating-point elements that a file needs: of all that follows from no input, what meets it.
 
     An exporter works it out beforehand: where a table of relative positions is spread over pairs of
-    tokens, the file holds the pairs, and not the table.
+    tokens, the file holds the pairs, and not the table. And a mask begins with ``new_zeros``: of
+    that only the shape follows from an input.
     """
     inputs = set(program.graph_signature.user_inputs)
     depends: set[Node] = set()
     for node in program.graph.nodes:
         if node.name in inputs or depends.intersection(node.all_input_nodes):
             depends.add(node)
-    meeting = [n for n in program.graph.nodes if n not in depends and depends.intersection(n.users)]
+    meeting = [
+        node
+        for node in program.graph.nodes
+        if (node not in depends and depends.intersection(node.users)) or "new_" in str(node.target)
+    ]
     values = [n.meta["val"] for n in meeting]
     return sum(v.numel() for v in values if isinstance(v, Tensor) and v.is_floating_point())
 
