@@ -7,6 +7,7 @@ So whoever reads ``module.weight`` gets the gated tensor, functional use include
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,31 +54,40 @@ def gated_class(
 ) -> type[nn.Module]:
     """The subclass of ``original`` in which the parameters called ``names`` read as gated.
 
-    With ``holds_bank`` a container leaves the bank out of what it contains. Where nothing has
-    to change it is ``original`` itself, and modules alike get the same class.
+    With ``holds_bank`` a container leaves the bank out of what it contains, and what copies itself
+    in a way of its own (an FX graph) keeps its hooks. Where nothing has to change it is
+    ``original`` itself, and modules alike get the same class.
     """
-    contains = holds_bank and hasattr(original, "__len__")
-    if not names and not contains:
+    holds_bank &= hasattr(original, "__len__") or _copies_itself(original)
+    if not names and not holds_bank:
         return original
-    key = (original, names, contains)
+    key = (original, names, holds_bank)
     if key not in _classes:
         _classes[key] = _make_class(*key)
     return _classes[key]
 
 
+def _copies_itself(original: type[nn.Module]) -> bool:
+    return hasattr(original, "__deepcopy__") or original.__reduce__ is not object.__reduce__
+
+
 def _make_class(
-    original: type[nn.Module], names: tuple[str, ...], contains: bool
+    original: type[nn.Module], names: tuple[str, ...], holds_bank: bool
 ) -> type[nn.Module]:
     members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
-    if contains:
+    if holds_bank and hasattr(original, "__len__"):
         members |= _container_methods(original, gated_class(original, names, False))
+    if hasattr(original, "__deepcopy__"):
+        members["__deepcopy__"] = _deepcopy
+    if "_wrapped_call" in vars(original):  # FX compiles a graph into its class, and again to pickle
+        members["_wrapped_call"] = vars(original)["_wrapped_call"]
     members |= {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce,
         "_l0prune_original": original,
-        "_l0prune_arguments": (names, contains),
+        "_l0prune_arguments": (names, holds_bank),
     }
     metaclass: Any = type(original)
     result: type[nn.Module] = metaclass(original.__name__, (original,), members)
@@ -134,21 +144,65 @@ def _container_methods(
 
 
 def _reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Pickle as the original class would, and put the gated class on when it is back."""
+    """Pickle as the original class would, and put what makes it gated on when it is back."""
     original = original_class(self)
-    gated_as: tuple[Any, ...] = type(self)._l0prune_arguments  # type: ignore[attr-defined]
     reduced: Any = original.__reduce_ex__(self, protocol)
     rebuild, arguments, *state = reduced
     arguments = tuple(original if a is type(self) else a for a in arguments)
-    return (_rebuild, (original, gated_as, rebuild, arguments), *state)
+    gating = _Gating.of(self)
+    if any(state):  # it brings the rest back
+        gating = _Gating(gating.arguments, None, {})
+    return (_rebuild, (rebuild, arguments, gating), *state)
 
 
 def _rebuild(
-    original: type[nn.Module],
-    gated_as: tuple[tuple[str, ...], bool],
-    rebuild: Callable[..., nn.Module],
-    arguments: tuple[Any, ...],
+    rebuild: Callable[..., nn.Module], arguments: tuple[Any, ...], gating: _Gating
 ) -> nn.Module:
     module = rebuild(*arguments)
-    module.__class__ = gated_class(original, *gated_as)
+    gating.put_on(module)
     return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copied as the original class copies itself, and gated like it."""
+    result: nn.Module = original_class(self).__deepcopy__(self, memo)  # type: ignore[attr-defined]
+    copy.deepcopy(_Gating.of(self), memo).put_on(result)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Gating:
+    """What makes one module gated, beside its parameters and children.
+
+    A class that copies or pickles itself in a way of its own leaves it behind: an FX graph is built
+    anew from its code, as a plain graph without hooks.
+
+    Attributes:
+        arguments: of ``gated_class``, after the original class.
+        link: the module's link to the bank, if it owns gated parameters.
+        hooks: by attribute of ``nn.Module`` and number, the bank's hooks, if it holds the bank.
+    """
+
+    arguments: tuple[tuple[str, ...], bool]
+    link: Link | None
+    hooks: dict[str, dict[int, Any]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Gating:
+        bank = module._modules.get(CHILD)
+        hooks: dict[str, dict[int, Any]] = {}
+        if bank is not None:
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                of = module.__dict__[name].items()
+                hooks[name] = {n: hook for n, hook in of if getattr(hook, "__self__", None) is bank}
+            always = dict.fromkeys(hooks["_forward_hooks"], True)
+            hooks["_forward_hooks_always_called"] = always
+        arguments = type(module)._l0prune_arguments  # type: ignore[attr-defined]
+        return cls(arguments, module.__dict__.get(LINK), hooks)
+
+    def put_on(self, module: nn.Module) -> None:
+        module.__class__ = gated_class(original_class(module), *self.arguments)
+        if self.link is not None:
+            module.__dict__[LINK] = self.link
+        for name, hooks in self.hooks.items():
+            module.__dict__[name].update(hooks)

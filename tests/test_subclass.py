@@ -7,6 +7,7 @@ import pytest
 import torch
 from handmade import gated, lenet, lenet_plan, mlp, mlp_plan
 from torch import nn
+from torch.fx import symbolic_trace
 
 from l0prune.layout import Slots
 from l0prune.plan import Axis, Plan, Site
@@ -73,6 +74,37 @@ def test_a_gated_model_can_be_copied_and_pickled(travel, mode):
     detach(twin)
     assert {type(m) for m in twin.modules()} == {type(m) for m in lenet().modules()}
     assert gates_of(model).plan == lenet_plan()
+
+
+class Bare(nn.Module):
+    """Owns its weights itself, and reads one of them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x):
+        return (x @ self.first.T).tanh() @ self.last.T + self.first.sum()
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle, through_torch])
+def test_a_graph_is_built_anew_with_its_gates(travel):
+    """FX makes another class, and forgets hooks, when a graph is copied."""
+    sites = tuple(
+        Site(*of)
+        for of in (("first", 0, Slots(0, 0, 8), "write"), ("last", 1, Slots(0, 0, 8), "read"))
+    )
+    plan = Plan((Axis("a", "neuron", 8, 0, 4),), (), {}, sites, ())
+    model, x = gated(symbolic_trace(Bare()), plan), torch.randn(5, 4)
+    twin = travel(model)
+    assert gates_of(twin) is not gates_of(model)
+    assert torch.equal(twin.eval()(x), model.eval()(x))
+    torch.manual_seed(1)
+    wanted = model.train()(x)
+    torch.manual_seed(1)
+    assert torch.equal(twin.train()(x), wanted)
+    detach(twin), detach(model)
+    assert torch.equal(twin(x), model(x))
 
 
 def test_a_part_of_a_gated_model_can_be_copied():

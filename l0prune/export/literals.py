@@ -84,6 +84,8 @@ def picked(source: Node, dim: int, kept: Tensor, name: str) -> Node:
     """The positions of a dim that are ``kept`` (bool); which they are is a buffer of this name."""
     module = source.graph.owning_module
     assert module is not None
+    while hasattr(module, name):  # from an earlier export, which is cut again
+        name += "_again"
     module.register_buffer(name, kept.nonzero().flatten())
     index = source.graph.get_attr(name)
     return source.graph.call_function(torch.ops.aten.index_select.default, (source, dim, index))

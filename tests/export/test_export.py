@@ -298,3 +298,31 @@ def test_what_has_learned_on_is_written_as_it_is_now(name, tmp_path):
     assert {name for name, _ in module.named_parameters()} <= state.keys()
     for name, tensor in module.state_dict().items():
         assert name not in state or torch.equal(state[name], tensor)
+
+
+AGAIN = [
+    "mlp", "alibi", "picked_by_identity", "spectral_norm_by_hand", "pieces_of_weights",
+    "multi_head_attention", "layer_norm_stream", "recurrent", "rms_norm", "tied_table_and_head",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AGAIN)
+def test_an_export_can_be_cut_again(name):
+    first = l0prune.export(gated_case(name)[0])
+    again = close_some(l0prune.gate(first.module, (gated_case(name)[1],)), 1)
+    second = l0prune.export(again)
+    assert second.params < first.params
+    assert second.params_before == first.params
+    assert second.certificate.worst("dense", "float64") <= 1e-10
+
+
+def test_inputs_that_an_export_picks_can_be_picked_from():
+    model, x = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 6)
+    weight = model[0].weight.detach().clone()
+    for closed in ([0, 3], [1, 3]):  # of six, and of the four that are left
+        l0prune.gate(model, (x,))
+        (axis,) = [a for a in l0prune.gates(model).axes if a.kind == "input"]
+        with torch.no_grad():
+            l0prune.gates(model).log_alpha[axis.slice][closed] = -9.0
+        model = l0prune.export(model).module
+    assert torch.equal(model.get_parameter("0.weight"), weight[:, [1, 4]])

@@ -198,7 +198,10 @@ def gather(infer: Inference, node: Node) -> Value:
         infer.pin_all(source(node), "its positions are chosen by an index tensor")
         return infer.opaque(node, "gathered positions")
     infer.solver.pin(dims[dim], "its positions are chosen by an index tensor")
-    return (*dims[:dim], Const(shape[dim], "indexed positions"), *dims[dim + 1 :])
+    whole = infer.solver.resolve(dims[dim])
+    is_input = isinstance(whole, Const) and whole.is_input  # as exports begin that read less
+    chosen = Const(shape[dim], "indexed positions", is_input)
+    return (*dims[:dim], chosen, *dims[dim + 1 :])
 
 
 @rule("aten.index_add", "aten.index_copy", zero=each)
