@@ -59,7 +59,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
     _drop_stale(module)
-    return module
+    return module.eval()
 
 
 def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:

@@ -309,6 +309,7 @@ AGAIN = [
 @pytest.mark.parametrize("name", AGAIN)
 def test_an_export_can_be_cut_again(name):
     first = l0prune.export(gated_case(name)[0])
+    assert not first.module.training
     again = close_some(l0prune.gate(first.module, (gated_case(name)[1],)), 1)
     second = l0prune.export(again)
     assert second.params < first.params
