@@ -13,7 +13,7 @@ from l0prune.gates.bank import Gates
 from l0prune.gates.current import Multiplier
 from l0prune.layout import size_of
 from l0prune.plan import Site
-from l0prune.subclass import CHILD, LINK, Link, gated_class, is_gated, original_class
+from l0prune.subclass import CHILD, HOOKS, LINK, Link, gated_class, is_gated, original_class
 
 
 def attach(model: nn.Module, gates: Gates) -> None:
@@ -28,10 +28,6 @@ def attach(model: nn.Module, gates: Gates) -> None:
     """
     check_ungated(model)
     links = _links(model, gates)
-    hooks = (
-        model.register_forward_pre_hook(gates.begin_forward),
-        model.register_forward_hook(gates.end_forward, always_call=True),
-    )
     try:
         for module, link in links:
             module.__dict__[LINK] = link
@@ -39,9 +35,11 @@ def attach(model: nn.Module, gates: Gates) -> None:
         if not is_gated(model):
             model.__class__ = gated_class(type(model), (), holds_bank=True)
         model.add_module(CHILD, gates.train(model.training))
+        # Under a key of their own: a file keeps the numbers that torch gives to hooks, and in the
+        # process that loads it the user's first hooks would get the same numbers.
+        for name, hook in zip(HOOKS, (gates.begin_forward, gates.end_forward, True), strict=True):
+            getattr(model, name)[CHILD] = hook
     except BaseException:
-        for hook in hooks:
-            hook.remove()
         _undo(model)
         raise
 
@@ -58,11 +56,6 @@ def detach(model: nn.Module) -> Gates:
         NotGated: the model carries no gates.
     """
     root, gates = holder(model)
-    for hooks in (root._forward_pre_hooks, root._forward_hooks):
-        for number, hook in list(hooks.items()):
-            if getattr(hook, "__self__", None) is gates:
-                del hooks[number]
-                root._forward_hooks_always_called.pop(number, None)
     _undo(root)
     return gates
 
@@ -173,6 +166,8 @@ def parameter_of(model: nn.Module, site: Site) -> nn.Parameter:
 def _undo(model: nn.Module) -> None:
     """Give every module its own class back and drop the bank."""
     model._modules.pop(CHILD, None)
+    for name in HOOKS:
+        getattr(model, name).pop(CHILD, None)
     for module in model.modules():
         module.__dict__.pop(LINK, None)
         module.__class__ = original_class(module)

@@ -24,6 +24,8 @@ _classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] =
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
 LINK = "_l0prune"  # the attribute by which a module finds the bank
+# Where the module that holds the bank keeps its hooks, and that the second is called in any case.
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
 
 @dataclass(slots=True)
@@ -180,23 +182,16 @@ class _Gating:
     Attributes:
         arguments: of ``gated_class``, after the original class.
         link: the module's link to the bank, if it owns gated parameters.
-        hooks: by attribute of ``nn.Module`` and number, the bank's hooks, if it holds the bank.
+        hooks: by attribute, the bank's hooks, if the module holds the bank.
     """
 
     arguments: tuple[tuple[str, ...], bool]
     link: Link | None
-    hooks: dict[str, dict[int, Any]]
+    hooks: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module) -> _Gating:
-        bank = module._modules.get(CHILD)
-        hooks: dict[str, dict[int, Any]] = {}
-        if bank is not None:
-            for name in ("_forward_pre_hooks", "_forward_hooks"):
-                of = module.__dict__[name].items()
-                hooks[name] = {n: hook for n, hook in of if getattr(hook, "__self__", None) is bank}
-            always = dict.fromkeys(hooks["_forward_hooks"], True)
-            hooks["_forward_hooks_always_called"] = always
+        hooks = {name: getattr(module, name)[CHILD] for name in HOOKS if CHILD in module._modules}
         arguments = type(module)._l0prune_arguments  # type: ignore[attr-defined]
         return cls(arguments, module.__dict__.get(LINK), hooks)
 
@@ -204,5 +199,5 @@ class _Gating:
         module.__class__ = gated_class(original_class(module), *self.arguments)
         if self.link is not None:
             module.__dict__[LINK] = self.link
-        for name, hooks in self.hooks.items():
-            module.__dict__[name].update(hooks)
+        for name, hook in self.hooks.items():
+            getattr(module, name)[CHILD] = hook

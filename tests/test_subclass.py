@@ -8,6 +8,7 @@ import torch
 from handmade import gated, lenet, lenet_plan, mlp, mlp_plan
 from torch import nn
 from torch.fx import symbolic_trace
+from torch.utils.hooks import RemovableHandle
 
 from l0prune.layout import Slots
 from l0prune.plan import Axis, Plan, Site
@@ -74,6 +75,18 @@ def test_a_gated_model_can_be_copied_and_pickled(travel, mode):
     detach(twin)
     assert {type(m) for m in twin.modules()} == {type(m) for m in lenet().modules()}
     assert gates_of(model).plan == lenet_plan()
+
+
+def test_hooks_that_get_the_numbers_of_anothers_process_push_nothing_out(monkeypatch):
+    model = through_pickle(gated(mlp(), mlp_plan()))
+    monkeypatch.setattr(RemovableHandle, "next_id", 0)  # as where the file is loaded
+    for _ in range(100):
+        model.register_forward_pre_hook(lambda *_: None)
+        model.register_forward_hook(lambda *_: None)
+    drawn = gates_of(model).current().clone()
+    model(torch.randn(5, 12))
+    assert not torch.equal(gates_of(model).current(), drawn)
+    assert not gates_of(model).in_forward
 
 
 class Bare(nn.Module):
