@@ -62,7 +62,6 @@ class Job:
             "augment": True,
             "seed": self.seed,
             "device": self.device,
-            "channels_last": True,
             "out": self.folder / phase,
             "resume": True,
             "progress": False,
