@@ -9,6 +9,7 @@ from math import prod as product
 from torch.fx import Node
 
 from l0prune import layout as data
+from l0prune.axes.composites import take_apart
 from l0prune.axes.inference import Inference, Place, Read, Write
 from l0prune.axes.naming import Namer
 from l0prune.axes.nodes import operator_name
@@ -33,7 +34,11 @@ class Analysis:
 
 
 def analyse(captured: Captured) -> Analysis:
-    """Infer the axes of a captured graph and lay them down as a plan."""
+    """Infer the axes of a captured graph and lay them down as a plan.
+
+    Calls without a rule are taken apart in the captured program, where torch says what they are.
+    """
+    take_apart(captured.program)
     infer = Inference(captured)
     infer.run()
     builder = Builder(infer)

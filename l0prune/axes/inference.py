@@ -12,6 +12,7 @@ from l0prune.axes.nodes import (
     IDENTITIES,
     PERMUTATIONS,
     PIECES,
+    RESHAPES,
     dim_order,
     has_tensor,
     hint,
@@ -192,6 +193,9 @@ class Inference:
                     return None
             elif dim == 0 and (weight := standardised(node)) is not None:
                 source = weight  # its rows
+            elif name in RESHAPES:
+                if shape_of(node) != shape_of(source):
+                    return None
             elif name not in IDENTITIES and name not in PIECES:
                 return None
             node = source

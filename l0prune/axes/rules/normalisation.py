@@ -81,8 +81,8 @@ def group_norm(infer: Inference, node: Node) -> Value:
     return infer.dims(source(node))
 
 
-@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax")
-@rule("aten.cumsum", zero=each)
+@rule("aten.softmax", "aten.log_softmax", "aten._softmax", "aten._log_softmax", "aten.logcumsumexp")
+@rule("aten.cumsum", "aten.cumprod", zero=each)
 def softmax(infer: Inference, node: Node) -> Value:
     """Normalised over one dim, which therefore stays whole."""
     dims = infer.dims(source(node))

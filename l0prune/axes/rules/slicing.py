@@ -189,14 +189,18 @@ def index(infer: Inference, node: Node) -> Value:
     return (*rest[:place], *fresh, *rest[place:])
 
 
-@rule("aten.index_select", "aten.gather", "aten.take_along_dim", zero=each)
+@rule("aten.gather", "aten.take_along_dim", zero=each)
 def gather(infer: Inference, node: Node) -> Value:
-    """Positions of one dim chosen by values."""
+    """Positions of one dim chosen by values, others for each position of the other dims."""
+    infer.pin_all(source(node), "its positions are chosen by an index tensor")
+    return infer.opaque(node, "gathered positions")
+
+
+@rule("aten.index_select", zero=each)
+def index_select(infer: Inference, node: Node) -> Value:
+    """Positions of one dim chosen by values, the same everywhere."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
-    if "index_select" not in str(node.target):
-        infer.pin_all(source(node), "its positions are chosen by an index tensor")
-        return infer.opaque(node, "gathered positions")
     infer.solver.pin(dims[dim], "its positions are chosen by an index tensor")
     whole = infer.solver.resolve(dims[dim])
     is_input = isinstance(whole, Const) and whole.is_input  # as exports begin that read less

@@ -1,0 +1,126 @@
+"""Operators that torch makes of others, taken apart where no rule knows them.
+
+``aten.tensordot`` is a matrix product between two views, ``aten.diff`` a difference of two slices.
+What is left in the graph then has rules, and computes the same by torch's own account.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from l0prune.axes.nodes import has_tensor, is_pointwise, operator_name
+from l0prune.axes.registry import registered
+
+_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says where a node is from
+
+
+def take_apart(program: ExportedProgram) -> None:
+    """Replace every call without a rule by what torch makes of it, in place, where it says so."""
+    module = program.graph_module
+    pending = [node for node in module.graph.nodes if _is_unknown(node)]
+    renamed = []
+    while pending:
+        node = pending.pop()
+        inner = _made_of(node)
+        if inner is None:
+            continue
+        new, names = _put_in_line(module, node, inner)
+        renamed += names
+        pending += [each for each in new if _is_unknown(each)]
+    if renamed:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    for old, new_name in renamed:
+        program.graph_signature.replace_all_uses(old, new_name)
+
+
+def _is_unknown(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and registered(operator_name(node.target)) is None
+        and not is_pointwise(node)
+        and has_tensor(node)
+    )
+
+
+def _made_of(node: Node) -> GraphModule | None:
+    """One call as a graph over its tensors and sizes; None where torch knows no such graph."""
+    leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+    values = [leaf.meta.get("val") if isinstance(leaf, Node) else leaf for leaf in leaves]
+    operands = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+    fakes = [value for value in values if isinstance(value, FakeTensor)]
+    if not fakes or any(values[n] is None for n in operands):
+        return None
+
+    def call(*given: Any) -> Any:
+        for n, value in zip(operands, given, strict=True):
+            values[n] = value
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    table: Any = core_aten_decompositions()
+    own: Any = {node.target: table[node.target]} if node.target in table else {}
+    try:
+        with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
+            traced = make_fx(call, own)(*(values[n] for n in operands))
+    except Exception:  # torch does not know, or not for this use of it
+        return None
+    is_made = not any(n.op == "get_attr" or n.target is node.target for n in traced.graph.nodes)
+    return traced if is_made and _agrees(traced, node) else None
+
+
+def _agrees(traced: GraphModule, node: Node) -> bool:
+    """Whether the graph gives tensors of the same shapes and dtypes as the call."""
+    (output,) = traced.graph.find_nodes(op="output")
+    found = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), output.args[0])
+    mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(node.meta["val"])
+    return len(mine) == len(theirs) and all(
+        isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _put_in_line(
+    module: GraphModule, node: Node, inner: GraphModule
+) -> tuple[list[Node], list[tuple[str, str]]]:
+    """Put the graph where ``node`` is; its nodes, and old and new names of the results."""
+    operands = [
+        leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)
+    ]
+    inputs = inner.graph.find_nodes(op="placeholder")
+    new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
+    origin = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+    results: Any = None
+    made = []
+    with module.graph.inserting_before(node):
+        for each in inner.graph.nodes:
+            if each.op == "output":
+                results = pytree.tree_map_only(Node, lambda old: new[old], each.args[0])
+            elif each.op != "placeholder":
+                new[each] = module.graph.node_copy(each, lambda old: new[old])
+                new[each].meta |= origin
+                made.append(new[each])
+    renamed = []
+    if isinstance(results, Node):
+        node.replace_all_uses_with(results)
+        renamed.append((node.name, results.name))
+    else:
+        for user in list(node.users):
+            result = results[user.args[1]]
+            user.replace_all_uses_with(result)
+            renamed.append((user.name, result.name))
+            module.graph.erase_node(user)
+    module.graph.erase_node(node)
+    return made, renamed

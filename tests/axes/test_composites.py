@@ -1,0 +1,85 @@
+"""Operators without a rule are taken apart into such as have one, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deadness import close_some, randomise
+from networks import TOKENS, Fn
+from test_survey import flops
+from torch import nn
+
+import l0prune
+from l0prune.axes.composites import take_apart
+from l0prune.capture import capture
+
+HIDDEN = 12
+# Each gets what a layer writes, (…, tokens, hidden), and gives what a layer of as many reads.
+COMPOSITES = {
+    "tensordot": lambda m, h: torch.tensordot(h, m.w, dims=([2], [0])),
+    "inner": lambda m, h: torch.inner(h, m.w.T),
+    "multi_dot": lambda m, h: torch.stack([torch.linalg.multi_dot([r, m.w, m.v]) for r in h[:2]]),
+    "kron": lambda m, h: torch.kron(h, torch.ones(1, 1, 1)) @ m.w,
+    "diff": lambda m, h: torch.diff(h, dim=1) @ m.w,
+    "hstack": lambda m, h: torch.hstack([h, h.tanh()]) @ m.w,
+    "rot90": lambda m, h: torch.rot90(h, 1, (0, 1)) @ m.w,
+    "trapezoid": lambda m, h: torch.trapezoid(h, dim=1) @ m.w,
+    "nanmean": lambda m, h: h.nanmean(1) @ m.w,
+    "vecdot": lambda m, h: torch.linalg.vecdot(h, h, dim=1) @ m.w,
+    "cosine_similarity": lambda m, h: F.cosine_similarity(h, h.flip(1), dim=1, eps=0.1) @ m.w,
+}
+
+
+def network(of):
+    model = Fn(
+        lambda m, x: m.b(of(m, m.a(x).relu()).tanh()),
+        a=nn.Linear(TOKENS[-1], HIDDEN), b=nn.Linear(10, 3),
+        w=nn.Parameter(torch.randn(HIDDEN, 10)), v=nn.Parameter(torch.randn(10, 10)),
+    )  # fmt: skip
+    return randomise(model).eval(), torch.randn(TOKENS)
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_what_torch_makes_of_others_is_cut_exactly(name):
+    torch.manual_seed(0)
+    model, x = network(COMPOSITES[name])
+    found = l0prune.survey(model, (x,))
+    assert not [pin for pin in found.pins if pin.operator]
+    assert HIDDEN in [axis.size for axis in found.axes]
+    dense = l0prune.export(close_some(l0prune.gate(model, (x,)), 0))
+    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert dense.params < dense.params_before
+
+
+def test_work_is_counted_and_where_it_comes_from_is_known(tmp_path):
+    model, x = network(COMPOSITES["tensordot"])
+    assert 2 * l0prune.survey(model, (x,)).macs * len(x) == flops(model, x)
+    program = capture(model, (x,)).program
+    before = {n.name for n in program.graph.nodes}
+    take_apart(program)
+    made = [n for n in program.graph.nodes if n.name not in before]
+    assert made
+    assert all(n.meta["stack_trace"] for n in made)
+    torch.testing.assert_close(program.module()(x), model(x))
+    dense = l0prune.export(close_some(l0prune.gate(model, (x,)), 0))
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+
+
+def test_results_of_a_call_with_several_are_renamed_everywhere():
+    model = Fn(lambda m, x: torch.aminmax(m.a(x), dim=0), a=nn.Linear(4, 3))
+    x = torch.randn(5, 4)
+    program = capture(model.eval(), (x,)).program
+    take_apart(program)
+    for mine, theirs in zip(program.module()(x), model(x), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_what_torch_cannot_take_apart_stays():
+    program = capture(
+        Fn(lambda m, x: m.a(x).kthvalue(2, 0)[0], a=nn.Linear(4, 3)).eval(), (torch.randn(5, 4),)
+    ).program
+    before = str(program.graph)
+    take_apart(program)
+    assert str(program.graph) == before
