@@ -8,11 +8,13 @@ runs in neither mode, so the inner operators mean the same in line, where rules 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 _HIGHER = torch.ops.higher_order
 
@@ -34,7 +36,7 @@ def _inline_all(module: GraphModule) -> list[tuple[str, str]]:
         inner, operands = found
         _inline_all(inner)
         if not any(n.op == "get_attr" for n in inner.graph.nodes):
-            renamed += _inline(module, node, inner, operands)
+            renamed += put_in_line(module, node, inner, operands)[1]
     if renamed:
         module.graph.eliminate_dead_code()
         module.graph.lint()
@@ -59,24 +61,37 @@ def _inner(module: GraphModule, node: Node) -> tuple[GraphModule, tuple[Any, ...
     return (inner, tuple(operands)) if isinstance(inner, GraphModule) and tuples else None
 
 
-def _inline(
-    module: GraphModule, node: Node, inner: GraphModule, operands: tuple[Any, ...]
-) -> list[tuple[str, str]]:
-    """Put the inner graph where ``node`` is; the old and new names of its results."""
+def put_in_line(
+    module: GraphModule, node: Node, inner: GraphModule, operands: Sequence[Any]
+) -> tuple[list[Node], list[tuple[str, str]]]:
+    """Put the inner graph where ``node`` is, which calls it.
+
+    Args:
+        module: whose graph the node is in; to be linted and recompiled when all is done.
+        node: with one result, or with several that its users pick by number.
+        inner: without tensors of its own.
+        operands: one for each input of the inner graph.
+
+    Returns:
+        The nodes that are new, and the old and new names of the results.
+    """
     inputs = inner.graph.find_nodes(op="placeholder")
     new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
-    results: tuple[Any, ...] = ()
+    results: Any = None
     with module.graph.inserting_before(node):
         for each in inner.graph.nodes:
             if each.op == "output":
-                results = each.args[0]
+                results = pytree.tree_map_only(Node, lambda old: new[old], each.args[0])
             elif each.op != "placeholder":
                 new[each] = module.graph.node_copy(each, lambda old: new[old])
+    if isinstance(results, Node):
+        replaced = [(node, results)]
+    else:
+        replaced = [(user, results[int(user.args[1])]) for user in node.users]  # type: ignore[arg-type]
     renamed = []
-    for user in list(node.users):
-        result = results[int(user.args[1])]  # type: ignore[arg-type]
-        user.replace_all_uses_with(new[result])
-        renamed.append((user.name, new[result].name))
-        module.graph.erase_node(user)
-    module.graph.erase_node(node)
-    return renamed
+    for old, result in replaced:
+        old.replace_all_uses_with(result)
+        renamed.append((old.name, result.name))
+    for old in dict.fromkeys([*node.users, node]):
+        module.graph.erase_node(old)
+    return [n for key, n in new.items() if key.op != "placeholder"], renamed

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.axes.nodes import has_tensor, is_pointwise, operator_name
 from l0prune.axes.registry import registered
+from l0prune.inline import put_in_line
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says where a node is from
 
@@ -34,9 +35,13 @@ def take_apart(program: ExportedProgram) -> None:
         inner = _made_of(node)
         if inner is None:
             continue
-        new, names = _put_in_line(module, node, inner)
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, Node)]
+        new, names = put_in_line(module, node, inner, operands)
+        for each in new:
+            each.meta |= {key: node.meta[key] for key in _ORIGIN if key in node.meta}
         renamed += names
-        pending += [each for each in new if _is_unknown(each)]
+        pending += filter(_is_unknown, new)
     if renamed:
         module.graph.eliminate_dead_code()
         module.graph.lint()
@@ -90,37 +95,3 @@ def _agrees(traced: GraphModule, node: Node) -> bool:
         isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype
         for a, b in zip(mine, theirs, strict=True)
     )
-
-
-def _put_in_line(
-    module: GraphModule, node: Node, inner: GraphModule
-) -> tuple[list[Node], list[tuple[str, str]]]:
-    """Put the graph where ``node`` is; its nodes, and old and new names of the results."""
-    operands = [
-        leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(leaf, Node)
-    ]
-    inputs = inner.graph.find_nodes(op="placeholder")
-    new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
-    origin = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
-    results: Any = None
-    made = []
-    with module.graph.inserting_before(node):
-        for each in inner.graph.nodes:
-            if each.op == "output":
-                results = pytree.tree_map_only(Node, lambda old: new[old], each.args[0])
-            elif each.op != "placeholder":
-                new[each] = module.graph.node_copy(each, lambda old: new[old])
-                new[each].meta |= origin
-                made.append(new[each])
-    renamed = []
-    if isinstance(results, Node):
-        node.replace_all_uses_with(results)
-        renamed.append((node.name, results.name))
-    else:
-        for user in list(node.users):
-            result = results[user.args[1]]
-            user.replace_all_uses_with(result)
-            renamed.append((user.name, result.name))
-            module.graph.erase_node(user)
-    module.graph.erase_node(node)
-    return made, renamed
