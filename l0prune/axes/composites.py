@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l0prune.axes.nodes import has_tensor, is_pointwise, operator_name
+from l0prune.axes.nodes import has_tensor, operator_name
 from l0prune.axes.registry import registered
 from l0prune.inline import put_in_line
 
@@ -26,13 +27,14 @@ _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says whe
 
 
 def take_apart(program: ExportedProgram) -> None:
-    """Replace every call without a rule by what torch makes of it, in place, where it says so."""
+    """Replace every call without a rule by calls that have one, in place, where torch says how.
+
+    A call of which something without a rule would be left stays as it is: the user knows its name.
+    """
     module = program.graph_module
-    pending = [node for node in module.graph.nodes if _is_unknown(node)]
     renamed = []
-    while pending:
-        node = pending.pop()
-        inner = _made_of(node)
+    for node in list(module.graph.nodes):
+        inner = _made_of(node) if _is_unknown(node) else None
         if inner is None:
             continue
         leaves = pytree.tree_leaves((node.args, node.kwargs))
@@ -41,7 +43,6 @@ def take_apart(program: ExportedProgram) -> None:
         for each in new:
             each.meta |= {key: node.meta[key] for key in _ORIGIN if key in node.meta}
         renamed += names
-        pending += filter(_is_unknown, new)
     if renamed:
         module.graph.eliminate_dead_code()
         module.graph.lint()
@@ -51,13 +52,21 @@ def take_apart(program: ExportedProgram) -> None:
 
 
 def _is_unknown(node: Node) -> bool:
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and registered(operator_name(node.target)) is None
-        and not is_pointwise(node)
-        and has_tensor(node)
-    )
+    is_call = node.op == "call_function" and isinstance(node.target, OpOverload)
+    return is_call and _has_no_rule(node.target) and has_tensor(node)
+
+
+def _has_no_rule(operator: Any) -> bool:
+    return registered(operator_name(operator)) is None and torch.Tag.pointwise not in operator.tags
+
+
+def _recipes() -> dict[Any, Any]:
+    """Of operators without a rule: a function each that is made of others."""
+    return {
+        operator: made
+        for operator, made in core_aten_decompositions().items()
+        if isinstance(operator, OpOverload) and _has_no_rule(operator)
+    }
 
 
 def _made_of(node: Node) -> GraphModule | None:
@@ -75,15 +84,13 @@ def _made_of(node: Node) -> GraphModule | None:
         args, kwargs = pytree.tree_unflatten(values, spec)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    table: Any = core_aten_decompositions()
-    own: Any = {node.target: table[node.target]} if node.target in table else {}
     try:
         with fakes[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
-            traced = make_fx(call, own)(*(values[n] for n in operands))
+            traced = make_fx(call, _recipes())(*(values[n] for n in operands))
     except Exception:  # torch does not know, or not for this use of it
         return None
-    is_made = not any(n.op == "get_attr" or n.target is node.target for n in traced.graph.nodes)
-    return traced if is_made and _agrees(traced, node) else None
+    is_known = not any(n.op == "get_attr" or _is_unknown(n) for n in traced.graph.nodes)
+    return traced if is_known and _agrees(traced, node) else None
 
 
 def _agrees(traced: GraphModule, node: Node) -> bool:

@@ -76,10 +76,13 @@ def test_results_of_a_call_with_several_are_renamed_everywhere():
         assert torch.equal(mine, theirs)
 
 
-def test_what_torch_cannot_take_apart_stays():
-    program = capture(
-        Fn(lambda m, x: m.a(x).kthvalue(2, 0)[0], a=nn.Linear(4, 3)).eval(), (torch.randn(5, 4),)
-    ).program
+@pytest.mark.parametrize(
+    "of",
+    [lambda h: h.kthvalue(2, 0)[0], lambda h: torch.cdist(h, h), lambda h: torch.fft.rfft(h).abs()],
+)
+def test_what_cannot_be_taken_apart_for_good_stays(of):
+    model = Fn(lambda m, x: of(m.a(x)), a=nn.Linear(4, 3)).eval()
+    program = capture(model, (torch.randn(5, 4),)).program
     before = str(program.graph)
     take_apart(program)
     assert str(program.graph) == before
