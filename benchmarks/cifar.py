@@ -14,6 +14,7 @@ start from the network that this gives. Torch-Pruning cannot cut their shortcuts
   default), cut, the other half;
 - ``l0prune-distill``: the same, half of the loss from the dense network (``distill=0.5``);
 - ``tp-group-norm``: cut at once, then all epochs;
+- ``tp-group-norm-uniform``: the same, with as large a share of each layer;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
 - ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data): ``fit`` to the budget
   at once, then all epochs.

@@ -28,8 +28,19 @@ STEPS = 400
 REG = 5e-4
 
 
-def pruner(model: nn.Module, example: Tensor, classifier: nn.Module, *, sparse: bool) -> Any:
-    """A pruner of its kind for ``model``; ``sparse`` for sparsity learning."""
+def pruner(
+    model: nn.Module,
+    example: Tensor,
+    classifier: nn.Module,
+    *,
+    sparse: bool = False,
+    uniform: bool = False,
+) -> Any:
+    """A pruner of its kind for ``model``; ``sparse`` for sparsity learning.
+
+    With ``uniform`` all layers lose the same share, against the authors' recommendation: their one
+    ranking over all layers can leave a layer nearly nothing.
+    """
     import torch_pruning as tp
 
     model.eval()
@@ -39,7 +50,7 @@ def pruner(model: nn.Module, example: Tensor, classifier: nn.Module, *, sparse: 
         example,
         importance=tp.importance.GroupMagnitudeImportance(p=2, **normalised),
         reg=REG,
-        global_pruning=True,
+        global_pruning=not uniform,
         pruning_ratio=1.0,
         max_pruning_ratio=1.0,
         iterative_steps=STEPS,

@@ -97,8 +97,8 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> nn.Module:
     return l0prune.export(model).module
 
 
-def group_norm(model: nn.Module, share: float, job: Job) -> nn.Module:
-    pruner = depgraph.pruner(model, job.example(), _classifier(model), sparse=False)
+def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) -> nn.Module:
+    pruner = depgraph.pruner(model, job.example(), _classifier(model), uniform=uniform)
     return _cut_and_trained(pruner, model, share, job, job.epochs)
 
 
@@ -129,6 +129,7 @@ WAYS: dict[str, Way] = {
     "l0prune": learned,
     "l0prune-distill": partial(learned, distill=0.5),
     "tp-group-norm": group_norm,
+    "tp-group-norm-uniform": partial(group_norm, uniform=True),
     "tp-group-sl": group_sl,
     "group-magnitude": partial(scored, how="group-magnitude"),
     "taylor": partial(scored, how="taylor"),
