@@ -53,6 +53,15 @@ def through_torch(model):
     return torch.load(buffer, weights_only=False)
 
 
+def check_gated_alike(twin, model, x):
+    assert gates_of(twin) is not gates_of(model)
+    assert torch.equal(twin.eval()(x), model.eval()(x))
+    torch.manual_seed(1)
+    wanted = model.train()(x)
+    torch.manual_seed(1)
+    assert torch.equal(twin.train()(x), wanted)
+
+
 @pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle, through_torch])
 @pytest.mark.parametrize("mode", ["fresh", "after a forward", "after a backward"])
 def test_a_gated_model_can_be_copied_and_pickled(travel, mode):
@@ -62,12 +71,7 @@ def test_a_gated_model_can_be_copied_and_pickled(travel, mode):
     if mode == "after a backward":
         y.sum().backward()
     twin = travel(model)
-    assert gates_of(twin) is not gates_of(model)
-    assert torch.equal(twin.eval()(x), model.eval()(x))
-    torch.manual_seed(1)
-    wanted = model.train()(x)
-    torch.manual_seed(1)
-    assert torch.equal(twin.train()(x), wanted)
+    check_gated_alike(twin, model, x)
     drawn = gates_of(twin).current().clone()
     twin(x)
     assert not torch.equal(gates_of(twin).current(), drawn)  # its hooks draw for itself
@@ -110,12 +114,7 @@ def test_a_graph_is_built_anew_with_its_gates(travel):
     plan = Plan((Axis("a", "neuron", 8, 0, 4),), (), {}, sites, ())
     model, x = gated(symbolic_trace(Bare()), plan), torch.randn(5, 4)
     twin = travel(model)
-    assert gates_of(twin) is not gates_of(model)
-    assert torch.equal(twin.eval()(x), model.eval()(x))
-    torch.manual_seed(1)
-    wanted = model.train()(x)
-    torch.manual_seed(1)
-    assert torch.equal(twin.train()(x), wanted)
+    check_gated_alike(twin, model, x)
     detach(twin), detach(model)
     assert torch.equal(twin(x), model(x))
 
