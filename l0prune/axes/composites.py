@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l0prune.axes.nodes import has_tensor, operator_name
+from l0prune.axes.nodes import has_tensor, is_pointwise, operator_name
 from l0prune.axes.registry import registered
 from l0prune.inline import put_in_line
 
@@ -57,7 +57,7 @@ def _is_unknown(node: Node) -> bool:
 
 
 def _has_no_rule(operator: Any) -> bool:
-    return registered(operator_name(operator)) is None and torch.Tag.pointwise not in operator.tags
+    return registered(operator_name(operator)) is None and not is_pointwise(operator)
 
 
 def _recipes() -> dict[Any, Any]:

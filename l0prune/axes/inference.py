@@ -130,7 +130,7 @@ class Inference:
     def _call(self, node: Node) -> Value:
         name = operator_name(node.target)
         known = registered(name)
-        if known is None and not is_pointwise(node):
+        if known is None and not is_pointwise(node.target):
             return self._unfollowed(node, name)
         try:
             return RULES[known](self, node) if known else pointwise(self, node)

@@ -45,9 +45,8 @@ def has_tensor(node: Node) -> bool:
     return any(isinstance(v, Tensor) for v in values)
 
 
-def is_pointwise(node: Node) -> bool:
+def is_pointwise(target: Any) -> bool:
     """Whether torch itself tags the operator as elementwise."""
-    target = node.target
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 

@@ -185,4 +185,4 @@ def zero_of(node: Node) -> Zero:
     known = registered(operator_name(node.target))
     if known is not None:
         return ZEROS[known]
-    return zero_when_tried if is_pointwise(node) else never
+    return zero_when_tried if is_pointwise(node.target) else never
