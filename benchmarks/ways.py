@@ -48,6 +48,7 @@ class Job:
     schedule: str
     seed: int
     device: str
+    autocast: str | None = None
     folder: Path
 
     def settings(self, phase: str, epochs: int, **others: Any) -> dict[str, Any]:
@@ -62,6 +63,7 @@ class Job:
             "augment": True,
             "seed": self.seed,
             "device": self.device,
+            "autocast": self.autocast,
             "out": self.folder / phase,
             "resume": True,
             "progress": False,
