@@ -15,8 +15,10 @@ from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate
 from l0prune.cli.survey import survey
 
-_HELP = """Cut a trained PyTorch network down to a smaller one that gives the same answers.
+_HELP = """\
+Cut a trained PyTorch network down to a smaller one that gives the same answers.
 
+\b
     l0prune gate model.pt --input 1x3x224x224
     l0prune finetune --data imagefolder:DIR --budget macs=0.5
     l0prune export --onnx

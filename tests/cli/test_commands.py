@@ -182,6 +182,13 @@ def test_help_teaches_with_an_example(command, name):
     assert f"l0prune {name} " in out
 
 
+def test_help_shows_the_main_job_a_line_each(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    commands = [line.split()[1] for line in out.splitlines() if line.startswith("      l0prune ")]
+    assert commands == ["gate", "finetune", "export"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
