@@ -22,8 +22,8 @@ from l0prune.rewrite import gates_of
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002
-# Gates that are tried one by one after the last that fits in order of score.
-_TRIES = 100
+# Gates that are passed over, since they do not fit, before what room is left stays empty.
+_MISFITS = 100
 # What a block of slots has no meaning for: their number is no width of a tensor.
 _UNROUNDED = ("head", "group")
 
@@ -152,25 +152,26 @@ class Fitting:
         return without(_first(len(order), lambda n: self.count(limit, without(n)) <= bound))
 
     def _fill(self, open_: Tensor) -> Tensor:
-        """Open gates in descending order of score while all limits are met."""
+        """Open gates in descending order of score, but for those that do not fit."""
         counted = torch.stack([self._counted(limit) for limit in self._limits]).any(0)
         order = self._ascending(~open_ & counted).flip(0)
-
-        def with_more(number: int) -> Tensor:
-            more = open_.clone()
-            more[order[:number]] = True
-            return self._rounded(more)
-
-        fitting = _first(len(order), lambda n: not self._all_met(with_more(n + 1)))
-        chosen = with_more(fitting)
-        for gate in order[fitting : fitting + _TRIES].tolist():
-            if self._used_up(chosen):
+        chosen = open_
+        for _ in range(_MISFITS):
+            if not len(order) or self._used_up(chosen):
                 break
-            more = chosen.clone()
-            more[gate] = True
-            more = self._rounded(more)
-            chosen = more if self._all_met(more) else chosen
+            fitting = self._fitting(chosen, order)
+            chosen = self._with(chosen, order[:fitting])
+            order = order[fitting + 1 :]
         return chosen
+
+    def _fitting(self, open_: Tensor, order: Tensor) -> int:
+        """How many of these gates can be opened, in this order, before a limit is exceeded."""
+        return _first(len(order), lambda n: not self._all_met(self._with(open_, order[: n + 1])))
+
+    def _with(self, open_: Tensor, more: Tensor) -> Tensor:
+        result = open_.clone()
+        result[more] = True
+        return self._rounded(result)
 
     def _all_met(self, open_: Tensor) -> bool:
         return all(self.count(limit, open_) <= self.bound(limit) for limit in self._limits)
@@ -231,8 +232,14 @@ def _blocks(plan: Plan, round_to: int) -> list[int]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first of 0 … count-1 for which ``holds``, which goes on holding; count if none."""
-    low, high = 0, count
+    """The first of 0 … count-1 for which ``holds``, which goes on holding; count if none.
+
+    It is found in few calls where it is one of the first, as it mostly is.
+    """
+    low, step = 0, 1
+    while low + step <= count and not holds(low + step - 1):
+        low, step = low + step, 2 * step
+    high = min(count, low + step - 1)
     while low < high:
         middle = (low + high) // 2
         if holds(middle):

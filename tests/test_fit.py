@@ -88,6 +88,27 @@ def test_where_there_is_room_the_best_open_again():
     assert fit(model, "params=23", fill=False) == {"params=23": 9}
 
 
+def test_room_is_filled_past_what_does_not_fit_and_what_changes_nothing():
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 12), nn.ReLU(), nn.Linear(12, 2)
+    )
+    l0prune.gate(model, torch.zeros(2, 1, 8, 8))
+    gates = l0prune.gates(model)
+    scores = {
+        # The first two maps are open; the third, with its inputs, is more than there is room for.
+        "0": torch.tensor([9.0, 9, 3, 0, 0, 0, 0, 0]),
+        # The inputs of the other five change nothing while their maps are closed.
+        "2.in": torch.cat([torch.full((3 * 36,), 8.0), torch.full((5 * 36,), 2.0)]),
+        "2": torch.tensor([9.0] * 3 + [1.0] * 9),
+    }
+    with torch.no_grad():
+        gates.log_alpha.copy_(torch.cat([scores[axis.name] for axis in gates.plan.axes]) - 5)
+    # Two maps, 72 inputs of four neurons, two answers; with three neurons it would be 75 less.
+    params = 2 * 10 + 4 * 73 + 2 * 5
+    assert fit(model, f"params={params}") == {f"params={params}": params}
+    assert [int(axis.open.sum()) for axis in gates.axes if axis.name != "2.in"] == [2, 4]
+
+
 def test_gates_that_stand_right_are_left_alone():
     scores = random_scores(3, SIZE)
     model = gated(scores)
