@@ -29,7 +29,7 @@ from benchmarks import isolation, zoo
 from benchmarks.coverage_page import page
 from benchmarks.isolation import ROOT, Row
 from benchmarks.scramble import scramble
-from l0prune.capture import capture
+from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 
 

@@ -27,7 +27,7 @@ from torch.fx import Node
 
 import l0prune
 from benchmarks.scramble import scramble
-from l0prune.cost import CostModel
+from l0prune.cost.model import CostModel
 from l0prune.errors import CertificateError
 
 # The smallest member of each family comes first; the side of the image is what it takes.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import l0prune
-from l0prune.export.onnx_file import to_onnx
+from l0prune.exporting.onnx.file import to_onnx
 
 WIDE, LEFT, HIDDEN, BLOCKS, TOKENS = 768, 700, 3072, 4, 197
 

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
-from l0prune.export.certificate import cast, difference
-from l0prune.export.doubles import InDoubles
-from l0prune.export.inputs import fresh_inputs
-from l0prune.export.onnx_file import Session
+from l0prune.exporting.certify.certificate import cast, difference
+from l0prune.exporting.certify.float64 import InFloat64
+from l0prune.exporting.certify.inputs import fresh_inputs
+from l0prune.exporting.onnx.file import Session
 
 Kept = dict[str, list[Tensor]]  # by parameter: the positions that are left, in each dimension
 
@@ -60,7 +60,7 @@ def errors(masked: nn.Module, pruned: nn.Module, kept: Kept, example: Example) -
     pruned.double()
     batch = next(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)).shape[0]
     given, other = (cast(e, torch.float64) for e in (example, fresh_inputs(example, batch, 1)))
-    with InDoubles():
+    with InFloat64():
         expected, found = output_of(masked, given), output_of(pruned, given)
         signal = difference(expected, output_of(masked, other))
         yield {"signal": signal}

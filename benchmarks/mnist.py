@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT
-from l0prune import recipes
+from l0prune.recipes import run as recipes
 
 
 def _mlp(inputs: int, first: int, second: int) -> int:

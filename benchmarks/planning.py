@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import l0prune
-from l0prune.axes import analyse
-from l0prune.capture import capture
+from l0prune.capture.capture import capture
+from l0prune.infer.build import analyse
 
 
 class Block(nn.Module):

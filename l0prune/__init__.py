@@ -1,17 +1,72 @@
-"""Learned L0 gates for any PyTorch network, cut into a smaller one that gives the same answers."""
+"""Learned L0 gates for any PyTorch network, cut into a smaller one that gives the same answers.
 
-from l0prune.artifact import load, read_info, save
-from l0prune.budget import Budget
-from l0prune.data import Data, load_data
-from l0prune.export import Certificate, Export, export
-from l0prune.finetune import History, Task, evaluate, finetune, train_dense
-from l0prune.fit import fit
-from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
-from l0prune.gating import gate, gates, ungate
-from l0prune.models import load_model
-from l0prune.objective import param_groups, penalty
-from l0prune.scores import score
-from l0prune.survey import Survey, survey
+Names are loaded when they are first used: ``import l0prune`` itself costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from l0prune.data.dataset import Data
+    from l0prune.data.sources import load_data
+    from l0prune.exporting.certify.certificate import Certificate
+    from l0prune.exporting.export import export
+    from l0prune.exporting.result import Export
+    from l0prune.files.artifact import load, read_info, save
+    from l0prune.files.model_sources import load_model
+    from l0prune.gating.bank import Gates
+    from l0prune.gating.gate import gate, gates, ungate
+    from l0prune.gating.kinds.base import Gate
+    from l0prune.gating.kinds.binary_concrete import BinaryConcrete
+    from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
+    from l0prune.gating.kinds.hard_concrete import HardConcrete
+    from l0prune.objective.budget import Budget
+    from l0prune.objective.penalty import param_groups, penalty
+    from l0prune.report.survey import Survey, survey
+    from l0prune.running.evaluate import evaluate
+    from l0prune.running.task import Task
+    from l0prune.selection import scores
+    from l0prune.selection.fit import fit
+    from l0prune.selection.scores import score
+    from l0prune.training.history import History
+    from l0prune.training.run import finetune, train_dense
+    from l0prune.training.settings import Settings
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BinaryConcrete": "gating.kinds.binary_concrete",
+    "Budget": "objective.budget",
+    "Certificate": "exporting.certify.certificate",
+    "ContinuousSparsification": "gating.kinds.continuous_sparsification",
+    "Data": "data.dataset",
+    "Export": "exporting.result",
+    "Gate": "gating.kinds.base",
+    "Gates": "gating.bank",
+    "HardConcrete": "gating.kinds.hard_concrete",
+    "History": "training.history",
+    "Settings": "training.settings",
+    "Survey": "report.survey",
+    "Task": "running.task",
+    "evaluate": "running.evaluate",
+    "export": "exporting.export",
+    "finetune": "training.run",
+    "fit": "selection.fit",
+    "gate": "gating.gate",
+    "gates": "gating.gate",
+    "load": "files.artifact",
+    "load_data": "data.sources",
+    "load_model": "files.model_sources",
+    "param_groups": "objective.penalty",
+    "penalty": "objective.penalty",
+    "read_info": "files.artifact",
+    "save": "files.artifact",
+    "score": "selection.scores",
+    "scores": "selection",
+    "survey": "report.survey",
+    "train_dense": "training.run",
+    "ungate": "gating.gate",
+}
 
 __all__ = [
     "BinaryConcrete",
@@ -20,10 +75,14 @@ __all__ = [
     "ContinuousSparsification",
     "Data",
     "Export",
+    "Gate",
+    "Gates",
     "HardConcrete",
     "History",
+    "Settings",
     "Survey",
     "Task",
+    "__version__",
     "evaluate",
     "export",
     "finetune",
@@ -38,7 +97,23 @@ __all__ = [
     "read_info",
     "save",
     "score",
+    "scores",
     "survey",
     "train_dense",
     "ungate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+    home = import_module(f"l0prune.{_HOMES[name]}")
+    value = getattr(home, name, None)
+    if value is None:  # a module rather than a name in one
+        value = import_module(f"{home.__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -10,6 +10,9 @@ L0pruneError
 ├── UsageError         an argument or option cannot be understood (exit code 2 on the CLI)
 ├── DataError          a data source is missing, empty or does not fit the model
 └── TrainingError      training cannot go on (NaN loss, …)
+    └── StoppedElsewhere   another process of the run stopped, and said why
+
+Interrupted (a KeyboardInterrupt): training was stopped by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -53,3 +56,19 @@ class DataError(L0pruneError):
 
 class TrainingError(L0pruneError):
     """Training cannot go on."""
+
+
+class StoppedElsewhere(TrainingError):
+    """This process stops because another one did, which has said why."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Training was stopped by Ctrl-C or SIGTERM; the text says how to go on.
+
+    Attributes:
+        signal: the number of the signal.
+    """
+
+    def __init__(self, number: int, text: str = "") -> None:
+        super().__init__(text)
+        self.signal = number

@@ -9,11 +9,11 @@ from torch import nn
 from torch.func import functional_call
 
 import l0prune
-from l0prune.axes import analyse
-from l0prune.axes.standardised import weight_behind
-from l0prune.capture import capture
-from l0prune.layout import axes_of
-from l0prune.plan import Plan
+from l0prune.capture.capture import capture
+from l0prune.infer.build import analyse
+from l0prune.infer.standardised_weights import weight_behind
+from l0prune.plan.layout import axes_of
+from l0prune.plan.plan import Plan
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates import Gate, Gates, HardConcrete
-from l0prune.layout import Both, Const, Prod, Slots
-from l0prune.plan import Axis, Plan, Site
-from l0prune.rewrite import attach
+from l0prune.gating.attaching import attach
+from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.base import Gate
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.plan.layout import Both, Const, Prod, Slots
+from l0prune.plan.plan import Axis, Plan, Site
 
 
 def mlp() -> nn.Sequential:

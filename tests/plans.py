@@ -5,8 +5,8 @@ from itertools import product
 import torch
 from hypothesis import strategies as st
 
-from l0prune.layout import Both, Cat, Const, Prod, Slots, size_of
-from l0prune.plan import Axis, Cost, Plan
+from l0prune.plan.layout import Both, Cat, Const, Prod, Slots, size_of
+from l0prune.plan.plan import Axis, Cost, Plan
 
 
 def plan_of(sizes, costs, groups=None):

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from l0prune.data import Data
-from l0prune.finetune import Task, error_rate, finetune
+from l0prune.running.task import Task, error_rate
+from l0prune.training.run import finetune
 
 EPOCHS, STEPS = 5, 8  # warm-up ends within epoch 1, settling begins within epoch 4
 SETTINGS = {

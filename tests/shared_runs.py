@@ -11,8 +11,10 @@ from torch.utils.data import Dataset
 
 import l0prune
 from l0prune.data import Loaded, Tensors
-from l0prune.finetune import Task, finetune
-from l0prune.gates import HardConcrete, register
+from l0prune.gating.kinds.base import register
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.running.task import Task
+from l0prune.training.run import finetune
 
 COMMON = {
     "epochs": 3, "batch_size": 30, "warmup": 0.5, "settle": 1, "lam": "1/N", "gate_lr": 0.2,

@@ -18,8 +18,8 @@ from benchmarks import cifar, depgraph, mnist, ways
 from benchmarks.curves import seconds
 from l0prune.data import Data, Tensors
 from l0prune.data.augment import shifted_and_mirrored
-from l0prune.finetune.history import NAME
-from recipes.models import CifarResNet
+from l0prune.recipes.builtin.models import CifarResNet
+from l0prune.training.history import NAME
 
 SHARE = 0.47
 DATA = os.environ.get("L0PRUNE_DATA")

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.inlining import inline_modes
+from l0prune.capture.modes import evaluating
+from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.errors import CaptureError
-from l0prune.inline import inline_modes
 
 _LIBRARY = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(__file__)
@@ -90,7 +92,7 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), torch.no_grad(), _quiet():
+    with evaluating(part), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(part, *widened(args, kwargs))
@@ -208,18 +210,6 @@ def batch_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return {name: pytree.tree_map(shape, value) for name, value in arguments.items()}
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the duration; afterwards every submodule is in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def _index(
     model: nn.Module, program: ExportedProgram, batch: int, dynamic: bool, path: str
 ) -> Captured:
@@ -249,11 +239,6 @@ def _index(
     )
 
 
-def within(path: str, name: str) -> str:
-    """A name inside the submodule at ``path`` as the whole model knows it."""
-    return f"{path}.{name}" if path and name else path or name
-
-
 def _name_modules(graph: Graph, path: str) -> None:
     """Let the nodes of a submodule's graph say where in the whole model they are."""
     for node in graph.nodes if path else ():
@@ -271,32 +256,6 @@ def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     for name, tensor in every:
         canonical[name] = first.setdefault(id(tensor), name)
     return canonical, {name: to for name, to in canonical.items() if name != to}
-
-
-def source_of(node: Node) -> str:
-    """``file.py:line`` of the user's code that made this node; empty if unknown."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
-    for line in reversed(lines):
-        path, _, rest = line.removeprefix('File "').partition('", line ')
-        if not path.startswith(("torch/", _LIBRARY)) and "/torch/" not in path:
-            return f"{os.path.basename(path)}:{rest.split(',')[0]}"
-    return ""
-
-
-def module_of(node: Node) -> str:
-    """Path of the module whose forward made this node; empty for the root or if unknown."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values() if isinstance(path, str)]
-    return paths[-1].replace("slice(None, None, None)", "") if paths else ""
-
-
-def class_of(node: Node) -> str:
-    """Class of the module whose forward made this node; empty if unknown."""
-    stack = node.meta.get("nn_module_stack") or {}
-    kinds = [kind for _, kind in stack.values()]
-    kind = kinds[-1] if kinds else ""
-    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__
 
 
 def _explain(error: Exception) -> str:

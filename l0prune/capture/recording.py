@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture import batch_of, evaluating
+from l0prune.capture.capture import batch_of
+from l0prune.capture.modes import evaluating
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,7 +55,7 @@ def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
         args, kwargs = _copied(inputs)
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(model), torch.random.fork_rng(devices=[]):
             model(*args, **kwargs)
     finally:
         for handle in handles:

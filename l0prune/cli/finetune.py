@@ -8,20 +8,13 @@ from typing import Annotated
 import typer
 
 import l0prune
-from l0prune import artifact
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import (
-    DataRoot,
-    DataSpec,
-    Json,
-    TrustPickle,
-    parse_setting,
-    recorded_data,
-)
+from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
 from l0prune.cli.project import chosen, defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
-from l0prune.finetune.world import joined
+from l0prune.files import artifact
+from l0prune.running.processes import joined
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -149,7 +142,7 @@ def finetune(
                 '`l0prune gate`, or as data = "…" in l0prune.toml.'
             )
         root = chosen(data_root, "data_root", info)
-        source = world.in_turn(lambda: load_data(spec, root))
+        source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
         history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 import l0prune
-from l0prune import artifact
 from l0prune.cli.edge import emit
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_data
 from l0prune.cli.project import chosen, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
+from l0prune.files import artifact
 
 _GATES = "gates"
 

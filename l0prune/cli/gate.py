@@ -24,8 +24,8 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.data import load_data
-from l0prune.gates import gate_of, gate_to_dict
-from l0prune.models import is_rebuildable
+from l0prune.files.model_sources import is_rebuildable
+from l0prune.gating.kinds.base import gate_of, gate_to_dict
 
 
 def gate(

@@ -10,8 +10,8 @@ import typer
 
 from l0prune.cli.project import chosen
 from l0prune.errors import UsageError
-from l0prune.models import load_model, parse_input
-from l0prune.usercode import check_recorded
+from l0prune.files.model_sources import load_model, parse_input
+from l0prune.files.user_code import check_recorded
 
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "

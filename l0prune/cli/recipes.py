@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from l0prune import recipes
 from l0prune.cli.edge import emit, out
 from l0prune.cli.options import DataRoot, Json
 from l0prune.errors import UsageError
-from l0prune.finetune.world import is_launched
+from l0prune.recipes import run as recipes
+from l0prune.running.processes import is_launched
 
 app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from l0prune.moments import Monomial, Sums
-from l0prune.once import once
+from l0prune.cost.first_order import first_order
+from l0prune.cost.moments import Monomial, Sums
 
 _SMALL = 128  # sums, up to which a product with a dense matrix costs no more than one operation
 
@@ -117,13 +117,13 @@ class Terms:
             result = result * sums.index_select(0, column)
         return result
 
-    def total(self, prices: Sequence[float] | None = None) -> Polynomial:
+    def total(self, prices: Sequence[float] | None = None) -> SumPolynomial:
         """The sum of all terms, each times its price, ready to evaluate and differentiate."""
         coefficients = self.coefficients
         if prices is not None:
             coefficients = coefficients * coefficients.new_tensor(prices)
         if len(self._columns) <= 2 and self._table.size <= _SMALL:
-            return Polynomial(
+            return SumPolynomial(
                 self._table, _quadratic(self._columns, coefficients, self._table.size)
             )
 
@@ -133,7 +133,7 @@ class Terms:
             value = torch.dot(partial[0], gathered[0])
             return value, self._collect(torch.cat(partial))
 
-        return Polynomial(self._table, evaluate)
+        return SumPolynomial(self._table, evaluate)
 
 
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -153,7 +153,7 @@ def _quadratic(columns: Sequence[Tensor], coefficients: Tensor, size: int) -> Fo
     return evaluate
 
 
-class Polynomial:
+class SumPolynomial:
     """A form over a table of sums: the expected cost as a function of open probabilities."""
 
     def __init__(self, table: SumTable, form: Form) -> None:
@@ -175,13 +175,13 @@ class _Evaluate(Function):
     """One node of the graph; the gradient is known before anybody asks for it."""
 
     @staticmethod
-    def forward(ctx: Any, p: Tensor, polynomial: Polynomial, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, p: Tensor, polynomial: SumPolynomial, dtype: torch.dtype) -> Tensor:
         value, gradient = polynomial.value_and_gradient(p.to(precision(p.device)))
         ctx.gradient = gradient.to(p.dtype)
         return value.to(dtype)
 
     @staticmethod
-    @once
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad * ctx.gradient, None, None
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's ``once_differentiable``, entered only where someone builds a graph of the gradient.
 
     Elsewhere autograd is off already, and switching it off once more would cost a small model

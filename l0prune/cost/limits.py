@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from l0prune.cost import UNITS, CostModel, Unit
+from l0prune.cost.model import UNITS, CostModel, Unit
 from l0prune.errors import UsageError
-from l0prune.globs import matching
+from l0prune.plan.globs import matching
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[%kKMGT]?)")
 _FACTORS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}

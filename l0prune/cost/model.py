@@ -20,11 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from l0prune.cost.expected import SumPolynomial, SumTable, Terms, precision
+from l0prune.cost.moments import Monomial, Sums, multiply
 from l0prune.errors import UsageError
-from l0prune.expectation import Polynomial, SumTable, Terms, precision
-from l0prune.layout import constant_positions, size_of
-from l0prune.moments import Monomial, Sums, multiply
-from l0prune.plan import Cost, Plan
+from l0prune.plan.layout import constant_positions, size_of
+from l0prune.plan.plan import Cost, Plan
 
 Unit = Literal["params", "macs"]
 UNITS: tuple[Unit, ...] = ("params", "macs")
@@ -53,7 +53,7 @@ class CostModel:
         self.plan = plan
         self._on_device: dict[tuple[Unit, torch.device], Terms] = {}
         self._polynomials: dict[
-            tuple[Unit, torch.device, tuple[float, ...] | None, Axes], Polynomial
+            tuple[Unit, torch.device, tuple[float, ...] | None, Axes], SumPolynomial
         ] = {}
 
     def dense(self, unit: Unit, through: Axes = None) -> int:
@@ -145,7 +145,7 @@ class CostModel:
 
     def _polynomial(
         self, unit: Unit, device: torch.device, weights: tuple[float, ...] | None, through: Axes
-    ) -> Polynomial:
+    ) -> SumPolynomial:
         """The sum of all terms, each times the mean price of the axes that share it."""
         key = (unit, device, weights, through)
         if key not in self._polynomials:

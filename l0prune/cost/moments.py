@@ -22,9 +22,9 @@ from math import factorial, prod
 import torch
 from torch import Tensor
 
-from l0prune.gates.spreader import gate_table
-from l0prune.layout import Both, Cat, Const, Layout, Prod, Slots, axes_of, children, leaves
-from l0prune.plan import Plan
+from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots, axes_of, children, leaves
+from l0prune.plan.plan import Plan
 
 Monomial = tuple[int, ...]
 """Numbers of the sums that are multiplied with each other, in ascending order."""
@@ -258,11 +258,3 @@ def _cumulant_terms(tables: Sequence[Tensor], tuples: Tensor, one: int) -> tuple
         sign = (-1) ** (len(blocks) - 1) * factorial(len(blocks) - 1)
         coefficients.append(torch.full((len(tuples),), float(sign), dtype=torch.float64))
     return torch.cat(indices), torch.cat(coefficients)
-
-
-def distinct(gates: Tensor, one: int) -> Tensor:
-    """Each row's gates with repetitions replaced by ``one``; shape ``(rows, gates)``."""
-    ordered = gates.sort(dim=1).values
-    repeated = ordered[:, 1:] == ordered[:, :-1]
-    ordered[:, 1:] = torch.where(repeated, one, ordered[:, 1:])
-    return ordered

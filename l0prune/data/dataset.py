@@ -24,11 +24,11 @@ from l0prune.errors import DataError, UsageError
 Batch = tuple[Any, Tensor]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
-Part = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
-WHOLE: Part = (0, 1)
+Share = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
+WHOLE: Share = (0, 1)
 
 
-def part_of(examples: int, part: Part) -> slice:
+def share_of(examples: int, part: Share) -> slice:
     """Where this part of so many examples lies: together all parts are the whole, in order.
 
     Where there are fewer examples than parts, some are empty: those borrow one example, which
@@ -38,7 +38,7 @@ def part_of(examples: int, part: Part) -> slice:
     return slice(start, start + max(1, examples_in(examples, part)))
 
 
-def examples_in(examples: int, part: Part) -> int:
+def examples_in(examples: int, part: Share) -> int:
     """How many examples belong to this part; 0 where it has to borrow one."""
     number, count = part
     return (number + 1) * examples // count - number * examples // count
@@ -58,14 +58,14 @@ class Split(Protocol):
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
-        part: Part = WHOLE,
+        part: Share = WHOLE,
     ) -> Iterator[Batch]:
         """Batches of inputs and targets on ``device``.
 
         With a generator the order is shuffled by it and the last, smaller batch is left out
         where there is a full one; without one every example comes once, in order. With
         ``augment`` the examples are varied at random, by the same generator. Of each batch only
-        ``part`` is given (see ``part_of``); all parts together are what the whole would be.
+        ``part`` is given (see ``share_of``); all parts together are what the whole would be.
 
         Raises:
             DataError: an example cannot be read.
@@ -110,7 +110,7 @@ class Tensors:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
-        part: Part = WHOLE,
+        part: Share = WHOLE,
     ) -> Iterator[Batch]:
         """See ``Split.batches``."""
         augmentation = _wanted(self.augmentation, augment)
@@ -119,8 +119,8 @@ class Tensors:
             for batch, answers in zip(
                 inputs.split(batch_size), targets.split(batch_size), strict=True
             ):
-                share = part_of(len(answers), part)
-                yield batch[share], answers[share]
+                rows = share_of(len(answers), part)
+                yield batch[rows], answers[rows]
             return
         order = torch.randperm(len(self), generator=generator).to(device)
         for index in order.split(batch_size):
@@ -129,8 +129,8 @@ class Tensors:
             batch = inputs.index_select(0, index)
             if augmentation is not None:  # of the whole batch, so that parts differ
                 batch = augmentation(batch, generator)
-            share = part_of(len(index), part)
-            yield batch[share], targets.index_select(0, index[share])
+            rows = share_of(len(index), part)
+            yield batch[rows], targets.index_select(0, index[rows])
 
     def example(self, count: int) -> Tensor:
         """See ``Split.example``."""
@@ -171,7 +171,7 @@ class Loaded:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
         augment: bool = False,
-        part: Part = WHOLE,
+        part: Share = WHOLE,
     ) -> Iterator[Batch]:
         """See ``Split.batches``."""
         shuffled = generator is not None
@@ -200,12 +200,12 @@ class Loaded:
 class _Parts(Sampler[list[int]]):
     """One part of each batch, so that nobody reads the examples of others."""
 
-    def __init__(self, batches: BatchSampler, part: Part) -> None:
+    def __init__(self, batches: BatchSampler, part: Share) -> None:
         self._batches, self._part = batches, part
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            yield batch[part_of(len(batch), self._part)]
+            yield batch[share_of(len(batch), self._part)]
 
 
 def _read(loader: DataLoader) -> Iterator[Batch]:

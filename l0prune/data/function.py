@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from l0prune.data.dataset import Data, Loaded, Split, Tensors
 from l0prune.errors import DataError
-from l0prune.usercode import called, named
+from l0prune.files.user_code import called, named
 
 _WANTED = "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets)"
 

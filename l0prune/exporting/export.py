@@ -9,25 +9,27 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from l0prune.axes import analyse
-from l0prune.calls import Inputs
-from l0prune.capture import capture, evaluating, within
-from l0prune.copies import copied
-from l0prune.cost import CostModel
+from l0prune.capture.capture import capture
+from l0prune.capture.copying import copied
+from l0prune.capture.modes import evaluating
+from l0prune.capture.provenance import within
+from l0prune.capture.recording import Inputs
+from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
-from l0prune.export.certificate import Certificate, cast
-from l0prune.export.dtypes import dtype_of, marked
-from l0prune.export.own_class import gathers, own_class
-from l0prune.export.program import dense_module
-from l0prune.export.proof import Cut, prove
-from l0prune.export.resize import manifest
-from l0prune.export.result import Export
-from l0prune.export.slicing import cut, doubled, fold
-from l0prune.export.standardised import with_statistics_taken
-from l0prune.export.verdict import note_on
-from l0prune.parts import Part, Parts, parts_of
-from l0prune.plan import Plan
-from l0prune.rewrite import check_intact, detach, gates_of
+from l0prune.exporting.certify.certificate import Certificate, cast
+from l0prune.exporting.certify.proof import Cut, prove
+from l0prune.exporting.own_class.choice import gathers, own_class
+from l0prune.exporting.own_class.comparison import note_on
+from l0prune.exporting.own_class.resizing import manifest
+from l0prune.exporting.result import Export
+from l0prune.exporting.slicing.dtypes import dtype_of, marked
+from l0prune.exporting.slicing.program import dense_module
+from l0prune.exporting.slicing.standardised_weights import with_statistics_taken
+from l0prune.exporting.slicing.tensors import cut, doubled, fold
+from l0prune.gating.attaching import check_intact, detach, gates_of
+from l0prune.infer.build import analyse
+from l0prune.infer.parts import Part, Parts, parts_of
+from l0prune.plan.plan import Plan
 
 
 def export(model: nn.Module) -> Export:
@@ -64,12 +66,12 @@ def export(model: nn.Module) -> Export:
     cost = CostModel(parts.plan)
     predicted = cost.actual(is_open, "params")
     proven = prove(both, parts, example, dtype, predicted)
-    reason = " ".join(filter(None, (v.reason for v in proven.verdicts.values())))
-    training = " ".join(filter(None, (v.training for v in proven.verdicts.values())))
+    reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
+    training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note=note_on(proven.verdicts, parts.unused),
+        note=note_on(proven.comparisons, parts.unused),
         pieces=tuple(proven.pieces),
         certificate=Certificate(tuple(proven.checks)),
         params=predicted,
@@ -113,7 +115,7 @@ def _parts(plain: nn.Module, example: Inputs, gated_by: Plan) -> Parts:
             analysis = analyse(capture(plain, *example, dynamic_batch=dynamic))
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
-                return Parts(analysis.plan, [Part("", analysis, example)], unused)
+                return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
     else:
         parts = parts_of(plain, example)
         if _same_gates(parts.plan, gated_by):

@@ -16,14 +16,14 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from l0prune.calls import Inputs
-from l0prune.copies import copied
+from l0prune.capture.copying import copied
+from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
-from l0prune.export import onnx_file
-from l0prune.export.certificate import Certificate, cast, compare_onnx
-from l0prune.export.dtypes import dtype_of
-from l0prune.export.program import programs, reexport, reexport_part
-from l0prune.files import atomic_write
+from l0prune.exporting.certify.certificate import Certificate, cast, compare_onnx
+from l0prune.exporting.onnx import file as onnx_file
+from l0prune.exporting.slicing.dtypes import dtype_of
+from l0prune.exporting.slicing.program import programs, reexport, reexport_part
+from l0prune.files.atomic import atomic_write
 
 
 @dataclass(frozen=True)

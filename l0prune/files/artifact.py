@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, NotGated, UsageError
-from l0prune.files import PathLike, atomic_write, load_pickle
-from l0prune.gates import Gates, gate_from_dict, gate_to_dict
-from l0prune.models import is_rebuildable, load_model
-from l0prune.plan import Plan
-from l0prune.rewrite import attach, check_ungated, detach, gates_of
-from l0prune.structure import check_fits, fill, pack, unpack
-from l0prune.usercode import check_recorded
+from l0prune.files.atomic import PathLike, atomic_write
+from l0prune.files.loading import load_pickle
+from l0prune.files.model_sources import is_rebuildable, load_model
+from l0prune.files.structure import check_fits, fill, pack, unpack
+from l0prune.files.user_code import check_recorded
+from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
+from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
+from l0prune.plan.plan import Plan
 
 FORMAT = 1  # raised when older versions cannot read what this one writes
 

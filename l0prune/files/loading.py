@@ -1,26 +1,23 @@
-"""Files: written whole or not at all, and read as if somebody hostile had made them."""
+"""Pickled models, read as if somebody hostile had made them."""
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import pickle
-import secrets
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
-from l0prune.allowed import allowed, check_ordinary
 from l0prune.errors import FileError
-
-PathLike = str | os.PathLike[str]
+from l0prune.files.allow_list import allowed, check_ordinary
+from l0prune.files.atomic import PathLike
 
 WAYS_ON = (
     "Two ways on: give the code and the weights apart (--model path.py:factory --weights "
@@ -28,60 +25,6 @@ WAYS_ON = (
 )
 _SAVE = "Save the whole module with torch.save(model, path)."
 _BEFORE_1_6 = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how files of torch before 1.6 begin
-
-
-def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
-    """Write a file so that a kill at any moment leaves the old one or the new one, whole.
-
-    ``write`` gets a binary file in the same folder; it is flushed to disk and renamed.
-
-    Raises:
-        FileError: the folder does not exist, is not writable, or the disk is full, or the path
-            is a folder or a device.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        kind = "a folder" if target.is_dir() else "no ordinary file"
-        raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        with open(temporary, "xb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:
-        cause = _system_error(error)
-        if cause is None:
-            raise
-        raise FileError(_cannot_write(Path(path), cause)) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _system_error(error: BaseException | None) -> OSError | None:
-    """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _cannot_write(target: Path, cause: OSError) -> str:
-    full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
-    text = "the disk is full" if full else cause.strerror or str(cause)
-    return f"{target} was not written: {text}. Whatever stood there before is unchanged."
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut, where folders can be opened (not Windows)."""
-    if os.name != "posix":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_pickle(path: PathLike, *, trust: bool = False, mmap: bool = False) -> Any:

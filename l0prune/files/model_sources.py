@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files import load_pickle
-from l0prune.usercode import called, is_code, named
+from l0prune.files.loading import load_pickle
+from l0prune.files.user_code import called, is_code, named
 
 # What training scripts call the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")

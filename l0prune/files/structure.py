@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError
-from l0prune.files import PathLike, load_bytes
-from l0prune.rewrite import detach
-from l0prune.subclass import is_gated
+from l0prune.files.atomic import PathLike
+from l0prune.files.loading import load_bytes
+from l0prune.gating.attaching import detach
+from l0prune.gating.gated_class import is_gated
 
 
 def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> dict[str, Any]:

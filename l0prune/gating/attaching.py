@@ -9,11 +9,19 @@ from contextlib import contextmanager
 from torch import nn
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
-from l0prune.gates.bank import Gates
-from l0prune.gates.current import Multiplier
-from l0prune.layout import size_of
-from l0prune.plan import Site
-from l0prune.subclass import CHILD, HOOKS, LINK, Link, gated_class, is_gated, original_class
+from l0prune.gating.bank import Gates
+from l0prune.gating.current import GateValues
+from l0prune.gating.gated_class import (
+    CHILD,
+    HOOKS,
+    LINK,
+    Link,
+    gated_class,
+    is_gated,
+    original_class,
+)
+from l0prune.plan.layout import size_of
+from l0prune.plan.plan import Site
 
 
 def attach(model: nn.Module, gates: Gates) -> None:
@@ -129,7 +137,7 @@ def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
 
 def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
     """Every module that owns a gated parameter, with its link to the bank."""
-    sites: dict[int, list[tuple[Multiplier, int]]] = defaultdict(list)
+    sites: dict[int, list[tuple[GateValues, int]]] = defaultdict(list)
     for site in gates.plan.sites:
         parameter = parameter_of(model, site)
         sites[id(parameter)].append((gates.multiplier(site.layout), site.dim))

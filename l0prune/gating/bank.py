@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates.current import Current, Multiplier
-from l0prune.gates.gate import Gate
-from l0prune.gates.spreader import Spreader
-from l0prune.layout import Layout
-from l0prune.plan import Plan
+from l0prune.gating.current import Current, GateValues
+from l0prune.gating.kinds.base import Gate
+from l0prune.gating.spreader import Spreader
+from l0prune.plan.layout import Layout
+from l0prune.plan.plan import Plan
 
 # P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
 OPENED = 0.75
@@ -73,7 +73,7 @@ class Gates(nn.Module):
         self.bypassed = False
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
-        self._multipliers = {site.layout: Multiplier() for site in plan.sites}
+        self._multipliers = {site.layout: GateValues() for site in plan.sites}
         self._spreader = Spreader(plan, tuple(self._multipliers))
         self._now = Current()
 
@@ -132,7 +132,7 @@ class Gates(nn.Module):
         finally:
             self._given = before
 
-    def multiplier(self, layout: Layout) -> Multiplier:
+    def multiplier(self, layout: Layout) -> GateValues:
         """Where the multipliers along the layout of a site stand after each ``refresh``."""
         return self._multipliers[layout]
 

@@ -35,7 +35,7 @@ class Current:
         return Current, ()
 
 
-class Multiplier:
+class GateValues:
     """The current multipliers along one layout, for the modules that use them.
 
     It has an attribute rather than a place in a list, so that torch.compile sees equal blocks

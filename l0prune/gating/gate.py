@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.model_checks import check_module
 from l0prune.errors import NothingToPrune, UsageError
-from l0prune.gates import Gate, Gates, HardConcrete
-from l0prune.gates.bank import Example
-from l0prune.globs import listed, per_axis
-from l0prune.modules import check_module
-from l0prune.plan import Plan
-from l0prune.rewrite import attach, check_ungated, detach, gates_of, parameter_of
-
-if TYPE_CHECKING:
-    from l0prune.survey import Survey
+from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
+from l0prune.gating.bank import Example, Gates
+from l0prune.gating.kinds.base import Gate
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.infer.parts import inferred
+from l0prune.plan.globs import listed, per_axis
+from l0prune.plan.plan import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+class Surveyed(Protocol):
+    """What gates need to know of a model: ``l0prune.Survey`` is one."""
+
+    @property
+    def plan(self) -> Plan:
+        """The axes, and where gates act."""
+
+    @property
+    def example(self) -> Example:
+        """The inputs that it was made with."""
+
 
 NEARLY_OPEN = 0.99  # log α ≈ 3 with the default gate, whose eval value is then exactly 1
 
@@ -36,7 +48,7 @@ def gate(
     jitter: float = 0.01,
     seed: int = 0,
     gate: Gate | None = None,
-    survey: Survey | None = None,
+    survey: Surveyed | None = None,
 ) -> Model:
     """Put one gate on every slot of the model that can be cut out, in place.
 
@@ -75,13 +87,10 @@ def gate(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
             "your own needs all that l0prune.gates.Gate has"
         )
-    if survey is None:
-        from l0prune.survey import survey as look_over
-
-        survey = look_over(model, args, kwargs)
-    plan = _selected(survey.plan, tuple(_globs(include)), tuple(_globs(exclude)))
+    found = inferred(model, args, kwargs) if survey is None else survey
+    plan = _selected(found.plan, tuple(_globs(include)), tuple(_globs(exclude)))
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
-    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(survey)))
+    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(found.example)))
     return model
 
 
@@ -151,7 +160,7 @@ def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
     return log_alpha.to(parameters[0].device, torch.float64 if double else torch.float32)
 
 
-def _kept_example(survey: Survey) -> Example:
+def _kept_example(example: Example) -> Example:
     """The example inputs as the model carries them: copies on the CPU.
 
     One on the meta device has no values: it gets random ones, and zeros for whole numbers.
@@ -167,5 +176,5 @@ def _kept_example(survey: Survey) -> Example:
             return torch.zeros(leaf.shape, dtype=leaf.dtype)
         return torch.randn(leaf.shape, generator=generator).to(leaf.dtype)
 
-    args, kwargs = pytree.tree_map(keep, survey.example)
+    args, kwargs = pytree.tree_map(keep, example)
     return args, kwargs

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates.bank import Gates
-from l0prune.gates.computed import Computed
-from l0prune.gates.current import Multiplier
-from l0prune.gates.scale import scale
+from l0prune.gating.bank import Gates
+from l0prune.gating.current import GateValues
+from l0prune.gating.gated_parameter import Computed
+from l0prune.gating.scale import scale
 
 _classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
 
@@ -38,7 +38,7 @@ class Link:
     """
 
     gates: Gates
-    sites: dict[str, tuple[tuple[Multiplier, int], ...]]
+    sites: dict[str, tuple[tuple[GateValues, int], ...]]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

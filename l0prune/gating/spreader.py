@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from l0prune.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
-from l0prune.once import once
-from l0prune.plan import Plan
+from l0prune.cost.first_order import first_order
+from l0prune.plan.gate_index import gate_table
+from l0prune.plan.layout import Layout, size_of
+from l0prune.plan.plan import Plan
 
 
 class Spreader:
@@ -71,7 +72,7 @@ class _ProductGather(Function):
         return gathered[0] if table.shape[0] == 1 else gathered.prod(0)
 
     @staticmethod
-    @once
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         result = grad.new_zeros(ctx.size)
         for row, indices in enumerate(ctx.table):
@@ -81,43 +82,3 @@ class _ProductGather(Function):
                     share = share * ctx.gathered[other]
             result.index_add_(0, indices, share)
         return result, None
-
-
-def gate_table(plan: Plan, layout: Layout) -> Tensor:
-    """Which entries of the flat gate vector multiply at each position; ``plan.size`` means one.
-
-    Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
-    """
-    match layout:
-        case Const(size):
-            return torch.empty(0, size, dtype=torch.int64)
-        case Slots():
-            flat = plan.flat(layout)
-            return torch.arange(flat.start, flat.stop).unsqueeze(0)
-        case Both(base, fine):
-            return torch.cat([gate_table(plan, base), gate_table(plan, fine)])
-        case Cat(parts):
-            return _side_by_side([gate_table(plan, part) for part in parts], plan.size)
-        case Prod(factors):
-            return _nested([gate_table(plan, factor) for factor in factors])
-
-
-def _side_by_side(tables: list[Tensor], one: int) -> Tensor:
-    """Concatenate along positions, filling up with ones to the deepest table."""
-    depth = max((table.shape[0] for table in tables), default=0)
-    return torch.cat(
-        [
-            torch.cat([table, table.new_full((depth - table.shape[0], table.shape[1]), one)])
-            for table in tables
-        ],
-        dim=1,
-    )
-
-
-def _nested(tables: list[Tensor]) -> Tensor:
-    """Row-major product: each position of the result meets one position of every table."""
-    result = torch.empty(0, 1, dtype=torch.int64)
-    for table in tables:
-        outer, inner = result.shape[1], table.shape[1]
-        result = torch.cat([result.repeat_interleave(inner, dim=1), table.repeat(1, outer)])
-    return result

@@ -8,16 +8,16 @@ from math import prod as product
 
 from torch.fx import Node
 
-from l0prune import layout as data
-from l0prune.axes.composites import take_apart
-from l0prune.axes.inference import Inference, Place, Read, Write
-from l0prune.axes.naming import Namer
-from l0prune.axes.nodes import operator_name
-from l0prune.axes.reasons import pins
-from l0prune.axes.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
-from l0prune.axes.zeros import zeroing
-from l0prune.capture import Captured
-from l0prune.plan import Axis, Cost, Plan, Site
+from l0prune.capture.capture import Captured
+from l0prune.infer.decomposition import take_apart
+from l0prune.infer.inference import Inference, Place, Read, Write
+from l0prune.infer.naming import Namer
+from l0prune.infer.nodes import operator_name
+from l0prune.infer.reasons import pins
+from l0prune.infer.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
+from l0prune.infer.zero_flow import zeroing
+from l0prune.plan import layout as data
+from l0prune.plan.plan import Axis, Cost, Plan, Site
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l0prune.axes.nodes import has_tensor, is_pointwise, operator_name
-from l0prune.axes.registry import registered
-from l0prune.inline import put_in_line
+from l0prune.capture.inlining import put_in_line
+from l0prune.infer.nodes import has_tensor, is_pointwise, operator_name
+from l0prune.infer.registry import registered
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says where a node is from
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.axes import rules  # noqa: F401  (fills the registry)
-from l0prune.axes.nodes import (
+from l0prune.capture.capture import Captured
+from l0prune.capture.provenance import module_of, source_of
+from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
     PIECES,
@@ -22,11 +23,10 @@ from l0prune.axes.nodes import (
     operator_name,
     shape_of,
 )
-from l0prune.axes.registry import RULES, Value, registered
-from l0prune.axes.rules.pointwise import pointwise
-from l0prune.axes.solver import Const, Expr, Solver
-from l0prune.axes.standardised import has_statistics, standardised
-from l0prune.capture import Captured, module_of, source_of
+from l0prune.infer.registry import RULES, Value, registered
+from l0prune.infer.rules.pointwise import pointwise
+from l0prune.infer.solver import Const, Expr, Solver
+from l0prune.infer.standardised_weights import has_statistics, standardised
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
 
@@ -145,7 +145,7 @@ class Inference:
         called = f"operator {name}" + (f" at {source}" if source else "")
         why = (
             f"{called} is unknown to l0prune{use}; a rule for it takes ten lines, "
-            f'@l0prune.axes.registry.rule("{name}"): see docs/architecture.md, '
+            f'@l0prune.infer.registry.rule("{name}"): see docs/architecture.md, '
             "'A rule for a new operator'"
         )
         for operand in operands_of(node):

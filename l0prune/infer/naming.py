@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from l0prune.axes.inference import Inference, Write
-from l0prune.axes.nodes import operator_name
-from l0prune.axes.solver import Var, variables
+from l0prune.infer.inference import Inference, Write
+from l0prune.infer.nodes import operator_name
+from l0prune.infer.solver import Var, variables
 
 _SUFFIX = {"head": "heads", "head_dim": "head_dim", "group": "groups"}
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Inputs, record
-from l0prune.capture import within
-from l0prune.layout import axes_of, size_of
-from l0prune.plan import Plan
+from l0prune.capture.provenance import within
+from l0prune.capture.recording import Inputs, record
+from l0prune.plan.layout import axes_of, size_of
+from l0prune.plan.plan import Plan
 
 # What may be asked of a tensor that no cut changes.
 _HARMLESS = {

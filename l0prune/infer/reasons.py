@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterator
 
 from torch.fx import Node
 
-from l0prune.axes.inference import Inference, Place
-from l0prune.axes.nodes import operator_name
-from l0prune.axes.solver import Cat, Const, Expr, Prod, Reason, Var, variables
-from l0prune.capture import class_of, module_of, source_of
-from l0prune.plan import Pin
+from l0prune.capture.provenance import class_of, module_of, source_of
+from l0prune.infer.inference import Inference, Place
+from l0prune.infer.nodes import operator_name
+from l0prune.infer.solver import Cat, Const, Expr, Prod, Reason, Var, variables
+from l0prune.plan.plan import Pin
 
 
 def pins(infer: Inference, axes: Collection[Var], fine: Collection[Place]) -> tuple[Pin, ...]:

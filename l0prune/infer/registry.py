@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.fx import Node
 
-from l0prune.axes.solver import Expr
+from l0prune.infer.solver import Expr
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 Value: TypeAlias = "tuple[Expr, ...] | list[tuple[Expr, ...]] | None"
 Rule: TypeAlias = "Callable[[Inference, Node], Value]"

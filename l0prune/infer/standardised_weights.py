@@ -2,14 +2,14 @@
 
 ``batch_norm(W.reshape(1, rows, -1), training=True)`` gives each row of W mean 0 and variance 1,
 and ``_weight_norm(v, g)`` each slice of v the norm g, whatever the input is. So the statistics can
-be taken once and for all, before any column is cut: ``export/standardised.py`` does.
+be taken once and for all, before any column is cut: the export does.
 """
 
 from __future__ import annotations
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import IDENTITIES, RESHAPES, argument, norm_dim, operator_name, shape_of
+from l0prune.infer.nodes import IDENTITIES, RESHAPES, argument, norm_dim, operator_name, shape_of
 
 _OWN_STATISTICS = 5  # the argument: of what it is given, or those that were kept
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost import CostModel
+from l0prune.cost.limits import Limit, LimitsLike, limits
+from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
-from l0prune.fit import check_feasible, fit
-from l0prune.limits import Limit, LimitsLike, limits
-from l0prune.rewrite import gates_of
+from l0prune.gating.attaching import gates_of
+from l0prune.selection.fit import check_feasible, fit
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -82,7 +82,7 @@ class Budget:
         self._rate = RATE / steps if rate is None else rate
         self._cost = CostModel(self._gates.plan)
         check_feasible(self._cost, self.limits, round_to)
-        self._terms = [_Term(self._cost, limit) for limit in self.limits]
+        self._terms = [_Constraint(self._cost, limit) for limit in self.limits]
         self._bounds = torch.tensor([term.bound for term in self._terms])
         self.multipliers = torch.zeros(len(self._terms))
         self.done = 0
@@ -166,7 +166,7 @@ class Budget:
         self.done = state["done"]
 
 
-class _Term:
+class _Constraint:
     """One limit, as a share of the dense count."""
 
     def __init__(self, cost: CostModel, limit: Limit) -> None:

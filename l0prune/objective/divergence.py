@@ -21,11 +21,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from l0prune.cost.expected import precision
 from l0prune.errors import UsageError
-from l0prune.expectation import precision
-from l0prune.gates import Gate
-from l0prune.globs import per_axis
-from l0prune.plan import Plan
+from l0prune.gating.kinds.base import Gate
+from l0prune.plan.globs import per_axis
+from l0prune.plan.plan import Plan
 
 Prior = float | Mapping[str, float]
 """P(z ≠ 0) before any data are seen: for all gates, or by globs over axis names."""

@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from l0prune.gates.spreader import gate_table
-from l0prune.layout import Layout, axes_of
-from l0prune.moments import distinct
-from l0prune.plan import Plan
-from l0prune.shards import whole
+from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.layout import Layout, axes_of
+from l0prune.plan.plan import Plan
+from l0prune.running.shards import whole
 
 Counting = Literal["joint", "groups"]
 

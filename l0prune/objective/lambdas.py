@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from l0prune.errors import UsageError
-from l0prune.globs import by_rules
+from l0prune.plan.globs import by_rules
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -9,15 +9,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from l0prune.budget import Budget
-from l0prune.cost import CostModel, group_weights
+from l0prune.cost.model import CostModel, group_weights
 from l0prune.errors import UsageError
-from l0prune.gates import Gates
-from l0prune.lambdas import Lambda, LambdaLike
-from l0prune.plan import Plan
-from l0prune.rewrite import gates_of, holder
-from l0prune.squares import Counting, ExpectedSquares
-from l0prune.variational import Divergence, Prior
+from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.bank import Gates
+from l0prune.objective.budget import Budget
+from l0prune.objective.divergence import Divergence, Prior
+from l0prune.objective.expected_l2 import Counting, ExpectedSquares
+from l0prune.objective.lambdas import Lambda, LambdaLike
+from l0prune.plan.plan import Plan
 
 
 def penalty(

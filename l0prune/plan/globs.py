@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from l0prune.errors import UsageError
-from l0prune.plan import Plan
+from l0prune.plan.plan import Plan
 
 Default = TypeVar("Default")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from l0prune.layout import (
+from l0prune.plan.layout import (
     Both,
     Const,
     Layout,

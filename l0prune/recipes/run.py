@@ -16,23 +16,20 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 import l0prune
-from l0prune.copies import copied
+from l0prune.capture.copying import copied
 from l0prune.data import Data, load_data
 from l0prune.errors import FileError, UsageError
-from l0prune.export import Export
-from l0prune.files import atomic_write
-from l0prune.models import load_model
-from l0prune.recipe import GatePart, ModelPart, Recipe, RoundPart
+from l0prune.exporting.result import Export
+from l0prune.files.atomic import atomic_write
+from l0prune.files.model_sources import load_model
+from l0prune.recipes.schema import GateSection, ModelSection, Recipe, RoundSection
 
-# In a source checkout the recipes lie beside the package, in an installed one inside it.
-_HOMES = (Path(__file__).parent / "recipes_builtin", Path(__file__).parent.parent / "recipes")
+_BUILTIN = Path(__file__).parent / "builtin"
 
 
 def builtin() -> dict[str, Recipe]:
     """The recipes that come with l0prune, by name."""
-    home = next((home for home in _HOMES if home.is_dir()), None)
-    paths = sorted(home.glob("*.toml")) if home else []
-    return {path.stem: load(str(path), []) for path in paths}
+    return {path.stem: load(str(path), []) for path in sorted(_BUILTIN.glob("*.toml"))}
 
 
 def find(name: str) -> Path:
@@ -41,11 +38,10 @@ def find(name: str) -> Path:
     Raises:
         UsageError: there is none.
     """
-    candidates = [Path(name), *(home / f"{name}.toml" for home in _HOMES)]
-    for path in candidates:
+    for path in (Path(name), _BUILTIN / f"{name}.toml"):
         if path.is_file():
             return path
-    known = sorted({path.stem for home in _HOMES for path in home.glob("*.toml")})
+    known = sorted(path.stem for path in _BUILTIN.glob("*.toml"))
     raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
 
 
@@ -89,7 +85,7 @@ def _override(content: dict[str, Any], text: str) -> None:
         target[last] = value
 
 
-def _located(model: ModelPart, folder: Path) -> ModelPart:
+def _located(model: ModelSection, folder: Path) -> ModelSection:
     """Relative paths in a recipe start at the recipe."""
     path, _, factory = model.source.rpartition(":")
     if path.endswith(".py") and not Path(path).is_absolute():
@@ -178,7 +174,12 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
 
 
 def _pruned(
-    recipe: Recipe, part: RoundPart, network: nn.Module, dense: nn.Module, data: Data, folder: Path
+    recipe: Recipe,
+    part: RoundSection,
+    network: nn.Module,
+    dense: nn.Module,
+    data: Data,
+    folder: Path,
 ) -> nn.Module:
     """The network with gates that have learned; what is done in the folder is not done again."""
     gated, tuned = folder / "gated.pt", folder / "tuned.pt"
@@ -193,7 +194,7 @@ def _pruned(
     return l0prune.load(tuned, copied(network))
 
 
-def _gate(recipe: Recipe, part: GatePart, model: nn.Module, data: Data, path: Path) -> None:
+def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Data, path: Path) -> None:
     settings = part.model_dump(exclude={"kind", "settings"})
     example = data.train.example(2)
     args = example if isinstance(example, tuple) else (example,)

@@ -7,28 +7,28 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from l0prune.errors import UsageError
-from l0prune.finetune import Settings
-from l0prune.gates import Gate, gate_of
+from l0prune.gating.kinds.base import Gate, gate_of
+from l0prune.training.settings import Settings
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ModelPart(_Part):
+class ModelSection(_Section):
     """Where the network comes from; paths are relative to the recipe."""
 
     source: str
     weights: str | None = None
 
 
-class DataPart(_Part):
+class DataSection(_Section):
     """What it learns from."""
 
     source: str
 
 
-class GatePart(_Part):
+class GateSection(_Section):
     """How the gates are put on and set at first."""
 
     include: list[str] = Field(default_factory=lambda: ["*"])
@@ -40,7 +40,7 @@ class GatePart(_Part):
     settings: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _is_known(self) -> GatePart:
+    def _is_known(self) -> GateSection:
         self.made()
         return self
 
@@ -64,21 +64,21 @@ def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
 Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
 
 
-class RoundPart(_Part):
+class RoundSection(_Section):
     """Gates are put on, learned and cut out."""
 
-    gate: GatePart = Field(default_factory=GatePart)
+    gate: GateSection = Field(default_factory=GateSection)
     finetune: Learning = Field(default_factory=dict)
 
 
-class ExportPart(_Part):
+class ExportSection(_Section):
     """Which files to write besides ONNX."""
 
     pt2: bool = False
     state: bool = False
 
 
-class Recipe(RoundPart):
+class Recipe(RoundSection):
     """All of a run.
 
     ``dense``, ``finetune`` and ``recover`` hold settings of ``l0prune.finetune``: for the network
@@ -90,9 +90,9 @@ class Recipe(RoundPart):
     name: str
     description: str
     seed: int = 0
-    model: ModelPart
-    data: DataPart
+    model: ModelSection
+    data: DataSection
     dense: Learning | None = None
-    rounds: list[RoundPart] = Field(default_factory=list)
+    rounds: list[RoundSection] = Field(default_factory=list)
     recover: Learning | None = None
-    export: ExportPart = Field(default_factory=ExportPart)
+    export: ExportSection = Field(default_factory=ExportSection)

@@ -9,16 +9,9 @@ from math import prod
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from l0prune.cost import reachable
-from l0prune.layout import (
-    Const,
-    Layout,
-    constant_positions,
-    leaves,
-    outer,
-    size_of,
-)
-from l0prune.plan import Cost, Plan
+from l0prune.cost.model import reachable
+from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer, size_of
+from l0prune.plan.plan import Cost, Plan
 
 UNUSED = "not used in eval mode"
 _KINDS = (

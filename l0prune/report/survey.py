@@ -10,14 +10,11 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderResult
 from torch import nn
 
-from l0prune.capture import batch_of
-from l0prune.cost import CostModel, Unit
-from l0prune.errors import UsageError
-from l0prune.layers import Layer, layers_of, weights_of
-from l0prune.modules import check_module
-from l0prune.parts import parts_of
-from l0prune.plan import Axis, Pin, Plan
-from l0prune.tables import tables
+from l0prune.cost.model import CostModel, Unit
+from l0prune.infer.parts import inferred
+from l0prune.plan.plan import Axis, Pin, Plan
+from l0prune.report.layers import Layer, layers_of, weights_of
+from l0prune.report.tables import tables
 
 
 @dataclass(frozen=True)
@@ -124,14 +121,6 @@ def survey(
         CaptureError: torch.export cannot follow the model's forward on these inputs.
         UsageError: the model is none that can be looked into, or the example holds no tensor.
     """
-    check_module(model)
-    args = args if isinstance(args, tuple) else (args,)
-    by_name = dict(kwargs or {})
-    if not batch_of(args, by_name):
-        raise UsageError(
-            "The example inputs hold no tensor with a batch dimension. Give them as the model "
-            "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
-        )
-    parts = parts_of(model, (args, by_name))
+    parts = inferred(model, args, kwargs)
     layers = layers_of(parts.plan, weights_of(model), parts.unused)
-    return Survey(parts.plan, (args, by_name), parts.unused, layers)
+    return Survey(parts.plan, parts.example, parts.unused, layers)

@@ -6,10 +6,10 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from rich.table import Table
 
-from l0prune.collapse import grouped, pattern, several, together
-from l0prune.layers import UNUSED, Layer, Side
-from l0prune.layout import axes_of
-from l0prune.plan import Axis, Plan
+from l0prune.plan.layout import axes_of
+from l0prune.plan.plan import Axis, Plan
+from l0prune.report.layers import UNUSED, Layer, Side
+from l0prune.report.name_patterns import grouped, pattern, several, together
 
 
 def tables(plan: Plan, layers: Sequence[Layer], params: int, macs: int) -> Iterator[Table | str]:

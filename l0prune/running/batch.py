@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l0prune.data.dataset import Part, examples_in, part_of
+from l0prune.data.dataset import Share, examples_in, share_of
 from l0prune.errors import DataError
-from l0prune.finetune.task import batch_length
+from l0prune.running.task import batch_length
 
 
 class Batch(NamedTuple):
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
         """Number of examples that count."""
         return batch_length(self.inputs, self.targets) if self.weight else 0
 
-    def part(self, part: Part) -> Batch:
+    def part(self, part: Share) -> Batch:
         """This part of it, with what it counts among the parts of this batch.
 
         Raises:
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
         if part[1] == 1:
             return self
         length = batch_length(self.inputs, self.targets)
-        where = part_of(length, part)
+        where = share_of(length, part)
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -64,6 +64,6 @@ class Batch(NamedTuple):
         return (self.part((number, count)) for number in range(count))
 
 
-def weight_of(length: int, part: Part) -> float:
+def weight_of(length: int, part: Share) -> float:
     """The number of examples in this part of so many, over that of a mean part."""
     return examples_in(length, part) * part[1] / length

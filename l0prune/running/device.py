@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import UsageError
-from l0prune.finetune.world import ALONE, World
+from l0prune.running.processes import ALONE, World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +25,7 @@ def choose(device: str | torch.device, model: nn.Module, world: World = ALONE) -
         UsageError: there is no such device, or not one for each process.
     """
     if device == "auto":
-        here = whereabouts(model)
+        here = device_of(model)
         if here.type != "cpu":
             return here
     takes_gpu = str(device) in ("auto", "cuda") and torch.cuda.is_available()
@@ -53,7 +53,7 @@ def _own_gpu(world: World) -> torch.device:
     return torch.device("cuda", number)
 
 
-def whereabouts(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """The device of the model's first parameter or buffer; the CPU if it has none."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
@@ -67,9 +67,9 @@ def precision(device: torch.device, autocast: str | None) -> AbstractContextMana
 
 
 @contextmanager
-def at_home_again(model: nn.Module, device: torch.device) -> Iterator[None]:
+def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the context the model is on ``device``; afterwards back on its own."""
-    home = whereabouts(model)
+    home = device_of(model)
     if home == device or (device.index is None and home.type == device.type):
         yield
         return
@@ -92,19 +92,6 @@ def training(model: nn.Module) -> Iterator[None]:
         model.train()
     try:
         yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients, and afterwards the mode of each submodule as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
     finally:
         for module, mode in before:
             module.training = mode

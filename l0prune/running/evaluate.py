@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.modes import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.finetune.batch import Batch
-from l0prune.finetune.device import at_home_again, choose, evaluating, precision
-from l0prune.finetune.feed import call, test_batches
-from l0prune.finetune.task import Task
-from l0prune.finetune.world import ALONE, World
+from l0prune.running.batch import Batch
+from l0prune.running.device import choose, on_device, precision
+from l0prune.running.feed import call, test_batches
+from l0prune.running.processes import ALONE, World
+from l0prune.running.task import Task
 
 
 def evaluate(
@@ -46,7 +47,7 @@ def evaluate(
     if task.test is None:
         raise DataError("this data has no test part; give a Task(…, test=…) or (training, test)")
     place = choose(device, model)
-    with at_home_again(model, place):
+    with on_device(model, place):
         batches = test_batches(task, batch_size, place, WHOLE)
         return measure(model, batches, task, place, autocast)
 

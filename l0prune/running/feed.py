@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from l0prune.data.dataset import WHOLE, Part, Split
+from l0prune.data.dataset import WHOLE, Share, Split
 from l0prune.errors import DataError
-from l0prune.finetune.batch import Batch, weight_of
-from l0prune.finetune.task import Source, Task, batch_length, is_split
+from l0prune.running.batch import Batch, weight_of
+from l0prune.running.task import Source, Task, batch_length, is_split
 
 
 class Feed:
@@ -31,7 +31,7 @@ class Feed:
     """
 
     def __init__(
-        self, task: Task, batch_size: int, seed: int, augment: bool, part: Part = WHOLE
+        self, task: Task, batch_size: int, seed: int, augment: bool, part: Share = WHOLE
     ) -> None:
         self.task = task
         self.part = part
@@ -94,7 +94,7 @@ class Feed:
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 
-def test_batches(task: Task, batch_size: int, device: torch.device, part: Part) -> Iterator[Batch]:
+def test_batches(task: Task, batch_size: int, device: torch.device, part: Share) -> Iterator[Batch]:
     """Every test batch once, in order, or this part of each; none where there is no test data."""
     source = task.test
     if source is None:

@@ -14,16 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from l0prune.errors import L0pruneError, TrainingError
+from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError
 
 T = TypeVar("T")
 
 _LONG = timedelta(hours=12)  # one process may write or test while the others wait
 _times_joined = count()
-
-
-class StoppedElsewhere(TrainingError):
-    """This process stops because another one did, which has said why."""
 
 
 class World:
@@ -115,7 +111,7 @@ class World:
         self.from_first(None)
         return result
 
-    def in_turn(self, action: Callable[[], T]) -> T:
+    def first_then_all(self, action: Callable[[], T]) -> T:
         """What ``action`` gives, with the first process ahead: it downloads, others find."""
         found = self.first_alone(action)
         return action() if found is None else found

@@ -13,12 +13,12 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost import CostModel
+from l0prune.cost.limits import Limit, LimitsLike, limits
+from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
-from l0prune.layout import Both, axes_of
-from l0prune.limits import Limit, LimitsLike, limits
-from l0prune.plan import Plan
-from l0prune.rewrite import gates_of
+from l0prune.gating.attaching import gates_of
+from l0prune.plan.layout import Both, axes_of
+from l0prune.plan.plan import Plan
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from l0prune.capture.modes import evaluating
 from l0prune.errors import DataError, UsageError
-from l0prune.finetune import rng
-from l0prune.finetune.device import at_home_again, choose, evaluating
-from l0prune.finetune.feed import Feed, call
-from l0prune.finetune.run import try_out
-from l0prune.finetune.task import Task, batch_length
-from l0prune.gates import Gates
-from l0prune.gates.spreader import gate_table
-from l0prune.layout import Layout
-from l0prune.moments import distinct
-from l0prune.plan import Plan
-from l0prune.rewrite import holder
+from l0prune.gating.attaching import holder
+from l0prune.gating.bank import Gates
+from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.layout import Layout
+from l0prune.plan.plan import Plan
+from l0prune.running import rng
+from l0prune.running.device import choose, on_device
+from l0prune.running.feed import Feed, call
+from l0prune.running.task import Task, batch_length
+from l0prune.running.trial import check_first_batch
 
 Normalise = Literal["axis-mean", "none"]
 
@@ -141,11 +141,11 @@ class Subject:
         place = choose(self.device, self.root)
         with (
             rng.undisturbed(place, feed.generators()),
-            at_home_again(self.root, place),
+            on_device(self.root, place),
             evaluating(self.root),
         ):
             with rng.undisturbed(place, feed.generators()):
-                try_out(self.root, feed, place, None)
+                check_first_batch(self.root, feed, place, None)
             z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
                 for inputs, targets, _ in islice(feed.train(0, place), self.batches):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from l0prune.shards import local, shard_like, sharded_as, whole
+from l0prune.running.shards import local, shard_like, sharded_as, whole
 
 # (module, name of the tensor in it): looked up anew each time, since a module may put another
 # tensor in the place of a buffer.

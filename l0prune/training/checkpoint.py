@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files import atomic_write, load_pickle
-from l0prune.finetune.settings import CHANGEABLE
-from l0prune.shards import shard_like, whole
+from l0prune.files.atomic import atomic_write
+from l0prune.files.loading import load_pickle
+from l0prune.running.shards import shard_like, whole
+from l0prune.training.settings import CHANGEABLE
 
 NAME = "checkpoint.pt"
 _FORMAT = 2

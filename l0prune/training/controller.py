@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.budget import Budget
-from l0prune.cost import CostModel
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.settings import Settings
-from l0prune.fit import check_feasible, fit
-from l0prune.gates import Gates
-from l0prune.lambdas import Lambda
-from l0prune.objective import param_groups, penalty
+from l0prune.cost.model import CostModel
+from l0prune.gating.bank import Gates
+from l0prune.objective.budget import Budget
+from l0prune.objective.lambdas import Lambda
+from l0prune.objective.penalty import param_groups, penalty
+from l0prune.selection.fit import check_feasible, fit
+from l0prune.training.phases import Phases
+from l0prune.training.settings import Settings
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
 _TRAVEL = 120.0
@@ -34,7 +34,7 @@ def default_gate_rate(steps: int) -> float:
     return min(_FASTEST, _TRAVEL / max(steps, 1))
 
 
-class Pruning:
+class Controller:
     """The gates of one model in training.
 
     Attributes:

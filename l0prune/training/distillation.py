@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.finetune.checkpoint import put_back, snapshot
-from l0prune.finetune.device import whereabouts
-from l0prune.finetune.feed import call
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.task import scores_of
-from l0prune.gates import Gates
-from l0prune.gating import ungate
+from l0prune.gating.bank import Gates
+from l0prune.gating.gate import ungate
+from l0prune.running.device import device_of
+from l0prune.running.feed import call
+from l0prune.running.task import scores_of
+from l0prune.training.checkpoint import put_back, snapshot
+from l0prune.training.settings import Settings
 
 
 class Teacher:
@@ -55,7 +55,7 @@ class Teacher:
         """
         if not settings.distill:
             return None
-        network = settings.teacher or _as_it_is(origin or model).to(whereabouts(model))
+        network = settings.teacher or _as_it_is(origin or model).to(device_of(model))
         return Teacher(network, model, settings)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:

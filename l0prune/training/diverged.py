@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from l0prune.errors import TrainingError
-from l0prune.finetune.settings import Settings
+from l0prune.training.settings import Settings
 
 
 def diverged(

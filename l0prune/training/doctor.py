@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from l0prune.finetune.history import Record
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.pruning import Pruning
-from l0prune.gates import Gate
+from l0prune.gating.kinds.base import Gate
+from l0prune.training.controller import Controller
+from l0prune.training.history import Record
+from l0prune.training.phases import Phases
 
 Complaint = tuple[str, str]
 """What it is about, of which we complain once, and the text."""
@@ -34,13 +34,13 @@ class Doctor:
     """Watches the gates of one run, and complains of each thing once.
 
     Args:
-        pruning: the gates as they are before the first step.
+        controller: the gates as they are before the first step.
         phases: of the run.
     """
 
-    def __init__(self, pruning: Pruning, phases: Phases) -> None:
-        self._pruning, self._gates, self._phases = pruning, pruning.gates, phases
-        self._rate = pruning.gate_lr
+    def __init__(self, controller: Controller, phases: Phases) -> None:
+        self._controller, self._gates, self._phases = controller, controller.gates, phases
+        self._rate = controller.gate_lr
         self._start = _values(self._gates.log_alpha)
         self._threshold = closes_below(self._gates.gate)
         self._way = float((self._start - self._threshold).clamp(min=0).mean())
@@ -87,7 +87,7 @@ class Doctor:
         )
         # Adam's steps are no longer than its rate; plain descent goes by the gradient.
         path = torch.linspace(self._threshold, float(self._start.max()), 100)
-        pull = self._pruning.pull(path) if plain else 1.0
+        pull = self._controller.pull(path) if plain else 1.0
         if pull is None or not self._way or not self._phases.learning:
             return
         reach = self._rate * pull * self._phases.learning
@@ -112,7 +112,7 @@ class Doctor:
                 f"the gates have hardly moved: by {moved:.2g} of the {self._way:.1f} to where "
                 f"they close. Give a larger gate_lr (now {self._rate:g}), or more epochs",
             )
-        elif bool((now > self._threshold).all()) and self._pruning.budget is None:
+        elif bool((now > self._threshold).all()) and self._controller.budget is None:
             yield (
                 "nothing closes",
                 "no gate has closed: to this task every slot is worth more than λ asks for it. "

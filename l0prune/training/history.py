@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files import atomic_write
+from l0prune.files.atomic import atomic_write
 
 NAME = "metrics.jsonl"
 

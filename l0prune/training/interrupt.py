@@ -10,20 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from l0prune.finetune.world import ALONE, World
-
-
-class Interrupted(KeyboardInterrupt):
-    """Training was stopped by Ctrl-C or SIGTERM; the text says how to go on.
-
-    Attributes:
-        signal: the number of the signal.
-    """
-
-    def __init__(self, number: int, text: str = "") -> None:
-        super().__init__(text)
-        self.signal = number
-
+from l0prune.errors import Interrupted
+from l0prune.running.processes import ALONE, World
 
 # A terminal and torchrun both hand Ctrl-C on to each process.
 _ECHO = 10.0  # seconds

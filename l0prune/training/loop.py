@@ -12,27 +12,27 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from l0prune.errors import DataError
-from l0prune.finetune import rng
-from l0prune.finetune.batch import Batch
-from l0prune.finetune.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.finetune.distributed import average_buffers
-from l0prune.finetune.diverged import diverged
-from l0prune.finetune.doctor import Doctor
-from l0prune.finetune.evaluate import measure
-from l0prune.finetune.feed import Feed, test_batches
-from l0prune.finetune.history import History, Log, Record
-from l0prune.finetune.interrupt import Interrupt, Interrupted
-from l0prune.finetune.meter import Meter, NotFinite
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.progress import Display
-from l0prune.finetune.pruning import Pruning
-from l0prune.finetune.recalibrate import recalibrate
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.stepper import Stepper
-from l0prune.finetune.teacher import Teacher
-from l0prune.finetune.world import World
-from l0prune.shards import local, whole_state
+from l0prune.errors import DataError, Interrupted
+from l0prune.running import rng
+from l0prune.running.batch import Batch
+from l0prune.running.evaluate import measure
+from l0prune.running.feed import Feed, test_batches
+from l0prune.running.processes import World
+from l0prune.running.recalibrate import recalibrate
+from l0prune.running.shards import local, whole_state
+from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
+from l0prune.training.controller import Controller
+from l0prune.training.distillation import Teacher
+from l0prune.training.diverged import diverged
+from l0prune.training.doctor import Doctor
+from l0prune.training.history import History, Log, Record
+from l0prune.training.interrupt import Interrupt
+from l0prune.training.meter import Meter, NotFinite
+from l0prune.training.phases import Phases
+from l0prune.training.progress import Display
+from l0prune.training.settings import Settings
+from l0prune.training.stepper import Stepper
+from l0prune.training.wrappers import average_buffers
 
 
 class Loop:
@@ -49,7 +49,7 @@ class Loop:
         settings: Settings,
         device: torch.device,
         phases: Phases,
-        pruning: Pruning | None,
+        controller: Controller | None,
         teacher: Teacher | None,
         interrupt: Interrupt,
         started_from: str,
@@ -57,13 +57,13 @@ class Loop:
         world: World,
     ) -> None:
         self._model, self._feed, self._settings = model, feed, settings
-        self._device, self._pruning, self._interrupt = device, pruning, interrupt
+        self._device, self._controller, self._interrupt = device, controller, interrupt
         self._task, self._world = feed.task, world
         self._stepper = Stepper(
-            model, self._task.loss, settings, device, pruning, phases, teacher, world
+            model, self._task.loss, settings, device, controller, phases, teacher, world
         )
         self._average = self._stepper.average
-        self._doctor = None if pruning is None else Doctor(pruning, phases)
+        self._doctor = None if controller is None else Doctor(controller, phases)
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
         self._display = Display(settings.epochs, feed.steps, shown=shown)
@@ -196,8 +196,8 @@ class Loop:
                 record |= measure(
                     self._model, batches, self._task, self._device, autocast, between, world
                 )
-            if self._pruning is not None:
-                record |= self._pruning.record()
+            if self._controller is not None:
+                record |= self._controller.record()
             if self._doctor is not None and (complaints := self._doctor.after(record)):
                 record["doctor"] = complaints
         return self._world.from_first(record)
@@ -209,7 +209,7 @@ class Loop:
     @property
     def _phase(self) -> str:
         """The phase of the step that was done last."""
-        return self._stepper.phases.at(self._done - 1) if self._pruning is not None else "dense"
+        return self._stepper.phases.at(self._done - 1) if self._controller is not None else "dense"
 
     @property
     def _recalibrates(self) -> bool:
@@ -278,7 +278,7 @@ class Loop:
             models=models,
             model=snapshot(self._model),
             optimizers=[whole_state(each) for each in self._stepper.optimizers],
-            budget={} if self._pruning is None else self._pruning.state(),
+            budget={} if self._controller is None else self._controller.state(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
             average={} if average is None else average.tensors(),
             updates=0 if average is None else average.updates,
@@ -312,4 +312,4 @@ class Loop:
     def _give_up(self, what: str, step: int) -> NoReturn:
         done = self.history.last["epoch"] if self.history.records else 0
         where = f"epoch {self._epoch + 1}, step {step}"
-        raise diverged(what, where, self._settings, done, gated=self._pruning is not None)
+        raise diverged(what, where, self._settings, done, gated=self._controller is not None)

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.errors import UsageError
-from l0prune.finetune.batch import Batch
-from l0prune.finetune.device import precision
-from l0prune.finetune.distributed import replicated, whole_everywhere
-from l0prune.finetune.feed import call
-from l0prune.finetune.memory import images_channels_last
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.task import Loss
-from l0prune.finetune.teacher import Teacher
-from l0prune.finetune.world import World
-from l0prune.shards import placed_as
+from l0prune.running.batch import Batch
+from l0prune.running.device import precision
+from l0prune.running.feed import call
+from l0prune.running.processes import World
+from l0prune.running.shards import placed_as
+from l0prune.running.task import Loss
+from l0prune.training.distillation import Teacher
+from l0prune.training.memory import images_channels_last
+from l0prune.training.settings import Settings
+from l0prune.training.wrappers import replicated, whole_everywhere
 
 
 class Losses:

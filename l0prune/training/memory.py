@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from l0prune.errors import UsageError
-from l0prune.subclass import original_class
+from l0prune.gating.gated_class import original_class
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from l0prune.finetune.world import ALONE, World
+from l0prune.running.processes import ALONE, World
 
 LOOK_EVERY = 50  # steps
 

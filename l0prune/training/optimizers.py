@@ -11,9 +11,9 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from l0prune.errors import UsageError
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.settings import Settings
-from l0prune.shards import is_sharded
+from l0prune.running.shards import is_sharded
+from l0prune.training.phases import Phases
+from l0prune.training.settings import Settings
 
 Groups = list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from l0prune.finetune.history import Record
+from l0prune.training.history import Record
 
 _REFRESH = 0.1  # seconds
 _FEW = 8  # so many axes are shown one by one

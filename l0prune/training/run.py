@@ -11,23 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from l0prune.errors import DataError, FileError, L0pruneError, UsageError
-from l0prune.finetune import checkpoint, rng
-from l0prune.finetune.device import at_home_again, choose, evaluating, precision, training
-from l0prune.finetune.distributed import agree_on_start, sharded
-from l0prune.finetune.feed import Feed, call
-from l0prune.finetune.history import History
-from l0prune.finetune.interrupt import Interrupt, Interrupted
-from l0prune.finetune.loop import Loop
-from l0prune.finetune.memory import channels_last, checkpointed
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.pruning import Pruning
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.task import Task
-from l0prune.finetune.teacher import Teacher
-from l0prune.finetune.world import World, joined
-from l0prune.gates import Gates
-from l0prune.rewrite import check_ungated, gates_of
+from l0prune.errors import FileError, Interrupted, UsageError
+from l0prune.gating.attaching import check_ungated, gates_of
+from l0prune.gating.bank import Gates
+from l0prune.running import rng
+from l0prune.running.device import choose, on_device, training
+from l0prune.running.feed import Feed
+from l0prune.running.processes import World, joined
+from l0prune.running.task import Task
+from l0prune.running.trial import check_first_batch
+from l0prune.training import checkpoint
+from l0prune.training.controller import Controller
+from l0prune.training.distillation import Teacher
+from l0prune.training.history import History
+from l0prune.training.interrupt import Interrupt
+from l0prune.training.loop import Loop
+from l0prune.training.memory import channels_last, checkpointed
+from l0prune.training.phases import Phases
+from l0prune.training.settings import Settings
+from l0prune.training.wrappers import agree_on_start, sharded
 
 _OF_GATES = (
     "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
@@ -95,10 +97,10 @@ def _train_in(
     part = (world.rank, world.size)
     feed = Feed(task, settings.batch_size, settings.seed, settings.augment, part)
     if gates is None:
-        phases, pruning = Phases.dense(settings.epochs, feed.steps), None
+        phases, controller = Phases.dense(settings.epochs, feed.steps), None
     else:
         phases = _phases(settings, feed.steps)
-        pruning = Pruning(model, gates, settings, feed.size, phases)
+        controller = Controller(model, gates, settings, feed.size, phases)
     folder = None if settings.out is None else Path(settings.out)
     if folder is not None:
         world.first_alone(partial(_made, folder))
@@ -119,21 +121,21 @@ def _train_in(
             for generator in own:
                 generator.set_state(world.from_first(generator.get_state()))
             with rng.undisturbed(device, own):
-                try_out(trained, feed, device, settings.autocast)
+                check_first_batch(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
             fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
             fingerprint["processes"] = str(world.size)
             if kind is not None:
                 fingerprint["gate"] = str(kind.at(0))
-            if pruning is not None and trained is not model:
-                pruning = Pruning(trained, gates_of(trained), settings, feed.size, phases)
+            if controller is not None and trained is not model:
+                controller = Controller(trained, gates_of(trained), settings, feed.size, phases)
             loop = Loop(
                 trained,
                 feed,
                 settings,
                 device,
                 phases,
-                pruning,
+                controller,
                 Teacher.of(trained, settings, origin=model),
                 interrupt,
                 started_from,
@@ -178,7 +180,7 @@ def _placed(
                 raise UsageError("FSDP has no loss scaling for fp16: use autocast='bf16'")
             trained = stack.enter_context(sharded(model, device, settings.backend, world))
         else:
-            stack.enter_context(at_home_again(model, device))
+            stack.enter_context(on_device(model, device))
             stack.enter_context(channels_last(model, settings.channels_last))
             trained = model
         if settings.checkpointing:
@@ -221,41 +223,3 @@ def _made(folder: Path) -> Path:
     except OSError as error:
         raise FileError(f"the folder {folder} cannot be made: {error}") from error
     return folder
-
-
-def try_out(model: nn.Module, feed: Feed, device: torch.device, autocast: str | None) -> None:
-    """One batch through model and loss, so that what does not fit is known before training.
-
-    Raises:
-        DataError: model, data and loss do not fit together.
-    """
-    batch = next(feed.train(0, device), None)
-    if batch is None:
-        raise DataError("the training data is empty")
-    inputs, targets = batch.inputs, batch.targets
-    try:
-        with evaluating(model), precision(device, autocast):
-            loss = feed.task.loss(call(model, inputs), targets)
-    except L0pruneError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise DataError(
-            f"model, data and loss do not fit together. Inputs are {_shapes(inputs)}, targets "
-            f"{_shapes(targets)}; what went wrong: {error}"
-        ) from error
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        raise UsageError(
-            f"the loss must be one number, a scalar tensor; it is {_shapes(loss)}. "
-            "Take its mean over the batch"
-        )
-
-
-def _shapes(part: Any) -> str:
-    """A batch's part for people: shapes and types."""
-    if isinstance(part, torch.Tensor):
-        return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
-    if isinstance(part, (tuple, list)):
-        return f"({', '.join(map(_shapes, part))})"
-    if isinstance(part, dict):
-        return ", ".join(f"{key}: {_shapes(value)}" for key, value in part.items())
-    return type(part).__name__

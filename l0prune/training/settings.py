@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
-from l0prune.limits import limits
-from l0prune.variational import Prior
+from l0prune.objective.divergence import Prior
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 

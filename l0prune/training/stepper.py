@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.finetune.batch import Batch
-from l0prune.finetune.checkpoint import Checkpoint
-from l0prune.finetune.ema import Average
-from l0prune.finetune.losses import Losses
-from l0prune.finetune.optimize import Schedule, make_optimizers
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.pruning import Pruning
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.task import Loss
-from l0prune.finetune.teacher import Teacher
-from l0prune.finetune.world import World
-from l0prune.shards import sharded_state
+from l0prune.running.batch import Batch
+from l0prune.running.processes import World
+from l0prune.running.shards import sharded_state
+from l0prune.running.task import Loss
+from l0prune.training.averages import Average
+from l0prune.training.checkpoint import Checkpoint
+from l0prune.training.controller import Controller
+from l0prune.training.distillation import Teacher
+from l0prune.training.losses import Losses
+from l0prune.training.optimizers import Schedule, make_optimizers
+from l0prune.training.phases import Phases
+from l0prune.training.settings import Settings
 
 
 class Stepper:
@@ -37,14 +37,14 @@ class Stepper:
         loss: Loss,
         settings: Settings,
         device: torch.device,
-        pruning: Pruning | None,
+        controller: Controller | None,
         phases: Phases,
         teacher: Teacher | None,
         world: World,
     ) -> None:
-        self._settings, self._pruning, self.phases = settings, pruning, phases
+        self._settings, self._controller, self.phases = settings, controller, phases
         self.teacher = teacher
-        gates = None if pruning is None else pruning.gates.log_alpha
+        gates = None if controller is None else controller.gates.log_alpha
         self._learning = [p for p in model.parameters() if p.requires_grad]
         self._weights = [p for p in self._learning if p is not gates]
         self._losses = Losses(model, loss, teacher, settings, device, world, self._weights)
@@ -68,15 +68,15 @@ class Stepper:
 
     def _groups(self) -> list[dict[str, Any]]:
         settings = self._settings
-        if self._pruning is not None:
-            return self._pruning.param_groups()
+        if self._controller is not None:
+            return self._controller.param_groups()
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         return [{"name": "weights", "params": self._weights, **rest}]
 
     def _anneal(self, steps: int) -> None:
         """Make the gates what they are after so many steps."""
-        if self._pruning is not None:
-            self._pruning.anneal(self.phases.learned(steps))
+        if self._controller is not None:
+            self._controller.anneal(self.phases.learned(steps))
 
     def load(self, state: Checkpoint, steps: int) -> None:
         """Take up the state after so many steps; the model must have its weights already."""
@@ -85,8 +85,8 @@ class Stepper:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
             optimizer.load_state_dict(sharded_state(optimizer, of))
-        if self._pruning is not None:
-            self._pruning.load(state.budget)
+        if self._controller is not None:
+            self._controller.load(state.budget)
         if self.teacher is not None:
             self.teacher.load(state.teacher)
         if self.scaler is not None:
@@ -100,18 +100,18 @@ class Stepper:
         """
         self._schedule.set(step)
         settles = self.phases.at(step) == "settle"
-        if self._pruning is not None:
+        if self._controller is not None:
             if self.phases.begins_to_settle(step):
-                self._begin_to_settle(self._pruning)
-            self._pruning.fix(settles)
+                self._begin_to_settle(self._controller)
+            self._controller.fix(settles)
         loss = self._losses.backward(batch, self._scaled)
-        extra = None if self._pruning is None else self._pruning.penalty(step)
+        extra = None if self._controller is None else self._controller.penalty(step)
         if extra is not None and extra.requires_grad:
             self._losses.add(self._scaled(extra), self._learning)
-        if self._pruning is not None and settles:
-            self._pruning.hold()
-        elif self._pruning is not None:
-            self._pruning.ascend()
+        if self._controller is not None and settles:
+            self._controller.hold()
+        elif self._controller is not None:
+            self._controller.ascend()
         self._apply_gradients()
         if self.average is not None:
             self.average.update()
@@ -121,11 +121,11 @@ class Stepper:
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _begin_to_settle(self, pruning: Pruning) -> None:
+    def _begin_to_settle(self, controller: Controller) -> None:
         """From here on the gates stand: at their averages, and where the budgets want them."""
         if self.average is not None:
             self.average.install()
-        pruning.fit()
+        controller.fit()
         if self.average is not None:
             self.average.restart()
 

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from l0prune.errors import NotGated, UsageError
-from l0prune.finetune.checkpoint import tensors_of
-from l0prune.finetune.device import whereabouts
-from l0prune.finetune.interrupt import Interrupted
-from l0prune.finetune.memory import repeated_blocks
-from l0prune.finetune.world import World
-from l0prune.rewrite import gates_of
-from l0prune.shards import is_sharded, whole
+from l0prune.errors import Interrupted, NotGated, UsageError
+from l0prune.gating.attaching import gates_of
+from l0prune.running.device import device_of
+from l0prune.running.processes import World
+from l0prune.running.shards import is_sharded, whole
+from l0prune.training.checkpoint import tensors_of
+from l0prune.training.memory import repeated_blocks
 
 
 def agree_on_start(model: nn.Module, world: World) -> None:
@@ -75,7 +74,7 @@ def replicated(module: nn.Module, left_out: Iterable[nn.Parameter]) -> Distribut
     names += [name for name, _ in module.named_buffers()]  # averaged where they are looked at
     module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
     # DDP warns where it finds no unused parameter, and refuses a module without any that learns.
-    module.register_parameter("unused", nn.Parameter(torch.zeros(1, device=whereabouts(module))))
+    module.register_parameter("unused", nn.Parameter(torch.zeros(1, device=device_of(module))))
     return DistributedDataParallel(
         module,
         init_sync=False,  # agree_on_start has seen to it

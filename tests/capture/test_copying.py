@@ -9,7 +9,7 @@ from deadness import close_some, randomise
 from torch import nn
 
 import l0prune
-from l0prune.copies import copied
+from l0prune.capture.copying import copied
 from l0prune.errors import UsageError
 
 

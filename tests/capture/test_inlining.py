@@ -9,7 +9,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.capture import capture
+from l0prune.capture.capture import capture
 
 
 def without_autocast(m, x):

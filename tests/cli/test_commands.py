@@ -1,7 +1,6 @@
 """The command line, driven as a user drives it: processes in a folder."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,27 +10,13 @@ from dataclasses import asdict
 import onnxruntime
 import pytest
 import torch
+from commands import COMMAND, ENVIRONMENT, run
 from torch import nn
 
 import l0prune
-from l0prune.cli import main
+from l0prune.cli.app import main
 
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
-COMMAND = [sys.executable, "-c", "from l0prune.cli import main; main()"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-
-
-def run(*arguments, cwd):
-    """A command as a process: exit code, stdout, stderr."""
-    done = subprocess.run(
-        [*COMMAND, *arguments],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture

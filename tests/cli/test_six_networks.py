@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from test_commands import run
+from commands import run
 
 from benchmarks.budgets import NETWORKS
 

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
-from l0prune import recipes
-from l0prune.cost import CostModel, group_count
+from l0prune.cost.model import CostModel, group_count
 from l0prune.errors import UsageError
-from l0prune.layout import Both, Cat, Const, Prod, Slots
-from l0prune.plan import Cost
+from l0prune.plan.layout import Both, Cat, Const, Prod, Slots
+from l0prune.plan.plan import Cost
+from l0prune.recipes import run as recipes
 
 UNITS = ("params", "macs")
 

@@ -1,7 +1,7 @@
 import pytest
 
+from l0prune.cost.limits import Limit, limits
 from l0prune.errors import UsageError
-from l0prune.limits import Limit, limits
 
 
 @pytest.mark.parametrize(

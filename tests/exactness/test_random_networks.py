@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
-from l0prune.cost import CostModel
+from l0prune.cost.model import CostModel
 from l0prune.errors import NothingToPrune
 
 SLOW = {"suppress_health_check": list(HealthCheck), "deadline": None}

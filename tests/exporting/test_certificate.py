@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import CertificateError
-from l0prune.export.certificate import Certificate, compare, compare_onnx, difference
+from l0prune.exporting.certify.certificate import Certificate, compare, compare_onnx, difference
 
 INPUTS = (((torch.linspace(-1, 1, 12).reshape(2, 6),), {}),)
 

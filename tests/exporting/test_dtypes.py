@@ -8,7 +8,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.export.dtypes import converted
+from l0prune.exporting.slicing.dtypes import converted
 
 
 def forward(m, x):

@@ -16,7 +16,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
-from l0prune.export.doubles import InDoubles
+from l0prune.exporting.certify.float64 import InFloat64
 
 ALL = {**CASES, **AVERAGES}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
@@ -44,7 +44,7 @@ def test_dense_computes_what_gated_does(name):
     assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
     model.double(), dense.module.double()
     fresh = torch.randn_like(x, dtype=torch.float64)
-    with torch.no_grad(), InDoubles():
+    with torch.no_grad(), InFloat64():
         expected, found = model(fresh), dense.module(fresh)
     scale = expected.abs().max()
     assert expected.std() > 0

@@ -13,7 +13,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
-from l0prune.export.inputs import trials
+from l0prune.exporting.certify.inputs import trials
 
 T = 5
 AHEAD = torch.ones(T, T).triu(1).bool()

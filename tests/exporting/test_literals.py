@@ -11,7 +11,7 @@ from networks import Fn, conv
 from torch import nn
 
 import l0prune
-from l0prune.axes.nodes import operator_name
+from l0prune.infer.nodes import operator_name
 
 
 def cut(model: nn.Module, x: torch.Tensor, closed: list[int]) -> l0prune.Export:

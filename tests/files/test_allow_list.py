@@ -13,9 +13,9 @@ import torchvision
 from hostile import Call, Touch
 from torch import nn
 
-from l0prune.allowed import ModulePartial, allowed, check_ordinary
 from l0prune.errors import FileError
-from l0prune.files import load_pickle
+from l0prune.files.allow_list import ModulePartial, allowed, check_ordinary
+from l0prune.files.loading import load_pickle
 
 # One small network of each family, by the module that defines it.
 FAMILIES = {

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from l0prune.errors import FileError
-from l0prune.files import atomic_write, load_bytes, load_pickle
+from l0prune.files.atomic import atomic_write
+from l0prune.files.loading import load_bytes, load_pickle
 
 
 def test_the_allow_list_is_scoped(tmp_path):

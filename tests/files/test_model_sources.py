@@ -14,7 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import FileError, UsageError
-from l0prune.models import is_rebuildable, load_model, parse_input
+from l0prune.files.model_sources import is_rebuildable, load_model, parse_input
 
 
 @pytest.fixture

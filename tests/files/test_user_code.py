@@ -10,7 +10,7 @@ import pytest
 
 import l0prune
 from l0prune.errors import FileError, UsageError
-from l0prune.usercode import called, check_recorded, is_code, named
+from l0prune.files.user_code import called, check_recorded, is_code, named
 
 
 @pytest.fixture(autouse=True)

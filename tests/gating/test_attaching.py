@@ -9,9 +9,9 @@ from torch import nn
 from torch.func import functional_call
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
-from l0prune.layout import Const, Prod, Slots
-from l0prune.plan import Axis, Plan, Site
-from l0prune.rewrite import attach, bypass, detach, gates_of
+from l0prune.gating.attaching import attach, bypass, detach, gates_of
+from l0prune.plan.layout import Const, Prod, Slots
+from l0prune.plan.plan import Axis, Plan, Site
 
 CASES = {
     "mlp": (mlp, mlp_plan(), (5, 12)),

@@ -5,8 +5,10 @@ import pytest
 import torch
 from handmade import bank, gated, lenet, lenet_plan, mlp, mlp_plan
 
-from l0prune.gates import ContinuousSparsification, Gates, HardConcrete
-from l0prune.rewrite import gates_of
+from l0prune.gating.attaching import gates_of
+from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
+from l0prune.gating.kinds.hard_concrete import HardConcrete
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.errors import UsageError
-from l0prune.gates import BinaryConcrete
+from l0prune.gating.kinds.binary_concrete import BinaryConcrete
 
 GATES = [BinaryConcrete(), BinaryConcrete(beta=0.2)]
 

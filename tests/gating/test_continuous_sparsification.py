@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.errors import UsageError
-from l0prune.gates import ContinuousSparsification, gate_from_dict, gate_to_dict
+from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
+from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
 
 
 def numbers(*values: float) -> torch.Tensor:

@@ -10,10 +10,10 @@ from torch import nn
 from torch.fx import symbolic_trace
 from torch.utils.hooks import RemovableHandle
 
-from l0prune.layout import Slots
-from l0prune.plan import Axis, Plan, Site
-from l0prune.rewrite import detach, gates_of
-from l0prune.subclass import original_class
+from l0prune.gating.attaching import detach, gates_of
+from l0prune.gating.gated_class import original_class
+from l0prune.plan.layout import Slots
+from l0prune.plan.plan import Axis, Plan, Site
 
 
 @pytest.fixture(autouse=True)

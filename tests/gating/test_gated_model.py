@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from l0prune.gates import BinaryConcrete, ContinuousSparsification, HardConcrete
-from l0prune.layout import Both, Slots
-from l0prune.plan import Axis, Plan, Site
-from l0prune.rewrite import gates_of
+from l0prune.gating.attaching import gates_of
+from l0prune.gating.kinds.binary_concrete import BinaryConcrete
+from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.plan.layout import Both, Slots
+from l0prune.plan.plan import Axis, Plan, Site
 
 CASES = {
     "mlp": (mlp, mlp_plan(), (5, 12)),

@@ -15,7 +15,7 @@ from l0prune.errors import (
     NothingToPrune,
     UsageError,
 )
-from l0prune.gating import gate, gates, ungate
+from l0prune.gating.gate import gate, gates, ungate
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.errors import UsageError
-from l0prune.gates import HardConcrete, gate_from_dict, gate_to_dict
+from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
+from l0prune.gating.kinds.hard_concrete import HardConcrete
 
 GATES = [HardConcrete(), HardConcrete(estimator="median"), HardConcrete(0.5, -0.3, 1.2, "median")]
 log_alphas = st.floats(-30, 30)

@@ -7,8 +7,7 @@ import torch
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.gates import Gate, gate_from_dict, gate_of, gate_to_dict, register
-from l0prune.gates.gate import _kinds
+from l0prune.gating.kinds.base import Gate, _kinds, gate_from_dict, gate_of, gate_to_dict, register
 
 GATES = {name: kind() for name, kind in _kinds.items() if kind.__module__.startswith("l0prune.")}
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)

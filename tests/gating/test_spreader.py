@@ -3,9 +3,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from l0prune.gates.spreader import Spreader
-from l0prune.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
-from l0prune.plan import Axis, Plan
+from l0prune.gating.spreader import Spreader
+from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
+from l0prune.plan.plan import Axis, Plan
 
 SIZES = (3, 4, 12)
 

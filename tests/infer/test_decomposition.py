@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from counting import flops
 from deadness import close_some, randomise
 from networks import TOKENS, Fn
-from test_survey import flops
 from torch import nn
 
 import l0prune
-from l0prune.axes.composites import take_apart
-from l0prune.capture import capture
+from l0prune.capture.capture import capture
+from l0prune.infer.decomposition import take_apart
 
 HIDDEN = 12
 # Each gets what a layer writes, (…, tokens, hidden), and gives what a layer of as many reads.

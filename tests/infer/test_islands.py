@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from deadness import close_some, randomise
-from test_parts import Broken, small
+from models import Broken, small
 from torch import nn
 
 import l0prune

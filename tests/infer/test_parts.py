@@ -7,6 +7,7 @@ import onnxruntime
 import pytest
 import torch
 from deadness import close_some, randomise
+from models import Broken, small
 from torch import nn
 
 import l0prune
@@ -191,19 +192,6 @@ def test_a_model_without_a_part_to_cut_says_what_stopped_the_capture():
 
     with pytest.raises(CaptureError, match="data-dependent"):
         l0prune.survey(Branching(), torch.randn(2, 4))
-
-
-class Broken(nn.Module):
-    """Capture of the whole stops at a branch on values, between its children."""
-
-    def forward(self, x):
-        for layer in self.layers():
-            x = layer(x)
-        return x * 2 if x.sum().item() > 1e9 else x
-
-
-def small(out=4):
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, out))
 
 
 class InAList(Broken):

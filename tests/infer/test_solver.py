@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.axes.solver import Cat, Const, Expr, Prod, Solver, Var, cat, prod, variables
+from l0prune.infer.solver import Cat, Const, Expr, Prod, Solver, Var, cat, prod, variables
 
 
 def alive(solver: Solver, expr: Expr, dead: dict[Var, int]) -> list[bool]:

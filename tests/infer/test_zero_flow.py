@@ -7,8 +7,8 @@ from deadness import randomise, relative_effect_of_dead_slots
 from networks import Fn
 from torch import nn
 
-from l0prune.axes import analyse
-from l0prune.capture import capture
+from l0prune.capture.capture import capture
+from l0prune.infer.build import analyse
 
 
 def then_overwritten(x):

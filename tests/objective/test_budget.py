@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.budget import Budget
 from l0prune.errors import UsageError
+from l0prune.objective.budget import Budget
 
 
 def gated():

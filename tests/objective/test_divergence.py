@@ -9,8 +9,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.gates import HardConcrete
-from l0prune.objective import penalty
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.objective.penalty import penalty
 
 N = 50
 

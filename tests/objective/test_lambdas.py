@@ -10,8 +10,8 @@ from torch.distributions import Normal
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.lambdas import Lambda
-from l0prune.objective import penalty
+from l0prune.objective.lambdas import Lambda
+from l0prune.objective.penalty import penalty
 
 N = 60_000
 

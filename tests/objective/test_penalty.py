@@ -6,14 +6,15 @@ from plans import enumerate_expected, plan_of, whole
 from torch import nn
 
 import l0prune
-from l0prune import recipes
-from l0prune.cost import CostModel
+from l0prune.cost.model import CostModel
 from l0prune.errors import NotGated, UsageError
-from l0prune.gates import Gates, HardConcrete
-from l0prune.lambdas import Lambda
-from l0prune.objective import param_groups, penalty
-from l0prune.plan import Cost, Plan, Site
-from l0prune.rewrite import attach
+from l0prune.gating.attaching import attach
+from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.objective.lambdas import Lambda
+from l0prune.objective.penalty import param_groups, penalty
+from l0prune.plan.plan import Cost, Plan, Site
+from l0prune.recipes import run as recipes
 
 
 class Stream(nn.Module):

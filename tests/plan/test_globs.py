@@ -2,7 +2,7 @@ import pytest
 from plans import plan_of
 
 from l0prune.errors import UsageError
-from l0prune.globs import listed, per_axis
+from l0prune.plan.globs import listed, per_axis
 
 
 def test_the_first_glob_that_matches_counts():

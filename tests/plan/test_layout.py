@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune import layout as L
+from l0prune.plan import layout as L
 
 VALUES = {0: torch.tensor([2.0, 3.0, 5.0]), 1: torch.tensor([7.0, 11.0])}
 

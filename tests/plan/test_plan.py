@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from l0prune.layout import Both, Const, Prod, Slots
-from l0prune.plan import Axis, Cost, Pin, Plan, Site
+from l0prune.plan.layout import Both, Const, Prod, Slots
+from l0prune.plan.plan import Axis, Cost, Pin, Plan, Site
 
 
 def lenet_head() -> Plan:

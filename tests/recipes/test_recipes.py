@@ -5,11 +5,11 @@ import pytest
 import torch
 
 import l0prune
-from l0prune import recipes
+from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
-from l0prune.finetune import Settings
-from l0prune.lambdas import Lambda
-from l0prune.limits import limits
+from l0prune.objective.lambdas import Lambda
+from l0prune.recipes import run as recipes
+from l0prune.training.settings import Settings
 
 EXAMPLES = {
     "digits": torch.zeros(2, 1, 8, 8),

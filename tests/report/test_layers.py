@@ -14,9 +14,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrizations import orthogonal
 
 import l0prune
-from l0prune.collapse import pattern, several, together
-from l0prune.layers import UNUSED
-from l0prune.layout import Cat, Const, Prod, Slots, outer
+from l0prune.plan.layout import Cat, Const, Prod, Slots, outer
+from l0prune.report.layers import UNUSED
+from l0prune.report.name_patterns import pattern, several, together
 
 
 def gpt2():
@@ -175,7 +175,7 @@ def test_an_unknown_operator_is_named_with_its_line_and_what_to_do():
     model = Fn(lambda m, x: m.b(torch.cdist(m.a(x), m.a(x))), a=nn.Linear(10, 8), b=nn.Linear(2, 3))
     found = layers(model, 2, 10)
     assert "operator aten.cdist at networks.py:" in found["a"].output.reason
-    assert '@l0prune.axes.registry.rule("aten.cdist")' in found["a"].output.reason
+    assert '@l0prune.infer.registry.rule("aten.cdist")' in found["a"].output.reason
     assert "operator aten.cdist at networks.py:" in found["b"].input.reason
     text = str(l0prune.survey(model, (torch.randn(2, 10),)))
     assert text.count("docs/architecture.md") == 1

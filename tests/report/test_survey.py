@@ -11,26 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+from counting import flops
 from networks import CASES, Fn
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal
-from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
 from l0prune.errors import CaptureError, UsageError
-from l0prune.layout import axes_of
-
-
-def flops(model: nn.Module, x: torch.Tensor) -> int:
-    # Without the fused fast path of nn.MultiheadAttention, which the counter does not see into.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model.eval()(x)
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-    return counter.get_total_flops()
+from l0prune.plan.layout import axes_of
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from l0prune.data.dataset import examples_in, part_of
+from l0prune.data.dataset import examples_in, share_of
 from l0prune.errors import DataError
-from l0prune.finetune.batch import Batch, weight_of
+from l0prune.running.batch import Batch, weight_of
 
 
 @pytest.mark.parametrize("examples", [1, 2, 3, 7, 30, 31])
@@ -11,7 +11,7 @@ from l0prune.finetune.batch import Batch, weight_of
 def test_parts_are_the_whole_in_order_and_weights_average_to_one(examples, count):
     whole, taken, weights = list(range(examples)), [], []
     for number in range(count):
-        part = whole[part_of(examples, (number, count))]
+        part = whole[share_of(examples, (number, count))]
         assert part  # whoever has nothing of its own borrows one
         own = examples_in(examples, (number, count))
         taken += part[:own]

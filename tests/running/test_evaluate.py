@@ -6,9 +6,9 @@ from torch.nn.functional import cross_entropy
 import l0prune
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.finetune import Task, evaluate
-from l0prune.finetune.evaluate import measure
-from l0prune.finetune.feed import test_batches
+from l0prune.running.evaluate import evaluate, measure
+from l0prune.running.feed import test_batches
+from l0prune.running.task import Task
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from torch.utils.data.distributed import DistributedSampler
 from l0prune.data import Loaded
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.finetune.feed import Feed, call, test_batches
-from l0prune.finetune.task import Task
+from l0prune.running.feed import Feed, call, test_batches
+from l0prune.running.task import Task
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
 CPU = torch.device("cpu")

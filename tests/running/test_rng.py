@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from l0prune.finetune import rng
+from l0prune.running import rng
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from small_task import data
 from torch.utils.data import DataLoader, TensorDataset
 
 from l0prune.errors import DataError, UsageError
-from l0prune.finetune.task import Task, batch_length, cross_entropy, error_rate
+from l0prune.running.task import Task, batch_length, cross_entropy, error_rate
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([0, 1, 1, 2])

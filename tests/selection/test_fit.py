@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import l0prune
-from l0prune.cost import CostModel
+from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
-from l0prune.fit import fit
+from l0prune.selection.fit import fit
 
 
 class Residual(nn.Module):

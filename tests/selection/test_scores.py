@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
-from l0prune import scores
 from l0prune.errors import DataError, NotGated, UsageError
-from l0prune.finetune import Task
-from l0prune.gating import gates
+from l0prune.gating.gate import gates
+from l0prune.running.task import Task
+from l0prune.selection import scores
 
 
 @pytest.fixture(autouse=True)

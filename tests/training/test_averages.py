@@ -6,7 +6,7 @@ from small_task import differing, gated, network, tensors
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from l0prune.finetune.ema import Average
+from l0prune.training.averages import Average
 
 
 def wander(model, seed):

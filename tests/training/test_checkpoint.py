@@ -6,8 +6,9 @@ from small_task import differing, gated, network, tensors
 from torch import nn
 
 from l0prune.errors import FileError, UsageError
-from l0prune.finetune import checkpoint, rng
-from l0prune.finetune.checkpoint import Checkpoint, digest, put_back, read, snapshot
+from l0prune.running import rng
+from l0prune.training import checkpoint
+from l0prune.training.checkpoint import Checkpoint, digest, put_back, read, snapshot
 
 CPU = torch.device("cpu")
 SETTINGS = {"lam": "0.1/N", "lr": "0.001", "N": "240"}

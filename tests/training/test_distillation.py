@@ -6,8 +6,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.finetune.settings import Settings
-from l0prune.finetune.teacher import Teacher
+from l0prune.training.distillation import Teacher
+from l0prune.training.settings import Settings
 
 QUIET = {"progress": False, "batch_size": 30}
 INPUTS = torch.randn(12, FEATURES, generator=torch.Generator().manual_seed(0))

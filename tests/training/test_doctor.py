@@ -5,8 +5,8 @@ import torch
 from small_task import FEATURES, data, gated, network
 
 import l0prune
-from l0prune.finetune.doctor import closes_below
-from l0prune.gates import HardConcrete
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.training.doctor import closes_below
 
 QUIET = {"progress": False, "batch_size": 30}
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import UsageError
-from l0prune.finetune import device
+from l0prune.running import device
 
 
 def model():
@@ -33,18 +33,18 @@ def test_a_device_that_is_not_there_is_refused(name):
 
 def test_the_model_comes_home_even_after_an_error():
     network = model()
-    with pytest.raises(ZeroDivisionError), device.at_home_again(network, torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), device.on_device(network, torch.device("cpu")):
         raise ZeroDivisionError
-    assert device.whereabouts(network) == torch.device("cpu")
-    assert device.whereabouts(nn.ReLU()) == torch.device("cpu")
+    assert device.device_of(network) == torch.device("cpu")
+    assert device.device_of(nn.ReLU()) == torch.device("cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_model_is_on_the_gpu_meanwhile():
     network = model()
-    with device.at_home_again(network, torch.device("cuda")):
-        assert device.whereabouts(network).type == "cuda"
-    assert device.whereabouts(network).type == "cpu"
+    with device.on_device(network, torch.device("cuda")):
+        assert device.device_of(network).type == "cuda"
+    assert device.device_of(network).type == "cpu"
 
 
 def test_training_wakes_a_model_in_eval_mode_and_puts_it_back():

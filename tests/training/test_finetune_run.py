@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import l0prune
 from l0prune.data import Data
 from l0prune.errors import AlreadyGated, DataError, NotGated, UsageError
-from l0prune.finetune import Task, evaluate, finetune, train_dense
-from l0prune.objective import param_groups, penalty
+from l0prune.objective.penalty import param_groups, penalty
+from l0prune.running.evaluate import evaluate
+from l0prune.running.task import Task
+from l0prune.training.run import finetune, train_dense
 
 QUIET = {"progress": False, "batch_size": 30}
 

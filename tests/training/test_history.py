@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from l0prune.errors import FileError, UsageError
-from l0prune.finetune.history import History, Log
+from l0prune.training.history import History, Log
 
 
 def record(epoch, phase="prune", **values):

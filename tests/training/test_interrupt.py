@@ -4,9 +4,10 @@ import threading
 
 import pytest
 
-from l0prune.finetune import interrupt as interrupt_module
-from l0prune.finetune.interrupt import Interrupt, Interrupted
-from l0prune.finetune.world import World
+from l0prune.errors import Interrupted
+from l0prune.running.processes import World
+from l0prune.training import interrupt as interrupt_module
+from l0prune.training.interrupt import Interrupt
 
 
 @pytest.fixture(autouse=True)

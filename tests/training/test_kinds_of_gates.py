@@ -9,8 +9,9 @@ from resumed_run import EPOCHS, SETTINGS, STEPS, task
 from small_task import FEATURES, data, differing, gated, tensors
 
 import l0prune
-from l0prune.errors import TrainingError, UsageError
-from l0prune.finetune import Interrupted, Task, cross_entropy, finetune
+from l0prune.errors import Interrupted, TrainingError, UsageError
+from l0prune.running.task import Task, cross_entropy
+from l0prune.training.run import finetune
 
 KINDS = [
     l0prune.HardConcrete(),

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 import l0prune
 from l0prune.data import Tensors
 from l0prune.errors import UsageError
-from l0prune.finetune import Task, finetune
-from l0prune.finetune.settings import Settings
+from l0prune.running.task import Task
+from l0prune.training.run import finetune
+from l0prune.training.settings import Settings
 
 
 def assert_same(one, other):

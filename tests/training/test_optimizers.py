@@ -7,10 +7,10 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.finetune.optimize import Schedule, make_optimizers
-from l0prune.finetune.phases import Phases
-from l0prune.finetune.settings import Settings
-from l0prune.objective import param_groups
+from l0prune.objective.penalty import param_groups
+from l0prune.training.optimizers import Schedule, make_optimizers
+from l0prune.training.phases import Phases
+from l0prune.training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.errors import UsageError
-from l0prune.finetune.phases import Phases
+from l0prune.training.phases import Phases
 
 
 def test_defaults_come_from_the_number_of_steps():

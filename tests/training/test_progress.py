@@ -2,7 +2,7 @@ import io
 
 from rich.console import Console
 
-from l0prune.finetune.progress import Display, describe
+from l0prune.training.progress import Display, describe
 
 RECORD = {
     "epoch": 3, "step": 30, "phase": "prune", "seconds": 1.24, "lr": 1e-3, "train_loss": 0.12345,

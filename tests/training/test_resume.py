@@ -13,8 +13,11 @@ from torch.nn.functional import cross_entropy
 
 import l0prune
 from l0prune.data import Data, Tensors
-from l0prune.errors import FileError, TrainingError, UsageError
-from l0prune.finetune import Interrupted, Task, checkpoint, evaluate, finetune
+from l0prune.errors import FileError, Interrupted, TrainingError, UsageError
+from l0prune.running.evaluate import evaluate
+from l0prune.running.task import Task
+from l0prune.training import checkpoint
+from l0prune.training.run import finetune
 
 HERE = Path(__file__).parent
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l0prune.errors import UsageError
-from l0prune.finetune.settings import Settings
+from l0prune.training.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,13 @@ from torch.testing import assert_close
 
 import l0prune
 from l0prune.data import Loaded
-from l0prune.errors import L0pruneError, UsageError
-from l0prune.finetune import Interrupted, Task, checkpoint, evaluate, finetune
-from l0prune.gates import HardConcrete, register
+from l0prune.errors import Interrupted, L0pruneError, UsageError
+from l0prune.gating.kinds.base import register
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.running.evaluate import evaluate
+from l0prune.running.task import Task
+from l0prune.training import checkpoint
+from l0prune.training.run import finetune
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 

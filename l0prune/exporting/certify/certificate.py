@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Call, Inputs, examples_in, filled, record
+from l0prune.capture.recording import Call, Inputs, examples_in, filled, record
 from l0prune.errors import CertificateError
-from l0prune.export.doubles import InDoubles
-from l0prune.export.dtypes import converted
+from l0prune.exporting.certify.float64 import InFloat64
+from l0prune.exporting.slicing.dtypes import converted
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -210,7 +210,7 @@ def _running_in(dtype: torch.dtype) -> Iterator[None]:
     """Whatever a model raises while it runs in ``dtype``, as a CertificateError."""
     name = str(dtype).removeprefix("torch.")
     try:
-        with InDoubles() if dtype == torch.float64 else nullcontext():
+        with InFloat64() if dtype == torch.float64 else nullcontext():
             yield
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")

@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _LESS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class InDoubles(TorchDispatchMode):
+class InFloat64(TorchDispatchMode):
     """Within the context, whoever asks for a floating-point dtype gets float64.
 
     Many networks cast to float32 inside (``hidden.to(torch.float32)`` before a norm). In a
     comparison in float64 that would show rounding where an error of the cut is looked for.
     """
 
-    def __enter__(self) -> InDoubles:
+    def __enter__(self) -> InFloat64:
         """Also what is made without a dtype (``torch.ones(8)``) is float64 from here."""
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)

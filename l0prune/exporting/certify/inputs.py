@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Inputs, examples_in
+from l0prune.capture.recording import Inputs, examples_in
 
 _NOISE = 0.1
 

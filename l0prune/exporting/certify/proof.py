@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Inputs, filled, record
+from l0prune.capture.recording import Inputs, filled, record
 from l0prune.errors import CertificateError
-from l0prune.export.certificate import (
+from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
     cast,
@@ -22,14 +22,14 @@ from l0prune.export.certificate import (
     compare_in_parts,
     is_valid,
 )
-from l0prune.export.inputs import trials
-from l0prune.export.own_class import OwnClass, Reference, choose
-from l0prune.export.program import programs, reexport, reexport_part
-from l0prune.export.resize import Changes
-from l0prune.export.result import Piece
-from l0prune.export.stand_in import stand_in
-from l0prune.export.verdict import Verdict
-from l0prune.parts import Parts
+from l0prune.exporting.certify.inputs import trials
+from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
+from l0prune.exporting.own_class.comparison import Comparison
+from l0prune.exporting.own_class.replacement import replace_part
+from l0prune.exporting.own_class.resizing import Changes
+from l0prune.exporting.result import Piece
+from l0prune.exporting.slicing.program import programs, reexport, reexport_part
+from l0prune.infer.parts import Parts
 
 BATCHES = (2, 5)
 
@@ -58,7 +58,7 @@ class Proven:
     module: nn.Module
     pieces: list[Piece]
     checks: list[Check]
-    verdicts: dict[str, Verdict]
+    comparisons: dict[str, Comparison]
     changes: Changes
 
 
@@ -89,17 +89,17 @@ def _prove_whole(
     batches = BATCHES if captured.dynamic else (captured.batch,)
     against = partial(compare, both.gated, graph)
     inputs, certificate = _certified(both.gated, example, batches, against)
-    own, changes, verdict = None, both.own.tries[0], Verdict(both.gathers)
+    own, changes, comparison = None, both.own.candidates[0], Comparison(both.gathers)
     if not both.gathers:
         choice = choose(both.own, [Reference("", both.gated, inputs)])
-        own, changes, verdict = choice.module, choice.changes, choice.verdicts[""]
+        own, changes, comparison = choice.module, choice.changes, choice.comparisons[""]
     export = partial(reexport, dynamic=captured.dynamic)
     program, single, dynamic = programs(graph, dtype, example, export)
     return Proven(
-        module=graph if verdict.reason or own is None else own.to(dtype),
+        module=graph if comparison.reason or own is None else own.to(dtype),
         pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
-        checks=[*certificate.checks, *verdict.checks],
-        verdicts={"": verdict},
+        checks=[*certificate.checks, *comparison.checks],
+        comparisons={"": comparison},
         changes=changes,
     )
 
@@ -113,9 +113,9 @@ def _prove_parts(
     references = [Reference(p.path, both.graphs[p.path], [p.example]) for p in parts.found]
     choice = choose(both.own, references)
     dense, changes = choice.module, choice.changes
-    for path, verdict in choice.verdicts.items():
-        if verdict.reason:
-            stand_in(dense, path, both.graphs[path])
+    for path, comparison in choice.comparisons.items():
+        if comparison.reason:
+            replace_part(dense, path, both.graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
     against = partial(compare_in_parts, both.gated, dense, paths)
@@ -132,14 +132,16 @@ def _prove_parts(
         for call in record(both.gated, paths, cast(given, dtype)):
             received[call.path].append(filled(call.inputs))
     pieces, part_examples = [], {part.path: part.example for part in parts.found}
-    for path, verdict in choice.verdicts.items():
+    for path, comparison in choice.comparisons.items():
         part, submodule = dense.get_submodule(path), both.gated.get_submodule(path)
         for form, alike in enumerate(_forms(received[path] or [part_examples[path]]), start=1):
             program, single, dynamic = programs(part, dtype, alike[0], reexport_part)
-            dynamic = dynamic and not verdict.reason  # a graph was captured at the example's sizes
+            dynamic = (
+                dynamic and not comparison.reason
+            )  # a graph was captured at the example's sizes
             pieces.append(Piece(path, program, single, dynamic, submodule, alike, form))
     dense.to(dtype)
-    return Proven(dense, pieces, list(certificate.checks), choice.verdicts, changes)
+    return Proven(dense, pieces, list(certificate.checks), choice.comparisons, changes)
 
 
 def _forms(calls: Sequence[Inputs]) -> list[tuple[Inputs, ...]]:

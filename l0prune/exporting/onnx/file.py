@@ -23,8 +23,8 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
-from l0prune.export.plain_terms import in_plain_terms
-from l0prune.files import atomic_write
+from l0prune.exporting.onnx.translatable import in_plain_terms
+from l0prune.files.atomic import atomic_write
 
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 

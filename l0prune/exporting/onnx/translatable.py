@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from l0prune.axes.nodes import argument
+from l0prune.infer.nodes import argument
 
 _ATEN = torch.ops.aten
 

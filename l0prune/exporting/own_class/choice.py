@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from l0prune.calls import Inputs
-from l0prune.export.own_sizes import remembered_sizes
-from l0prune.export.program import KEPT_INPUTS
-from l0prune.export.resize import Changes, changed_attributes, resized
-from l0prune.export.verdict import Verdict, has_gates, judge, training_fault
-from l0prune.plan import Plan
+from l0prune.capture.recording import Inputs
+from l0prune.exporting.own_class.comparison import (
+    Comparison,
+    compare_class,
+    has_gates,
+    training_fault,
+)
+from l0prune.exporting.own_class.remembered_sizes import remembered_sizes
+from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
+from l0prune.exporting.slicing.program import KEPT_INPUTS
+from l0prune.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,12 @@ class OwnClass:
     Attributes:
         plain: the ungated model at its old sizes.
         tensors: the cut tensors in float64, by name.
-        tries: attributes to change, the surest first: without and with guesses at sizes.
+        candidates: attributes to change, the surest first: without and with guesses at sizes.
     """
 
     plain: nn.Module
     tensors: Mapping[str, Tensor]
-    tries: tuple[Changes, ...]
+    candidates: tuple[Changes, ...]
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
@@ -52,11 +57,15 @@ def own_class(
         state: the cut tensors under every key of the state_dict.
     """
     sure = changed_attributes(plain, state)
-    tries = [sure]
-    for bold in (False, True):
-        guessed = remembered_sizes(plain, plan, kept, bold=bold)
-        tries.append({p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}})
-    return OwnClass(plain, tensors, tuple(c for i, c in enumerate(tries) if c not in tries[:i]))
+    candidates = [sure]
+    for largest in (False, True):
+        guessed = remembered_sizes(plain, plan, kept, largest=largest)
+        candidates.append(
+            {p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}}
+        )
+    return OwnClass(
+        plain, tensors, tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
+    )
 
 
 @dataclass(frozen=True)
@@ -70,29 +79,29 @@ class Reference:
 
 @dataclass(frozen=True)
 class Choice:
-    """The resized model, what was changed in it, and a verdict on each part that was cut."""
+    """The resized model, what was changed in it, and a comparison on each part that was cut."""
 
     module: nn.Module
     changes: Changes
-    verdicts: dict[str, Verdict]
+    comparisons: dict[str, Comparison]
 
     @property
     def faults(self) -> tuple[int, int]:
         """How many parts are wrong, and how many more fail in training mode."""
-        found = self.verdicts.values()
+        found = self.comparisons.values()
         return sum(bool(v.reason) for v in found), sum(bool(v.training) for v in found)
 
 
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
     """The resized model with the fewest faults, and of its guesses only those that it needs."""
-    sure = best = _judged(own, own.tries[0], references)
-    for changes in own.tries[1:]:
+    sure = best = _judged(own, own.candidates[0], references)
+    for changes in own.candidates[1:]:
         if best.faults == (0, 0):
             break
         other = _judged(own, changes, references)
         if other.faults < best.faults or (other.faults == best.faults and best.faults[0]):
             best = other
-    is_used = any(not verdict.reason for verdict in best.verdicts.values())
+    is_used = any(not comparison.reason for comparison in best.comparisons.values())
     for group in _guesses(own.plain, best.changes, sure.changes) if is_used else ():
         fewer = _without(best.changes, group, sure.changes)
         other = _judged(own, fewer, references)
@@ -103,16 +112,16 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
 
 def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:
     module = own.build(changes)
-    verdicts = {}
+    comparisons = {}
     for each in references:
         # a captured graph has no training mode of its own
         old = each.module if has_gates(each.module) else own.plain.get_submodule(each.path)
         new = module.get_submodule(each.path)
-        verdict = judge(new, each.module, each.inputs)
-        if not verdict.reason:
-            verdict = replace(verdict, training=training_fault(old, new, each.inputs[0]))
-        verdicts[each.path] = verdict
-    return Choice(module, changes, verdicts)
+        comparison = compare_class(new, each.module, each.inputs)
+        if not comparison.reason:
+            comparison = replace(comparison, training=training_fault(old, new, each.inputs[0]))
+        comparisons[each.path] = comparison
+    return Choice(module, changes, comparisons)
 
 
 def _guesses(plain: nn.Module, changes: Changes, sure: Changes) -> list[list[tuple[str, str]]]:

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.calls import Inputs
+from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
-from l0prune.export.certificate import Check, cast, compare, difference
-from l0prune.export.doubles import InDoubles
-from l0prune.export.dtypes import converted
-from l0prune.gates import Gates
+from l0prune.exporting.certify.certificate import Check, cast, compare, difference
+from l0prune.exporting.certify.float64 import InFloat64
+from l0prune.exporting.slicing.dtypes import converted
+from l0prune.gating.bank import Gates
 
 # In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Comparison:
     """Whether a resized module can stand in for another.
 
     Attributes:
@@ -36,7 +36,7 @@ class Verdict:
     checks: tuple[Check, ...] = ()
 
 
-def judge(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> Verdict:
+def compare_class(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> Comparison:
     """Does the resized module compute what ``reference`` does?
 
     It does not where its forward has sizes written into it, or where it derives one size from
@@ -47,10 +47,12 @@ def judge(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> 
     except CertificateError as error:  # its forward raised: that is the reason
         cause = error.__cause__ or error
         first = next(iter(str(cause).splitlines()), "")
-        return Verdict(f"its forward does not allow these sizes: {type(cause).__name__}: {first}")
+        return Comparison(
+            f"its forward does not allow these sizes: {type(cause).__name__}: {first}"
+        )
     if not all(check.passed for check in checks):
-        return Verdict("its forward computes something else at these sizes")
-    return Verdict(checks=tuple(checks))
+        return Comparison("its forward computes something else at these sizes")
+    return Comparison(checks=tuple(checks))
 
 
 def training_fault(old: nn.Module, new: nn.Module, inputs: Inputs) -> str:
@@ -82,7 +84,7 @@ def _in_training(module: nn.Module, inputs: Inputs, seed: int = 0) -> list[Tenso
         if isinstance(bank, Gates):
             bank.fixed = True
     args, kwargs = cast(inputs, torch.float64)
-    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InDoubles():
+    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InFloat64():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         output = again(*args, **kwargs)
@@ -98,24 +100,24 @@ def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
     return difference(expected, found) <= _ROUNDING
 
 
-def note_on(verdicts: Mapping[str, Verdict], unused: Sequence[str]) -> str:
+def note_on(comparisons: Mapping[str, Comparison], unused: Sequence[str]) -> str:
     """What the user has to know about the module that is exported; empty if nothing.
 
     Args:
-        verdicts: by path of each captured part, whether it could be of its own class.
+        comparisons: by path of each captured part, whether it could be of its own class.
         unused: parameters that eval mode does not use, and that were therefore not cut.
     """
     lines = [
-        f"{path or 'The module'} is the captured graph, not of its own class: {verdict.reason}."
-        for path, verdict in verdicts.items()
-        if verdict.reason
+        f"{path or 'The module'} is the captured graph, not of its own class: {comparison.reason}."
+        for path, comparison in comparisons.items()
+        if comparison.reason
     ]
     if unused and not lines:
         modules = dict.fromkeys(name.partition(".")[0] for name in unused)
         lines.append(f"{', '.join(modules)}: not used in eval mode, and therefore not cut.")
     lines += [
-        f"{path or 'The module'} is not to be trained on: {verdict.training}."
-        for path, verdict in verdicts.items()
-        if verdict.training
+        f"{path or 'The module'} is not to be trained on: {comparison.training}."
+        for path, comparison in comparisons.items()
+        if comparison.training
     ]
     return "\n".join(lines)

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from torch import Tensor, nn
 
-from l0prune.layout import axes_of, size_of
-from l0prune.plan import Plan
+from l0prune.plan.layout import axes_of, size_of
+from l0prune.plan.plan import Plan
 
 # Kinds of sizes, each with what the name of an attribute for it contains.
 _NAMES = {
@@ -23,12 +23,12 @@ _NAMES = {
 
 
 def remembered_sizes(
-    model: nn.Module, plan: Plan, kept: Tensor, *, bold: bool
+    model: nn.Module, plan: Plan, kept: Tensor, *, largest: bool
 ) -> dict[str, dict[str, int]]:
     """By module path, the integer attributes that seem to repeat a size, with the new size.
 
     Where a number may stand for a size that stays as well as for one that changes (a width that
-    is also heads × head_dim), a ``bold`` guess is the one that changes.
+    is also heads × head_dim), a ``largest`` guess is the one that changes.
 
     Args:
         model: the user's ungated module at its old sizes.
@@ -43,7 +43,7 @@ def remembered_sizes(
         changes = {
             name: new
             for name, value in vars(module).items()
-            if type(value) is int and (new := _new_size(name, value, below[path], bold)) != value
+            if type(value) is int and (new := _new_size(name, value, below[path], largest)) != value
         }
         if changes:
             found[path] = changes
@@ -72,11 +72,11 @@ def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:
     return below
 
 
-def _new_size(name: str, value: int, sizes: Sizes, bold: bool) -> int:
+def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
     """The size that the attribute has after the cut; its value where that is not clear."""
     for kind in sorted(_NAMES, key=len, reverse=True):  # head_dim before head
         if any(part in name.lower() for part in _NAMES[kind]):
             news = {new for k, old, new in sizes if old == value and k == kind}
-            news -= {value} if bold else set()
+            news -= {value} if largest else set()
             return news.pop() if len(news) == 1 else value
     return value

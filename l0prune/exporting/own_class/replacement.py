@@ -10,7 +10,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.utils import _pytree as pytree
 
 
-def stand_in(model: nn.Module, path: str, graph: GraphModule) -> None:
+def replace_part(model: nn.Module, path: str, graph: GraphModule) -> None:
     """Put the graph wherever the model holds the submodule at ``path``, in place.
 
     The code around it finds the plain attributes of the submodule (``self.backbone.out_channels``)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from l0prune.copies import copied
+from l0prune.capture.copying import copied
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
 _FROM_TENSORS: dict[str, tuple[str, int]] = {

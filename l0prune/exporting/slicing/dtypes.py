@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from l0prune.copies import Model, copied
+from l0prune.capture.copying import Model, copied
 
 _OWN = "l0prune_dtype"  # in a graph's meta: what stands in it for the model's own dtype
 

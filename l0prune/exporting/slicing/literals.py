@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from l0prune.axes.nodes import SLICES, SPLITS, argument, operator_name
-from l0prune.axes.rules.factories import PATTERNS
-from l0prune.axes.rules.reduction import reduced_dims
-from l0prune.export.sizes import Sizes
-from l0prune.layout import Layout, outer, size_of
+from l0prune.exporting.slicing.sizes import Sizes
+from l0prune.infer.nodes import SLICES, SPLITS, argument, operator_name
+from l0prune.infer.rules.factories import PATTERNS
+from l0prune.infer.rules.reduction import reduced_dims
+from l0prune.plan.layout import Layout, outer, size_of
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
 REWRITES: dict[str, Rewrite] = {}

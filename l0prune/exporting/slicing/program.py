@@ -15,16 +15,15 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from l0prune.axes import Analysis
-from l0prune.axes.nodes import operator_name
-from l0prune.calls import Inputs
-from l0prune.capture import batch_shapes, widened
-from l0prune.export import layernorm, standardised  # noqa: F401  (register their rewrites)
-from l0prune.export.certificate import cast
-from l0prune.export.dtypes import converted
-from l0prune.export.literals import picked, rewrite_literals
-from l0prune.export.sizes import Sizes
-from l0prune.layout import Both
+from l0prune.capture.capture import batch_shapes, widened
+from l0prune.capture.recording import Inputs
+from l0prune.exporting.certify.certificate import cast
+from l0prune.exporting.slicing.dtypes import converted
+from l0prune.exporting.slicing.literals import picked, rewrite_literals
+from l0prune.exporting.slicing.sizes import Sizes
+from l0prune.infer.build import Analysis
+from l0prune.infer.nodes import operator_name
+from l0prune.plan.layout import Both
 
 # What the capture noted about this example's dtypes and strides; no part of the function.
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked

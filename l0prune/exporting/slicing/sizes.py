@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from l0prune.axes.nodes import hint, operator_name
-from l0prune.layout import Layout, axes_of, size_of
-from l0prune.plan import Plan
+from l0prune.infer.nodes import hint, operator_name
+from l0prune.plan.layout import Layout, axes_of, size_of
+from l0prune.plan.plan import Plan
 
 
 @dataclass

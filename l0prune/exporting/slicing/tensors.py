@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from l0prune.layout import axes_of
-from l0prune.plan import Plan
+from l0prune.plan.layout import axes_of
+from l0prune.plan.plan import Plan
 
 _TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from l0prune.errors import UsageError
-from l0prune.gates.gate import logit, register
-from l0prune.gates.hard_sigmoid import hard_sigmoid
+from l0prune.gating.kinds.base import logit, register
+from l0prune.gating.kinds.hard_sigmoid import hard_sigmoid
 
 
 @register

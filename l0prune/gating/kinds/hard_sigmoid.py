@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from l0prune.once import once
+from l0prune.cost.first_order import first_order
 
 
 def hard_sigmoid(
@@ -46,7 +46,7 @@ class _HardSigmoid(Function):
         return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
 
     @staticmethod
-    @once
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         stretch = ctx.zeta - ctx.gamma
         # s inside these bounds is z strictly inside (0, 1); outside, the clamp has no slope.

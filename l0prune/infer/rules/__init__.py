@@ -1,6 +1,6 @@
 """Rules by operator family. Importing this package fills the registry."""
 
-from l0prune.axes.rules import (  # noqa: F401
+from l0prune.infer.rules import (  # noqa: F401
     attention,
     contraction,
     einsum,

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument
-from l0prune.axes.registry import Value, of_operand, rule
-from l0prune.axes.solver import COPIES, Const, Expr, prod
+from l0prune.infer.nodes import argument
+from l0prune.infer.registry import Value, of_operand, rule
+from l0prune.infer.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 # The output mixes rows of v, so it is zero exactly where v is.

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, operator_name, shape_of
-from l0prune.axes.registry import Value, of_operand, rule, some
-from l0prune.axes.solver import Const, Expr, prod
+from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.registry import Value, of_operand, rule, some
+from l0prune.infer.solver import Const, Expr, prod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 def _biased(node: Node, operands: Sequence[bool | None]) -> bool:

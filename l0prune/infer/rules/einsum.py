@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.registry import Value, rule, some
-from l0prune.axes.rules.contraction import name_heads
-from l0prune.axes.solver import Expr
+from l0prune.infer.registry import Value, rule, some
+from l0prune.infer.rules.contraction import name_heads
+from l0prune.infer.solver import Expr
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 @rule("aten.einsum", zero=some)

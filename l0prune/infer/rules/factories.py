@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import shape_of
-from l0prune.axes.registry import Value, rule
-from l0prune.axes.solver import Const
+from l0prune.infer.nodes import shape_of
+from l0prune.infer.registry import Value, rule
+from l0prune.infer.solver import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 def _always(node: Node, operands: Sequence[bool | None]) -> bool:

@@ -1,7 +1,7 @@
 """LayerNorm: exact over the slots that stay, where the others are zero.
 
 A slot that is zero adds nothing to the sum and ``mean²`` to the sum of squares, so the statistics
-over all slots follow from those that stay: ``export/layernorm.py`` computes them so.
+over all slots follow from those that stay: ``exporting/slicing/layernorm.py`` computes them so.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument
-from l0prune.axes.registry import Value, affine, rule
-from l0prune.axes.rules.movement import source
+from l0prune.infer.nodes import argument
+from l0prune.infer.registry import Value, affine, rule
+from l0prune.infer.rules.movement import source
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 @rule("aten.layer_norm", zero=affine(2))

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
-from l0prune.axes.registry import Value, each, of_operand, rule
-from l0prune.axes.solver import COPIES, Const, Expr, prod
+from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
+from l0prune.infer.registry import Value, each, of_operand, rule
+from l0prune.infer.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 def source(node: Node) -> Node:

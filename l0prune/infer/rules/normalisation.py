@@ -6,13 +6,17 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, norm_dim, shape_of
-from l0prune.axes.registry import Value, affine, each, of_operand, rule, some
-from l0prune.axes.rules.movement import source
-from l0prune.axes.standardised import dims_of_statistics, takes_own_statistics, weight_behind
+from l0prune.infer.nodes import argument, norm_dim, shape_of
+from l0prune.infer.registry import Value, affine, each, of_operand, rule, some
+from l0prune.infer.rules.movement import source
+from l0prune.infer.standardised_weights import (
+    dims_of_statistics,
+    takes_own_statistics,
+    weight_behind,
+)
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 @rule("aten.batch_norm", "aten.instance_norm", "aten.native_batch_norm", zero=affine(1))

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from l0prune.axes.nodes import operands_of, shape_of
-from l0prune.axes.registry import Value, of_operand, rule
-from l0prune.axes.solver import Const, Expr
+from l0prune.infer.nodes import operands_of, shape_of
+from l0prune.infer.registry import Value, of_operand, rule
+from l0prune.infer.solver import Const, Expr
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 def pointwise(infer: Inference, node: Node) -> Value:

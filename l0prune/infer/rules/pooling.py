@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.axes.nodes import shape_of
-from l0prune.axes.registry import Value, each, rule
-from l0prune.axes.rules.movement import source
-from l0prune.axes.solver import Const
+from l0prune.infer.nodes import shape_of
+from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 _POOLS = ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool")
 _MODES = ("nearest", "bilinear", "bicubic", "linear", "trilinear", "_nearest_exact")

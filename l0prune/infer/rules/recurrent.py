@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, operands_of, shape_of
-from l0prune.axes.registry import Value, rule
+from l0prune.infer.nodes import argument, operands_of, shape_of
+from l0prune.infer.registry import Value, rule
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 @rule("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.axes.nodes import argument, operator_name, shape_of
-from l0prune.axes.registry import Value, each, rule
-from l0prune.axes.rules.movement import source
-from l0prune.axes.solver import Const, Expr
+from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const, Expr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 def reduced_dims(dims: Any, rank: int) -> list[int]:

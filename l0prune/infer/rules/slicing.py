@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import SLICES, SPLITS, argument, shape_of
-from l0prune.axes.registry import RULES, ZEROS, Value, each, rule
-from l0prune.axes.rules.movement import source
-from l0prune.axes.solver import Const, Expr, cat
+from l0prune.infer.nodes import SLICES, SPLITS, argument, shape_of
+from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
+from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const, Expr, cat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 
 @rule("aten.cat", "aten.concat", "aten.concatenate", zero=each)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.axes.nodes import shape_of
-from l0prune.axes.registry import Value, each, rule
-from l0prune.axes.rules.movement import source
-from l0prune.axes.solver import Const, prod
+from l0prune.infer.nodes import shape_of
+from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const, prod
 
 if TYPE_CHECKING:
-    from l0prune.axes.inference import Inference
+    from l0prune.infer.inference import Inference
 
 _WINDOWS = "it is cut into sliding windows"
 

@@ -8,20 +8,23 @@ island stay whole. All else is the user's own Python code, which runs on as it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.axes import Analysis, analyse
-from l0prune.calls import Inputs, examples_in, filled, record
-from l0prune.capture import capture, within
-from l0prune.copies import copied
-from l0prune.errors import CaptureError
-from l0prune.layout import Layout, Slots, axes_of, substitute
-from l0prune.plan import Cost, Pin, Plan
-from l0prune.watch import Seen, read_outside
+from l0prune.capture.capture import batch_of, capture
+from l0prune.capture.copying import copied
+from l0prune.capture.model_checks import check_module
+from l0prune.capture.provenance import within
+from l0prune.capture.recording import Inputs, examples_in, filled, record
+from l0prune.errors import CaptureError, UsageError
+from l0prune.infer.build import Analysis, analyse
+from l0prune.infer.outside_reads import Seen, read_outside
+from l0prune.plan.layout import Layout, Slots, axes_of, substitute
+from l0prune.plan.plan import Cost, Pin, Plan
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,33 @@ class Parts:
 
     Attributes:
         plan: of the whole model.
+        example: the inputs that it was made with, positional and by name.
         found: the parts that it was made of.
         unused: parameters that the eval-mode forward never touches.
     """
 
     plan: Plan
+    example: Inputs
     found: list[Part] = field(default_factory=list)
     unused: tuple[str, ...] = ()
+
+
+def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
+    """The plan of a model, from example inputs as a user gives them.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model's forward on these inputs.
+        UsageError: the model is none that can be looked into, or the example holds no tensor.
+    """
+    check_module(model)
+    args = args if isinstance(args, tuple) else (args,)
+    by_name = dict(kwargs or {})
+    if not batch_of(args, by_name):
+        raise UsageError(
+            "The example inputs hold no tensor with a batch dimension. Give them as the model "
+            "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
+        )
+    return parts_of(model, (args, by_name))
 
 
 def parts_of(model: nn.Module, example: Inputs) -> Parts:
@@ -71,7 +94,7 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
         if not parts.plan.axes:
             raise
         return parts
-    return Parts(whole.analysis.plan, [whole], whole.analysis.captured.unused)
+    return Parts(whole.analysis.plan, example, [whole], whole.analysis.captured.unused)
 
 
 def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
@@ -152,7 +175,7 @@ def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused:
             why = "code that torch.export cannot follow may use it"
             pins += [Pin(f"{name} dim {dim}", why) for dim in range(parameter.ndim)]
     plan = replace(plan, pins=(*pins, *plan.pins), costs=(*plan.costs, *costs))
-    return Parts(plan, found, tuple(unused))
+    return Parts(plan, example, found, tuple(unused))
 
 
 def _of_island(

@@ -1,0 +1,41 @@
+"""Where a node of a captured graph comes from: source line, module path and class."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.fx import Node
+
+_LIBRARY = os.path.dirname(torch.__file__)
+
+
+def within(path: str, name: str) -> str:
+    """A name inside the submodule at ``path`` as the whole model knows it."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def source_of(node: Node) -> str:
+    """``file.py:line`` of the user's code that made this node; empty if unknown."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
+    for line in reversed(lines):
+        path, _, rest = line.removeprefix('File "').partition('", line ')
+        if not path.startswith(("torch/", _LIBRARY)) and "/torch/" not in path:
+            return f"{os.path.basename(path)}:{rest.split(',')[0]}"
+    return ""
+
+
+def module_of(node: Node) -> str:
+    """Path of the module whose forward made this node; empty for the root or if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values() if isinstance(path, str)]
+    return paths[-1].replace("slice(None, None, None)", "") if paths else ""
+
+
+def class_of(node: Node) -> str:
+    """Class of the module whose forward made this node; empty if unknown."""
+    stack = node.meta.get("nn_module_stack") or {}
+    kinds = [kind for _, kind in stack.values()]
+    kind = kinds[-1] if kinds else ""
+    return kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__

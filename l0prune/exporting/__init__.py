@@ -1,0 +1,1 @@
+"""Export: fold the gates, slice the network, prove it, write it."""

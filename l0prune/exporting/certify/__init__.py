@@ -1,0 +1,1 @@
+"""The certificate: measured proof that two models compute the same."""

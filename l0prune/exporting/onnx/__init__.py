@@ -1,0 +1,1 @@
+"""The ONNX file: made, run and written."""

@@ -1,0 +1,68 @@
+"""Files written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from l0prune.errors import FileError
+
+PathLike = str | os.PathLike[str]
+
+
+def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file so that a kill at any moment leaves the old one or the new one, whole.
+
+    ``write`` gets a binary file in the same folder; it is flushed to disk and renamed.
+
+    Raises:
+        FileError: the folder does not exist, is not writable, or the disk is full, or the path
+            is a folder or a device.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "no ordinary file"
+        raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(temporary, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_folder(target.parent)
+    except (OSError, RuntimeError) as error:
+        cause = _system_error(error)
+        if cause is None:
+            raise
+        raise FileError(_cannot_write(Path(path), cause)) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _cannot_write(target: Path, cause: OSError) -> str:
+    full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    text = "the disk is full" if full else cause.strerror or str(cause)
+    return f"{target} was not written: {text}. Whatever stood there before is unchanged."
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself survive a power cut, where folders can be opened (not Windows)."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

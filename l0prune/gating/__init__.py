@@ -1,0 +1,1 @@
+"""Gates: put on a model in place and taken off, the bank, and the kinds of gates."""

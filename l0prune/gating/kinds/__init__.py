@@ -1,0 +1,1 @@
+"""The kinds of gates: how a slot's parameter becomes its multiplier."""

@@ -1,0 +1,1 @@
+"""Inference of axes: which dimensions of which tensors live or die together."""

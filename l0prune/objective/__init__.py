@@ -1,0 +1,1 @@
+"""What gates are learned under: the penalty and its terms, and budgets as constraints."""

@@ -1,0 +1,1 @@
+"""Plain data: layouts, axes and plans, globs over axis names. No tensors of a model."""

@@ -1,0 +1,1 @@
+"""The survey and its tables."""

@@ -1,0 +1,1 @@
+"""What evaluation, scoring and training share: tasks, batches, devices, processes."""

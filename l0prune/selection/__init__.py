@@ -1,0 +1,1 @@
+"""Which slots stay: one-shot scores, and the choice that meets a budget."""

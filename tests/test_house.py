@@ -1,0 +1,106 @@
+"""The public names, and the rules of the house: a room for each step, imports that go down."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import l0prune
+
+ROOT = Path(l0prune.__file__).parent
+# From the ground up: a room imports itself and those before it.
+ROOMS = (
+    "plan", "capture", "infer", "cost", "gating", "files", "data", "running", "selection",
+    "objective", "training", "exporting", "report", "recipes", "cli",
+)  # fmt: skip
+NAMES = {
+    "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
+    "Gate", "Gates", "HardConcrete", "History", "Settings", "Survey", "Task", "__version__",
+    "evaluate", "export", "finetune", "fit", "gate", "gates", "load", "load_data", "load_model",
+    "param_groups", "penalty", "read_info", "save", "score", "scores", "survey", "train_dense",
+    "ungate",
+}  # fmt: skip
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def imported(path):
+    """The modules of l0prune that a file imports, as parts of their names."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune."):
+            yield tuple(node.module.split(".")[1:])
+
+
+def test_public_names_are_these():
+    assert set(l0prune.__all__) == NAMES
+    assert set(dir(l0prune)) >= NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_public_name_can_be_reached(name):
+    assert getattr(l0prune, name) is not None
+
+
+def test_what_is_not_there_is_said_as_python_says_it():
+    with pytest.raises(AttributeError, match="has no attribute 'prune'"):
+        _ = l0prune.prune
+
+
+def test_documented_modules_have_an_import_path():
+    assert l0prune.scores is importlib.import_module("l0prune.selection.scores")
+    for name in ("errors", "infer.registry", "gating.kinds.base", "selection.scores"):
+        importlib.import_module(f"l0prune.{name}")
+
+
+def test_all_errors_are_in_errors():
+    errors = importlib.import_module("l0prune.errors")
+    for path in FILES:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            bases = [b.id for b in getattr(node, "bases", ()) if isinstance(b, ast.Name)]
+            is_error = any(base in vars(errors) or base.endswith("Error") for base in bases)
+            assert not is_error or path == Path("errors.py") or node.name.startswith("_"), node.name
+
+
+def test_every_room_is_known_and_none_is_named_like_a_function():
+    rooms = {path.parts[0] for path in FILES if len(path.parts) > 1}
+    assert rooms == set(ROOMS)
+    assert not rooms & NAMES
+    assert len(rooms) + sum(len(path.parts) == 1 for path in FILES) <= 18
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1], ids=str)
+def test_imports_go_down(path):
+    floor = ROOMS.index(path.parts[0])
+    for parts in imported(path):
+        assert parts == ("errors",) or ROOMS.index(parts[0]) <= floor, parts
+
+
+def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():
+    arrows = {}
+    for path in FILES:
+        name = path.with_suffix("").parts
+        arrows[name] = {to for to in imported(path) if to != name}
+    reached = {}
+
+    def below(name, seen):
+        for to in arrows.get(name, ()):
+            if to not in seen:
+                seen.add(to)
+                below(to, seen)
+        return seen
+
+    for name in arrows:
+        reached[name] = below(name, set())
+    circles = {name for name in arrows if name in reached[name]}
+    assert all(
+        name[:2] in {("infer", "inference"), ("infer", "registry"), ("infer", "rules")}
+        for name in circles
+    )
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, l0prune; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
