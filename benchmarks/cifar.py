@@ -52,6 +52,7 @@ from benchmarks.budgets import part
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.ways import ALL_WAYS, SCHEDULES, WAYS, Job, macs
+from l0prune.recipes.run import BUILTIN
 
 RUNS = ROOT / "runs"
 CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
@@ -81,7 +82,7 @@ def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
 
 def start(network: str, shortcuts: str, epochs: int, job: Job) -> nn.Module:
     """The network that all ways start from: published, trained on this data, and kept."""
-    source = f"{ROOT / 'recipes' / 'models.py'}:{network}"
+    source = f"{BUILTIN / 'models.py'}:{network}"
     weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
     model = l0prune.load_model(source, str(weights))
     if shortcuts == "conv":

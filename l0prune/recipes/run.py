@@ -24,12 +24,12 @@ from l0prune.files.atomic import atomic_write
 from l0prune.files.model_sources import load_model
 from l0prune.recipes.schema import GateSection, ModelSection, Recipe, RoundSection
 
-_BUILTIN = Path(__file__).parent / "builtin"
+BUILTIN = Path(__file__).parent / "builtin"
 
 
 def builtin() -> dict[str, Recipe]:
     """The recipes that come with l0prune, by name."""
-    return {path.stem: load(str(path), []) for path in sorted(_BUILTIN.glob("*.toml"))}
+    return {path.stem: load(str(path), []) for path in sorted(BUILTIN.glob("*.toml"))}
 
 
 def find(name: str) -> Path:
@@ -38,10 +38,10 @@ def find(name: str) -> Path:
     Raises:
         UsageError: there is none.
     """
-    for path in (Path(name), _BUILTIN / f"{name}.toml"):
+    for path in (Path(name), BUILTIN / f"{name}.toml"):
         if path.is_file():
             return path
-    known = sorted(path.stem for path in _BUILTIN.glob("*.toml"))
+    known = sorted(path.stem for path in BUILTIN.glob("*.toml"))
     raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
 
 
