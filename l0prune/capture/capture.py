@@ -25,7 +25,7 @@ from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.errors import CaptureError
 
 _LIBRARY = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))
 _CONTRACTIONS = {
     getattr(torch.ops.aten, name).default
     for name in ("linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm")

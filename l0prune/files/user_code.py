@@ -13,7 +13,7 @@ from typing import Any
 from l0prune.errors import FileError, L0pruneError, UsageError
 
 # Besides the current folder: this package, and the recipes beside it in a source checkout.
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 _OURS = (_PACKAGE, _PACKAGE.parent / "recipes")
 
 

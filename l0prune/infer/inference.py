@@ -24,7 +24,7 @@ from l0prune.infer.nodes import (
     shape_of,
 )
 from l0prune.infer.registry import RULES, Value, registered
-from l0prune.infer.rules.pointwise import pointwise
+from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
 from l0prune.infer.solver import Const, Expr, Solver
 from l0prune.infer.standardised_weights import has_statistics, standardised
 

@@ -89,7 +89,7 @@ def test_a_wrong_model_is_found_on_the_first_kind(monkeypatch):
         tried.append(inputs)
         raise CertificateError("the cut is wrong")
 
-    monkeypatch.setattr(sys.modules["l0prune.export.proof"], "compare", wrong)
+    monkeypatch.setattr(sys.modules["l0prune.exporting.certify.proof"], "compare", wrong)
     with pytest.raises(CertificateError, match="the cut is wrong"):
         l0prune.export(model)
     assert len(tried) == 1

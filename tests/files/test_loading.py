@@ -35,7 +35,7 @@ class Mine(nn.Linear):
 
 def test_what_the_user_allowed_is_allowed(tmp_path):
     torch.save(Mine(2, 2), tmp_path / "model.pt")
-    with pytest.raises(FileError, match=r"names test_files\.Mine"):
+    with pytest.raises(FileError, match=r"names test_loading\.Mine"):
         load_pickle(tmp_path / "model.pt")
     with torch.serialization.safe_globals([Mine]):
         assert type(load_pickle(tmp_path / "model.pt")) is Mine

@@ -156,7 +156,7 @@ def test_every_process_makes_the_same_plan():
         "    model, shape, _ = CASES[name]\n"
         "    print(l0prune.survey(model, (torch.randn(*shape),)).plan.to_json())\n"
     )
-    path = os.pathsep.join([os.getcwd(), str(Path(__file__).parent)])
+    path = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1])])
     plans = {
         subprocess.run(
             [sys.executable, "-c", script],

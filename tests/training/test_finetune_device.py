@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import UsageError
+from l0prune.capture.modes import evaluating
 from l0prune.running import device
 
 
@@ -64,11 +65,11 @@ def test_training_leaves_frozen_parts_of_a_model_in_train_mode():
 def test_evaluating_restores_each_mode_even_after_an_error():
     network = model()
     network[1].eval()
-    with device.evaluating(network):
+    with evaluating(network):
         assert not any(modes(network))
         assert not torch.is_grad_enabled()
     assert modes(network) == [True, True, False, True]
-    with pytest.raises(ZeroDivisionError), device.evaluating(network):
+    with pytest.raises(ZeroDivisionError), evaluating(network):
         raise ZeroDivisionError
     assert modes(network) == [True, True, False, True]
 

@@ -19,7 +19,7 @@ from l0prune.running.task import Task
 from l0prune.training import checkpoint
 from l0prune.training.run import finetune
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def measured(history):
@@ -37,7 +37,7 @@ def whole(request, tmp_path_factory):
 def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
     script = [sys.executable, str(HERE / "resumed_run.py"), str(tmp_path)]
     stop = 3 * STEPS + 5  # in the middle of epoch 4
-    paths = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     killed = subprocess.run(
         [*script, str(stop), str(int(signal.SIGKILL))], env={**os.environ, "PYTHONPATH": paths}
     )

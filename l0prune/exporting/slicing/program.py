@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.capture import batch_shapes, widened
 from l0prune.capture.recording import Inputs
 from l0prune.exporting.certify.certificate import cast
+from l0prune.exporting.slicing import layernorm, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.dtypes import converted
 from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
