@@ -1,4 +1,4 @@
-"""The kinds of gates: how a slot's parameter becomes its multiplier. Importing it registers them."""
+"""The kinds of gates: how a slot's parameter becomes its multiplier."""
 
 from l0prune.gating.kinds import (  # noqa: F401
     binary_concrete,
