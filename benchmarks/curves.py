@@ -2,7 +2,7 @@
 
 Reads the metrics of runs that are there and does those that are not. The expected MACs are those
 of the gates as they are drawn in training, the real ones those of an export at that epoch; 1 MAC
-is 2 FLOPs. Prints the numbers as JSON; the figure needs matplotlib (pip install '.[report]').
+is 2 FLOPs. Prints the numbers as JSON; the figure needs matplotlib (pip install '.[benchmarks]').
 
     python -m benchmarks.curves mnist-mlp mnist-lenet5 [--figure curves.png]
     python -m benchmarks.curves RUN-FOLDER …

@@ -1,16 +1,16 @@
-"""Everything that l0prune raises on purpose.
+"""Everything that l0prune raises on purpose::
 
-L0pruneError
-├── CaptureError       torch.export could not capture the model
-├── NothingToPrune     the survey found no axis that may be cut
-├── NotGated           the model carries no gates
-├── AlreadyGated       the model carries gates already
-├── CertificateError   the exported model does not compute what the gated one does
-├── FileError          a file cannot be read, written or trusted
-├── UsageError         an argument or option cannot be understood (exit code 2 on the CLI)
-├── DataError          a data source is missing, empty or does not fit the model
-└── TrainingError      training cannot go on (NaN loss, …)
-    └── StoppedElsewhere   another process of the run stopped, and said why
+    L0pruneError
+    ├── CaptureError       torch.export could not capture the model
+    ├── NothingToPrune     the survey found no axis that may be cut
+    ├── NotGated           the model carries no gates
+    ├── AlreadyGated       the model carries gates already
+    ├── CertificateError   the exported model does not compute what the gated one does
+    ├── FileError          a file cannot be read, written or trusted
+    ├── UsageError         an argument or option cannot be understood (exit code 2 on the CLI)
+    ├── DataError          a data source is missing, empty or does not fit the model
+    └── TrainingError      training cannot go on (NaN loss, …)
+        └── StoppedElsewhere   another process of the run stopped, and said why
 
 Interrupted (a KeyboardInterrupt): training was stopped by Ctrl-C or SIGTERM.
 """

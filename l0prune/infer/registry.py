@@ -2,7 +2,7 @@
 
 A rule is a function of the inference and a graph node that returns the node's value: one
 expression per dim of its output (or a list of such values for an operator with many outputs).
-It unifies what the operator ties, pins what it forbids, and records what it contracts.
+It unifies what the operator ties, pins what it forbids, and records what it contracts::
 
     @rule("aten.glu", zero=some)
     def glu(infer: Inference, node: Node) -> Value:

@@ -33,10 +33,10 @@ def penalty(
     """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
 
     With ``counting="joint"`` a weight is there if the gates on all its sides are open, and the
-    expectation is exact. With ``"groups"`` each gate is charged for its own |g| weights whatever
-    the others do, as in the paper (eq. 16). Where λ differs between axes, a weight that several
-    axes share is charged, in joint counting, at the mean of their λs; in groups, each axis is
-    charged at its own.
+    expectation is exact. With ``"groups"`` each gate is charged for its own weights, ``|g|`` of
+    them, whatever the others do, as in the paper (eq. 16). Where λ differs between axes, a weight
+    that several axes share is charged, in joint counting, at the mean of their λs; in groups, each
+    axis is charged at its own.
 
     With ``l2`` the expected L2 penalty of eq. 15 and 17 is added: ½·l2·Σ P(weight is there)·W²
     over the model's trainable parameters, for the same meaning of "there". W is the plain

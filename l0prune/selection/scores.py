@@ -52,7 +52,7 @@ def score(
       sites. So its square is how far closing the gate moves the weights.
     - ``"group-magnitude"``: the L2 norm of all weights that are cut with the slot: the rows that
       write it, the columns that read it, and the norms and biases between.
-    - ``"bn-scale"``: |γ|, the scale of torch.nn's normalisation layers that the slot passes
+    - ``"bn-scale"``: ``|γ|``, the scale of torch.nn's normalisation layers that the slot passes
       through, their mean where there are several. An axis of which not every slot does gets its
       magnitudes, divided by their mean.
     - ``"taylor"``: (dL/dz)² with L the mean loss over the data, in eval mode: to first order the

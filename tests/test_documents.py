@@ -1,0 +1,78 @@
+"""What README, docs and CONTRIBUTING point at is there, and the site builds."""
+
+import importlib
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import l0prune
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+IDS = [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_link_leads_to_a_file(page):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_name_of_the_package_can_be_reached(page):
+    for name in set(re.findall(r"\bl0prune(?:\.[A-Za-z_]\w*)+", page.read_text())):
+        found = l0prune
+        for attribute in name.split(".")[1:]:
+            if attribute in ("toml", "run"):  # l0prune.toml is a file, MODEL.run a folder
+                break
+            try:
+                found = getattr(found, attribute)
+            except AttributeError:
+                found = importlib.import_module(f"{found.__name__}.{attribute}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_every_file_and_benchmark_that_is_named_exists(page):
+    text = page.read_text()
+    for name in re.findall(r"python -m (benchmarks\.[a-z_]+)", text):
+        assert importlib.util.find_spec(name), name
+    for name in re.findall(r"`((?:tests|benchmarks|l0prune|docs)/[\w/]+\.(?:py|md|toml))`", text):
+        assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="pip install '.[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "l0prune.survey" in (tmp_path / "api.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_all_that_the_main_job_needs(tmp_path):
+    """The bare environment itself is CI's; here the wheel is put before everything else."""
+    pytest.importorskip("sklearn")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert l0prune.__version__ in wheel.name
+    home = tmp_path / "site"
+    subprocess.run([*pip, "install", "--no-deps", "--target", home, wheel], check=True)
+    code = "import l0prune; print(l0prune.__file__); from l0prune.cli.app import main; main()"
+    job = ("run", "digits-lenet", "dense.epochs=1", "finetune.epochs=1", "finetune.settle=0.2")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *job],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(home), "PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(home))
+    assert list(tmp_path.rglob("*.onnx"))
