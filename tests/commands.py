@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from l0prune.cli.app import main
+
 COMMAND = [sys.executable, "-c", "from l0prune.cli.app import main; main()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
 
@@ -19,3 +23,12 @@ def run(*arguments, cwd):
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def in_process(capfd, *arguments):
+    """A command in this process, in the current folder: exit code, stdout, stderr."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(sys, "argv", ["l0prune", *map(str, arguments)])
+        main()
+    written = capfd.readouterr()
+    return stop.value.code, written.out, written.err

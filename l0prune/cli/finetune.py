@@ -10,7 +10,7 @@ import typer
 import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
-from l0prune.cli.project import chosen, defaults, newest, output_path
+from l0prune.cli.project import defaults, newest, output_path
 from l0prune.data import load_data
 from l0prune.errors import UsageError
 from l0prune.files import artifact
@@ -135,13 +135,12 @@ def finetune(
     target = output_path(out, str(path), ".tuned.pt")
     with joined() as world:
         info = artifact.read_info(path)
-        spec = recorded_data(data, info, path, trust_pickle)
+        spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         if spec is None:
             raise UsageError(
                 "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
                 '`l0prune gate`, or as data = "…" in l0prune.toml.'
             )
-        root = chosen(data_root, "data_root", info)
         source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
         history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)

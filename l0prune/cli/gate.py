@@ -24,6 +24,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.data import load_data
+from l0prune.files.consent import remember_root
 from l0prune.files.model_sources import is_rebuildable
 from l0prune.gating.kinds.base import gate_of, gate_to_dict
 
@@ -79,7 +80,9 @@ def gate(
     )
     target = output_path(out, spec, ".gated.pt")
     info = {"model": spec if is_rebuildable(spec) else None, "data": data_spec}
-    info["data_root"] = str(data_root) if data_root else None
+    if data_root:
+        info["data_root"] = str(data_root)
+        remember_root(data_root)
     l0prune.save(module, target, {k: v for k, v in info.items() if v is not None})
     gates = l0prune.gates(module)
     result = {

@@ -10,8 +10,8 @@ import typer
 
 from l0prune.cli.project import chosen
 from l0prune.errors import UsageError
+from l0prune.files.consent import check_consent, check_root_consent
 from l0prune.files.model_sources import load_model, parse_input
-from l0prune.files.user_code import check_recorded
 
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
@@ -102,14 +102,21 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def recorded_data(
-    given: str | None, info: dict[str, Any], path: Path, trust_pickle: bool
-) -> str | None:
-    """The data source: as given, as the file's maker named it, or as the project does.
+    given: str | None,
+    root: Path | None,
+    info: dict[str, Any],
+    path: Path,
+    trust_pickle: bool,
+) -> tuple[str | None, Path | None]:
+    """The data source and its root: as given, as the file remembers them, or as the project does.
 
     Raises:
-        UsageError: the file names code of its own, which only its owner can trust.
+        FileError: the file names code or a folder of its own choice.
     """
-    if given is None and not trust_pickle:
-        check_recorded(str(info.get("data", "")), path)
-    spec = chosen(given, "data", info)
-    return None if spec is None else str(spec)
+    asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
+    if given is None and "data" in asked and not trust_pickle:
+        check_consent(asked["data"], path)
+    if root is None and "data_root" in asked and not trust_pickle:
+        check_root_consent(asked["data_root"], path)
+    spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
+    return None if spec is None else str(spec), None if folder is None else Path(folder)

@@ -11,7 +11,7 @@ from l0prune.data.folder import image_folder
 from l0prune.data.function import from_function
 from l0prune.data.small import cifar, digits, mnist
 from l0prune.errors import UsageError
-from l0prune.files.user_code import is_code
+from l0prune.files.consent import is_code
 
 _NAMED: dict[str, Callable[[str, Path], Data]] = {
     "digits": digits,

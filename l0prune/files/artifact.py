@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from l0prune.errors import FileError, NotGated, UsageError
 from l0prune.files.atomic import PathLike, atomic_write
+from l0prune.files.consent import check_consent
 from l0prune.files.loading import load_pickle
 from l0prune.files.model_sources import is_rebuildable, load_model
 from l0prune.files.structure import check_fits, fill, pack, unpack
-from l0prune.files.user_code import check_recorded
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
@@ -77,7 +77,8 @@ def load(
         model: an ungated module of the same class to load into, for classes that are neither
             torch.nn nor torchvision.models; built from the file where None. It is what is
             returned; after an error it is as it was.
-        trust_pickle: unpickle any class in the file, and run any code that it names.
+        trust_pickle: unpickle any class in the file, run any code and fetch any network that it
+            names. Without, only what the user has named before on this machine (``load_model``).
 
     Raises:
         AlreadyGated: ``model`` carries gates.
@@ -164,7 +165,7 @@ def _built(content: dict[str, Any], path: PathLike, trust: bool) -> nn.Module:
     spec = _spec(_info(content, path))
     if is_rebuildable(spec):
         if not trust:
-            check_recorded(spec, path)
+            check_consent(spec, path)
         return load_model(spec)
     return unpack(content["foreign_module"], content, path, trust=trust)
 

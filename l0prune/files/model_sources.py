@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
+from l0prune.files.consent import is_code, remember
 from l0prune.files.loading import load_pickle
-from l0prune.files.user_code import called, is_code, named
+from l0prune.files.user_code import called, named
 
 # What training scripts call the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
@@ -56,6 +57,7 @@ def is_rebuildable(spec: str) -> bool:
 def _build(spec: str, trust_pickle: bool) -> Any:
     kind, _, name = spec.partition(":")
     if kind in _PACKAGES and name:
+        remember(spec)
         return _PACKAGES[kind](name)
     if is_code(spec):
         factory = named(spec)

@@ -11,28 +11,21 @@ from types import ModuleType
 from typing import Any
 
 from l0prune.errors import FileError, L0pruneError, UsageError
-
-# Besides the current folder: this package, and the recipes beside it in a source checkout.
-_PACKAGE = Path(__file__).resolve().parents[1]
-_OURS = (_PACKAGE, _PACKAGE.parent / "recipes")
-
-
-def is_code(spec: str) -> bool:
-    """Does the spec have the form ``file.py:name``?"""
-    path, _, name = spec.rpartition(":")
-    return path.endswith(".py") and bool(name)
+from l0prune.files.consent import remember
 
 
 def named(spec: str) -> Any:
     """What ``file.py:name`` names. The file is run, once as long as it does not change.
 
-    Its folder is put at the front of ``sys.path``, as Python does for a script.
+    Its folder is put at the front of ``sys.path``, as Python does for a script. Files may name
+    this code from now on, as long as it does not change.
 
     Raises:
         FileError: there is no such file, or it fails while it runs.
         UsageError: it defines no such name.
     """
     path, _, name = spec.rpartition(":")
+    remember(spec)
     module = _imported(Path(path))
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
@@ -57,25 +50,6 @@ def called(function: Any, spec: str) -> Any:
         raise UsageError(
             f"{spec} failed when it was called without arguments: {error!r}{where}"
         ) from error
-
-
-def check_recorded(spec: str, file: Any) -> None:
-    """Refuse to run code far away only because ``file`` asks for it.
-
-    Code in the current folder, or below it, is taken for the user's own.
-
-    Raises:
-        FileError: the spec names a Python file elsewhere.
-    """
-    if not is_code(spec):
-        return
-    path = Path(spec.rpartition(":")[0]).resolve()
-    if not any(path.is_relative_to(folder) for folder in (Path.cwd().resolve(), *_OURS)):
-        raise FileError(
-            f"{file} asks to run {spec}, which lies outside the current folder. Go to the folder "
-            "of that code, if it is yours; or, if you trust whoever made the file, add "
-            "--trust-pickle (trust_pickle=True)."
-        )
 
 
 def _imported(path: Path) -> ModuleType:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pickle
 import sys
-from pathlib import Path
 
 import pytest
 
-import l0prune
 from l0prune.errors import FileError, UsageError
-from l0prune.files.user_code import called, check_recorded, is_code, named
+from l0prune.files.consent import is_code
+from l0prune.files.user_code import called, named
 
 
 @pytest.fixture(autouse=True)
@@ -102,16 +101,3 @@ def test_missing_files(tmp_path):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(FileError, match="does not exist"):
         named(f"{tmp_path}/folder.py:f")
-
-
-def test_recorded_code_must_be_near(tmp_path, monkeypatch):
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    check_recorded("net.py:build", "a.pt")
-    check_recorded("below/net.py:build", "a.pt")
-    check_recorded(f"{tmp_path}/here/net.py:build", "a.pt")
-    check_recorded("torchvision:resnet18", "a.pt")
-    check_recorded(f"{Path(l0prune.__file__).parent}/anything.py:build", "a.pt")
-    for spec in ("../net.py:build", f"{tmp_path}/net.py:build", "below/../../net.py:build"):
-        with pytest.raises(FileError, match=r"a\.pt asks to run .*outside the current folder"):
-            check_recorded(spec, "a.pt")

@@ -1,0 +1,124 @@
+"""What a file may ask for: code to run, or something to fetch, only with the user's consent.
+
+Whoever made a model file chose what it asks for, so that asking proves nothing. What the user has
+named by hand, on the command line or in Python, is remembered on this machine, outside all model
+files: a Python file by its path and its content, a network of a hub and a folder for downloads by
+their names. A file may ask for that again. For anything else it takes ``--trust-pickle``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from l0prune.errors import FileError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+# torchvision and timm build a network of a plain name without fetching anything.
+_HARMLESS = re.compile(r"[^:]*|(torchvision|timm):[\w.\-]+|imagefolder:.*", re.ASCII | re.DOTALL)
+_ROOT = "data root"
+
+
+class _Request(NamedTuple):
+    """What has to be agreed to: a text that says exactly what, and the words for a person."""
+
+    exact: str
+    what: str
+    way_on: str
+
+
+def remember(spec: str) -> None:
+    """Note that the user has agreed to what the spec runs or fetches, as it is now.
+
+    Where nothing can be noted (no home folder, a disk that is read-only), it is asked for again.
+    """
+    request = _request(spec)
+    if request is not None:
+        _note(request)
+
+
+def remember_root(folder: str | os.PathLike[str]) -> None:
+    """Note that the user has named the folder for data sets that are downloaded."""
+    _note(_root_request(folder))
+
+
+def check_consent(spec: str, file: Any) -> None:
+    """Refuse what ``file`` asks for, unless the user has named it before on this machine.
+
+    Raises:
+        FileError: the spec runs code or fetches something, and the user never named it, or the
+            code has changed since.
+    """
+    request = _request(spec)
+    if request is not None:
+        _check(request, file)
+
+
+def check_root_consent(folder: str | os.PathLike[str], file: Any) -> None:
+    """Refuse to download into a folder only because ``file`` names it.
+
+    Raises:
+        FileError: the user has not named it before on this machine.
+    """
+    _check(_root_request(folder), file)
+
+
+def is_code(spec: str) -> bool:
+    """Does the spec have the form ``file.py:name``?"""
+    path, _, name = spec.rpartition(":")
+    return path.endswith(".py") and bool(name)
+
+
+def _request(spec: str) -> _Request | None:
+    """What has to be agreed to before the spec is followed; None for nothing."""
+    by_hand = f'name it yourself (l0prune.load(path, model=l0prune.load_model("{spec}")))'
+    if is_code(spec):
+        path = Path(spec.rpartition(":")[0]).resolve()
+        if path.is_relative_to(_PACKAGE) or not path.is_file():
+            return None
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        by_hand = by_hand.removesuffix(")") + "; for data: --data)"
+        return _Request(f"code {path} {content}", f"run {spec} ({path})", by_hand)
+    if _HARMLESS.fullmatch(spec):
+        return None
+    return _Request(f"fetch {spec}", f"fetch {spec}", by_hand)
+
+
+def _root_request(folder: str | os.PathLike[str]) -> _Request:
+    path = Path(folder).resolve()
+    return _Request(f"{_ROOT} {path}", f"keep data in {path}", "name it yourself (--data-root)")
+
+
+def _check(request: _Request, file: Any) -> None:
+    if not _is_noted(request):
+        raise FileError(
+            f"{file} asks to {request.what}. That is not done only because a file asks for it: "
+            "you have not named this on this machine, or it has changed since. Two ways on: "
+            f"{request.way_on}; or, if you trust whoever made it, add --trust-pickle "
+            "(trust_pickle=True)."
+        )
+
+
+def _note(request: _Request) -> None:
+    with contextlib.suppress(OSError, RuntimeError):
+        place = _place(request)
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place.touch(mode=0o600)
+
+
+def _is_noted(request: _Request) -> bool:
+    try:
+        return _place(request).is_file()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _place(request: _Request) -> Path:
+    """The empty file whose existence says that the request was agreed to."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    digest = hashlib.sha256(request.exact.encode("utf-8", "surrogatepass")).hexdigest()
+    return Path(state) / "l0prune" / "consent" / digest
