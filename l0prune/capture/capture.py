@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.modes import evaluating
 from l0prune.capture.provenance import module_of, source_of, within
@@ -92,7 +93,7 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), _quiet():
+    with evaluating(part), without_hints(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(part, *widened(args, kwargs))

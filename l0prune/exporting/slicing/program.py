@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import batch_shapes, widened
+from l0prune.capture.hints import without_hints
 from l0prune.capture.recording import Inputs
 from l0prune.exporting.certify.certificate import cast
 from l0prune.exporting.slicing import layernorm, standardised_weights  # noqa: F401  (register their rewrites)
@@ -171,7 +172,7 @@ def _exported(
 ) -> tuple[ExportedProgram, bool]:
     """The program with these dynamic shapes, or static where the module does not allow them."""
     args, kwargs = example
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad(), without_hints():
         warnings.simplefilter("ignore")
         if shapes is not None:
             with suppress(Exception):  # the static shapes come next, and the result says so
