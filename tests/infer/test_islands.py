@@ -154,6 +154,22 @@ def test_attributes_of_a_part_that_became_a_graph_are_still_there():
     assert copy.deepcopy(dense.module).a.out_channels == 4
 
 
+def test_so_are_those_of_the_modules_in_it():
+    class Deep(Fixed):
+        def __init__(self):
+            super().__init__()
+            self.net[0].mode = "a"
+            self.drop = nn.Dropout(0.5)
+
+    def read(self, x):
+        return x * self.a.drop.p if self.a.net[0].mode == "a" else x
+
+    dense = cut(Two(Deep(), read))
+    assert "a is the captured graph" in dense.note
+    twin = copy.deepcopy(copy.deepcopy(dense.module))
+    assert torch.equal(twin(X), dense.module(X))
+
+
 def test_a_graph_remembers_what_was_frozen():
     dense = cut(Two(Fixed()))
     frozen = [name for name, p in dense.module.named_parameters() if not p.requires_grad]

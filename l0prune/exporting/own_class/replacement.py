@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from torch.fx import GraphModule
-from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.utils import _pytree as pytree
+
+_KEPT = "l0prune_modules"  # in a graph's meta: by path in it, what its modules keep
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the code around a graph may ask of one of its modules.
+
+    Attributes:
+        kind: the module's own class.
+        children: names of the modules in it, in their order.
+        attributes: its plain data.
+    """
+
+    kind: type[nn.Module]
+    children: tuple[str, ...]
+    attributes: dict[str, Any]
 
 
 def replace_part(model: nn.Module, path: str, graph: GraphModule) -> None:
     """Put the graph wherever the model holds the submodule at ``path``, in place.
 
     The code around it finds the plain attributes of the submodule (``self.backbone.out_channels``)
-    on the graph, too.
+    on the graph, too, and the modules inside it (``self.layers[0].attn.batch_first``).
     """
     part = model.get_submodule(path)
-    carried = {n: value for n, value in _data_of(part).items() if not hasattr(graph, n)}
-    graph.meta[PRESERVED] = carried  # else a copy of the graph would be without them
-    for name, value in carried.items():
-        setattr(graph, name, value)
+    graph.meta[_KEPT] = {
+        inner: _Kept(type(module), tuple(module._modules), _data_of(module))
+        for inner, module in part.named_modules(remove_duplicate=False)
+    }
+    _put_on(graph)
+    graph._register_deepcopy_hook(_put_on)  # a copy is built anew, of what its graph reads
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is part:
             model.set_submodule(name, graph)
+
+
+def _put_on(graph: GraphModule) -> None:
+    """Let the modules in the graph be what its meta says, beside the tensors that they hold."""
+    for path, kept in graph.meta[_KEPT].items():
+        module = graph.get_submodule(path)
+        for name in kept.children:
+            child = module._modules.pop(name, None)  # and back again, in their order
+            module.add_module(name, nn.Module() if child is None else child)
+        for name, value in kept.attributes.items():
+            if not hasattr(module, name):
+                setattr(module, name, value)
+        if module is not graph:
+            with suppress(TypeError):  # a class that allows no other
+                module.__class__ = kept.kind
 
 
 def _data_of(module: nn.Module) -> dict[str, Any]:
