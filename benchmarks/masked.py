@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
-from l0prune.exporting.certify.certificate import cast, difference
+from l0prune.exporting.certify.certificate import difference
 from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.inputs import fresh_inputs
 from l0prune.exporting.onnx.file import Session
+from l0prune.exporting.slicing.dtypes import cast
 
 Kept = dict[str, list[Tensor]]  # by parameter: the positions that are left, in each dimension
 

@@ -17,37 +17,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from l0prune.capture.copying import copied
-from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
-from l0prune.exporting.certify.certificate import Certificate, cast, compare_onnx
+from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
-from l0prune.exporting.slicing.dtypes import dtype_of
-from l0prune.exporting.slicing.program import programs, reexport, reexport_part
+from l0prune.exporting.pieces import Piece, renewed
 from l0prune.files.atomic import atomic_write
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One captured part of the exported model; the only one where the whole was captured.
-
-    Attributes:
-        path: of the submodule, empty for the whole model.
-        program: the dense part as a ``torch.export`` program, in the model's dtype.
-        single: the same in float32, which is what ONNX files are in.
-        dynamic: whether its batch size is free.
-        gated: the gated part that it stands for, or the dense one that has learned on.
-        inputs: what they are compared on, in float32.
-        form: a part that its model calls in several ways, such as with tensors of two and of three
-            dims, is a piece for each of them; they are counted from 1.
-    """
-
-    path: str
-    program: ExportedProgram
-    single: ExportedProgram
-    dynamic: bool
-    gated: nn.Module
-    inputs: tuple[Inputs, ...]
-    form: int = 1
 
 
 @dataclass
@@ -110,7 +84,7 @@ class Export:
         known = {n: t for n, t in self._state.items() if n in state or not t.is_floating_point()}
         return replace(
             self,
-            pieces=tuple(_renewed(piece, module) for piece in self.pieces),
+            pieces=tuple(renewed(piece, module) for piece in self.pieces),
             certificate=self.certificate.without("onnx"),
             _state={name: state.get(name, tensor) for name, tensor in known.items()},
         )
@@ -209,12 +183,3 @@ class Export:
         yield proof
         if self.note:
             yield self.note
-
-
-def _renewed(piece: Piece, module: nn.Module) -> Piece:
-    """The same part of the module as it is now."""
-    part = module.get_submodule(piece.path)
-    dtype = dtype_of(part)
-    export = reexport_part if piece.path else partial(reexport, dynamic=piece.dynamic)
-    made = programs(copied(part), dtype, cast(piece.inputs[0], dtype), export)
-    return Piece(piece.path, *made, part, piece.inputs, piece.form)

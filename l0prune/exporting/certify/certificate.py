@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.recording import Call, Inputs, examples_in, filled, record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.float64 import InFloat64
-from l0prune.exporting.slicing.dtypes import converted
+from l0prune.exporting.slicing.dtypes import cast, converted
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -220,18 +220,6 @@ def _running_in(dtype: torch.dtype) -> Iterator[None]:
             "cause is a tensor that model.double() does not convert: a plain attribute that should "
             "be a buffer (register_buffer), or a dtype fixed in code the model calls."
         ) from error
-
-
-def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``."""
-
-    def to(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to("cpu", dtype if leaf.is_floating_point() else None, copy=True)
-
-    args, kwargs = pytree.tree_map(to, inputs)
-    return args, kwargs
 
 
 def is_valid(model: nn.Module, given: Inputs) -> bool:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Inputs, filled, record
+from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
-    cast,
     compare,
     compare_in_parts,
     is_valid,
@@ -27,131 +23,108 @@ from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.exporting.own_class.resizing import Changes
-from l0prune.exporting.result import Piece
-from l0prune.exporting.slicing.program import programs, reexport, reexport_part
+from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 
 BATCHES = (2, 5)
 
 
-@dataclass
-class Cut:
-    """A model before and after the cut, in float64 where it was cut.
+@dataclass(frozen=True)
+class Proven:
+    """What is left to hand out once the certificate stands.
 
     Attributes:
-        gated: the gated model, on the CPU, in eval mode.
-        own: what the model's own class may be at the new sizes.
-        graphs: by path, the captured parts at the new sizes.
-        gathers: why its own class cannot be right, where that is known beforehand.
+        module: the dense model: of its own class, or with its captured graphs.
+        graphs: by path, the captured parts at their new sizes.
+        inputs: what it was compared on.
+        checks: the comparisons.
+        comparisons: by path, whether each part could be of its own class.
+        changes: attributes of the own class that follow the new sizes.
     """
 
-    gated: nn.Module
-    own: OwnClass
-    graphs: dict[str, GraphModule]
-    gathers: str
-
-
-@dataclass
-class Proven:
-    """What is left to hand out once the certificate stands."""
-
     module: nn.Module
-    pieces: list[Piece]
-    checks: list[Check]
+    graphs: Mapping[str, GraphModule]
+    inputs: tuple[Inputs, ...]
+    checks: tuple[Check, ...]
     comparisons: dict[str, Comparison]
     changes: Changes
 
 
-def prove(both: Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int) -> Proven:
+def prove(
+    subject: Subject,
+    parts: Parts,
+    graphs: Mapping[str, GraphModule],
+    own: OwnClass,
+    predicted: int,
+) -> Proven:
     """The dense model, and all that shows that it computes what the gated one does.
 
     Args:
-        both: before and after the cut.
+        subject: before the cut.
         parts: what was captured.
-        example: inputs in the model's dtype.
-        dtype: of the model.
+        graphs: by path, the captured parts at their new sizes.
+        own: what the model's own class may be at the new sizes.
         predicted: parameters that the dense model must have.
 
     Raises:
         CertificateError: it does not, or cannot be compared.
     """
-    whole_or_parts = _prove_whole if "" in both.graphs else _prove_parts
-    return whole_or_parts(both, parts, example, dtype, predicted)
+    if "" in graphs:
+        return _prove_whole(subject, parts, graphs, own, predicted)
+    return _prove_parts(subject, parts, graphs, own, predicted)
 
 
 def _prove_whole(
-    both: Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
+    subject: Subject,
+    parts: Parts,
+    graphs: Mapping[str, GraphModule],
+    own: OwnClass,
+    predicted: int,
 ) -> Proven:
     """A model of one piece: its graph must be right, its own class may be."""
-    captured = parts.found[0].analysis.captured
-    graph = both.graphs[""]
+    captured, graph = parts.found[0].analysis.captured, graphs[""]
     _check_count(graph, parts, predicted)
     batches = BATCHES if captured.dynamic else (captured.batch,)
-    against = partial(compare, both.gated, graph)
-    inputs, certificate = _certified(both.gated, example, batches, against)
-    own, changes, comparison = None, both.own.candidates[0], Comparison(both.gathers)
-    if not both.gathers:
-        choice = choose(both.own, [Reference("", both.gated, inputs)])
-        own, changes, comparison = choice.module, choice.changes, choice.comparisons[""]
-    export = partial(reexport, dynamic=captured.dynamic)
-    program, single, dynamic = programs(graph, dtype, example, export)
-    return Proven(
-        module=graph if comparison.reason or own is None else own.to(dtype),
-        pieces=[Piece("", program, single, dynamic, both.gated, inputs)],
-        checks=[*certificate.checks, *comparison.checks],
-        comparisons={"": comparison},
-        changes=changes,
-    )
+    against = partial(compare, subject.gated, graph)
+    inputs, certificate = _certified(subject.gated, subject.example, batches, against)
+    module: nn.Module = graph
+    changes, comparison = own.candidates[0], Comparison(own.impossible)
+    if not own.impossible:
+        choice = choose(own, [Reference("", subject.gated, inputs)])
+        changes, comparison = choice.changes, choice.comparisons[""]
+        module = graph if comparison.reason else choice.module
+    checks = (*certificate.checks, *comparison.checks)
+    return Proven(module, graphs, inputs, checks, {"": comparison}, changes)
 
 
 def _prove_parts(
-    both: Cut, parts: Parts, example: Inputs, dtype: torch.dtype, predicted: int
+    subject: Subject,
+    parts: Parts,
+    graphs: Mapping[str, GraphModule],
+    own: OwnClass,
+    predicted: int,
 ) -> Proven:
     """A model of which only islands were captured: their own classes, or else their graphs."""
-    paths = list(both.graphs)
+    paths = list(graphs)
     # one candidate for all parts, so that what they share stays shared
-    references = [Reference(p.path, both.graphs[p.path], [p.example]) for p in parts.found]
-    choice = choose(both.own, references)
+    references = [Reference(p.path, graphs[p.path], [p.example]) for p in parts.found]
+    choice = choose(own, references)
     dense, changes = choice.module, choice.changes
     for path, comparison in choice.comparisons.items():
         if comparison.reason:
-            replace_part(dense, path, both.graphs[path])
+            replace_part(dense, path, graphs[path])
             changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
-    against = partial(compare_in_parts, both.gated, dense, paths)
+    against = partial(compare_in_parts, subject.gated, dense, paths)
     try:
-        inputs, certificate = _certified(both.gated, example, (None, None), against)
+        inputs, certificate = _certified(subject.gated, subject.example, (None, None), against)
     except CertificateError as error:
         raise CertificateError(
             f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
             "code around them may read what was cut off them (a weight, a size). What it reads has "
             f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
         ) from error
-    received: dict[str, list[Inputs]] = {path: [] for path in paths}
-    for given in inputs:
-        for call in record(both.gated, paths, cast(given, dtype)):
-            received[call.path].append(filled(call.inputs))
-    pieces, part_examples = [], {part.path: part.example for part in parts.found}
-    for path, comparison in choice.comparisons.items():
-        part, submodule = dense.get_submodule(path), both.gated.get_submodule(path)
-        for form, alike in enumerate(_forms(received[path] or [part_examples[path]]), start=1):
-            program, single, dynamic = programs(part, dtype, alike[0], reexport_part)
-            dynamic = (
-                dynamic and not comparison.reason
-            )  # a graph was captured at the example's sizes
-            pieces.append(Piece(path, program, single, dynamic, submodule, alike, form))
-    dense.to(dtype)
-    return Proven(dense, pieces, list(certificate.checks), choice.comparisons, changes)
-
-
-def _forms(calls: Sequence[Inputs]) -> list[tuple[Inputs, ...]]:
-    """The inputs of which one program takes all: of one structure, with as many dims."""
-    forms: dict[Any, list[Inputs]] = {}
-    for given in calls:
-        leaves, structure = pytree.tree_flatten(given)
-        ranks = [leaf.ndim if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-        forms.setdefault((str(structure), *ranks), []).append(given)
-    return [tuple(alike) for alike in forms.values()]
+    return Proven(dense, graphs, inputs, certificate.checks, choice.comparisons, changes)
 
 
 def _certified(

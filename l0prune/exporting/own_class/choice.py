@@ -17,8 +17,8 @@ from l0prune.exporting.own_class.comparison import (
 )
 from l0prune.exporting.own_class.remembered_sizes import remembered_sizes
 from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
-from l0prune.exporting.slicing.program import KEPT_INPUTS
-from l0prune.plan.plan import Plan
+from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.graph import KEPT_INPUTS
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,13 @@ class OwnClass:
         plain: the ungated model at its old sizes.
         tensors: the cut tensors in float64, by name.
         candidates: attributes to change, the surest first: without and with guesses at sizes.
+        impossible: why it cannot be right, where that is known beforehand; else empty.
     """
 
     plain: nn.Module
     tensors: Mapping[str, Tensor]
     candidates: tuple[Changes, ...]
+    impossible: str = ""
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
@@ -42,30 +44,29 @@ class OwnClass:
 
 def own_class(
     plain: nn.Module,
-    plan: Plan,
-    kept: Tensor,
+    chosen: Chosen,
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
+    graphs: Mapping[str, nn.Module],
 ) -> OwnClass:
     """What the resized model may be.
 
     Args:
         plain: the ungated model at its old sizes.
-        plan: its plan.
-        kept: the slots that stay.
+        chosen: the slots that stay.
         tensors: the cut tensors in float64, by name.
         state: the cut tensors under every key of the state_dict.
+        graphs: by path, the captured parts at the new sizes.
     """
     sure = changed_attributes(plain, state)
     candidates = [sure]
     for largest in (False, True):
-        guessed = remembered_sizes(plain, plan, kept, largest=largest)
+        guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates.append(
             {p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}}
         )
-    return OwnClass(
-        plain, tensors, tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    )
+    distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
+    return OwnClass(plain, tensors, distinct, _gathers(graphs.get(""), chosen))
 
 
 @dataclass(frozen=True)
@@ -141,11 +142,13 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
     return {path: attributes for path, attributes in left.items() if attributes}
 
 
-def gathers(graph: nn.Module, plan: Plan, is_open: Tensor) -> str:
+def _gathers(graph: nn.Module | None, chosen: Chosen) -> str:
     """Why no class of the user's can stand in where inputs are picked one by one; else empty."""
-    if not any(name.startswith(KEPT_INPUTS) for name, _ in graph.named_buffers()):
+    names = (name for name, _ in graph.named_buffers()) if graph is not None else ()
+    if not any(name.startswith(KEPT_INPUTS) for name in names):
         return ""
-    picked = [a.name for a in plan.axes if a.kind == "input" and not is_open[a.slice].all()]
+    inputs = [axis for axis in chosen.plan.axes if axis.kind == "input"]
+    picked = [axis.name for axis in inputs if not chosen.is_open[axis.slice].all()]
     return (
         f"single inputs are picked ({', '.join(picked)}), for which its forward has no place; gate "
         "with exclude='*.in' to keep the class"

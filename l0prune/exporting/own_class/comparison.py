@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.certificate import Check, cast, compare, difference
+from l0prune.exporting.certify.certificate import Check, compare, difference
 from l0prune.exporting.certify.float64 import InFloat64
-from l0prune.exporting.slicing.dtypes import converted
+from l0prune.exporting.slicing.dtypes import cast, converted
 from l0prune.gating.bank import Gates
 
 # In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.

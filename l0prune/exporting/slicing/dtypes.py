@@ -1,15 +1,17 @@
-"""Copies of models in another dtype, with captured graphs that ask for that one, too."""
+"""Copies of models and inputs in another dtype, with captured graphs that ask for that one, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import Model, copied
+from l0prune.capture.recording import Inputs
 
 _OWN = "l0prune_dtype"  # in a graph's meta: what stands in it for the model's own dtype
 
@@ -36,6 +38,18 @@ def converted(model: Model, dtype: torch.dtype) -> Model:
             _replace(part, part.meta[_OWN], dtype)
             marked(part, dtype)
     return result.to("cpu", dtype)
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``."""
+
+    def to(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("cpu", dtype if leaf.is_floating_point() else None, copy=True)
+
+    args, kwargs = pytree.tree_map(to, inputs)
+    return args, kwargs
 
 
 def _replace(module: GraphModule, old: torch.dtype, new: torch.dtype) -> None:

@@ -5,12 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from l0prune.capture.provenance import within
+from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.standardised_weights import with_statistics_taken
+from l0prune.infer.parts import Part, Parts
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Plan
 
 _TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
+
+
+def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) -> dict[str, Tensor]:
+    """Every stored tensor that the parts use, folded and cut, in float64, by name."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts.found:
+        tensors |= _of_part(plain, part, chosen[part.path])
+    return tensors
+
+
+def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
+    plan = part.analysis.plan
+    constants = part.analysis.captured.program.constants
+    stored = {within(part.path, name): value for name, value in constants.items()}
+    stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
+    folded = fold(plan, doubled(tensors), chosen.z)
+    return cut(plan, with_statistics_taken(part.analysis, folded, chosen.kept), chosen.kept)
+
+
+def cut_state(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The cut tensors under every key of the model's own state_dict, in their own dtypes."""
+    state = {}
+    for key, old in plain.state_dict().items():
+        name = plan.aliases.get(key, key)
+        state[key] = exact[name].to(old.dtype) if name in exact else old
+    return state
 
 
 def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,52 @@
+"""Which slots stay, and the gates' values on them, in the axes of the model's own capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from l0prune.exporting.subject import Subject
+from l0prune.infer.parts import Parts
+from l0prune.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The gates of one plan as they count for the cut.
+
+    Attributes:
+        plan: whose axes.
+        z: the value of each gate; 1 where the model has none.
+        kept: the slots that stay, bool; both flat, shape ``(plan.size,)``.
+    """
+
+    plan: Plan
+    z: Tensor
+    kept: Tensor
+
+    @property
+    def is_open(self) -> Tensor:
+        """Which gates are open, bool, flat."""
+        return self.z > 0
+
+
+def chosen_slots(subject: Subject, parts: Parts) -> tuple[Chosen, dict[str, Chosen]]:
+    """Those of the whole model, and those of each of its parts by path."""
+
+    def on(plan: Plan) -> Chosen:
+        z = _on_plan(plan, subject.plan, subject.z)
+        return Chosen(plan, z, plan.kept(z > 0))
+
+    return on(parts.plan), {part.path: on(part.analysis.plan) for part in parts.found}
+
+
+def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:
+    """Gate values for every axis of ``plan``: 1 where ``gated`` has none."""
+    full = torch.ones(plan.size, dtype=z.dtype)
+    slices = {axis.name: axis.slice for axis in gated.axes}
+    for axis in plan.axes:
+        if axis.name in slices:
+            full[axis.slice] = z[slices[axis.name]].cpu()
+    return full

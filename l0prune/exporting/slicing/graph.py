@@ -1,0 +1,124 @@
+"""From an analysed capture and folded, sliced tensors to a dense module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from l0prune.exporting.slicing import layernorm, standardised_weights  # noqa: F401  (register their rewrites)
+from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.dtypes import marked
+from l0prune.exporting.slicing.literals import picked, rewrite_literals
+from l0prune.exporting.slicing.sizes import Sizes
+from l0prune.infer.build import Analysis
+from l0prune.infer.nodes import operator_name
+from l0prune.infer.parts import Parts
+from l0prune.plan.layout import Both
+
+# What the capture noted about this example's dtypes and strides; no part of the function.
+KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
+
+_ASSERTIONS = ("aten._assert_tensor_metadata",)
+
+
+def dense_graphs(
+    parts: Parts, chosen: Mapping[str, Chosen], tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, GraphModule]:
+    """By path, the captured graph of each part at its new sizes, of a model in ``dtype``."""
+    return {
+        part.path: marked(dense_module(part.analysis, tensors, chosen[part.path].kept), dtype)
+        for part in parts.found
+    }
+
+
+def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> GraphModule:
+    """The captured graph with cut tensors and rewritten shapes.
+
+    Args:
+        analysis: the capture of the ungated model.
+        tensors: cut tensors by name.
+        kept: the slots that stayed, bool, flat.
+    """
+    module = analysis.captured.program.module(check_guards=False)
+    assert isinstance(module, GraphModule)
+    for name in ("train", "eval"):  # torch puts methods there that raise; the plain ones will do
+        module.__dict__.pop(name, None)
+    layouts = dict(analysis.layouts)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, name in zip(inputs, analysis.captured.inputs, strict=True):
+        if name in analysis.layouts:  # the module's graph may call it otherwise: input_1 for input
+            layouts[node.name] = analysis.layouts[name]
+    for node in module.graph.nodes:
+        if node.op == "get_attr":  # the program calls them placeholders, by other names
+            name = analysis.captured.stored(str(node.target))
+            if name in analysis.plan.tensors:
+                layouts[node.name] = analysis.plan.tensors[name]
+    sizes = Sizes(analysis.plan, kept, layouts)
+    rewrite_literals(module, sizes)
+    _set_tensors(module, analysis, tensors)
+    _insert_gathers(module, sizes)
+    _drop_stale(module)
+    return module.eval()
+
+
+def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:
+    """Put the cut tensors where the graph reads them; tied ones stay one object."""
+    made: dict[str, Tensor] = {}
+    for node in module.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        target = str(node.target)
+        name = analysis.captured.stored(target)
+        if name not in tensors:
+            continue
+        path, _, leaf = target.rpartition(".")
+        owner = module.get_submodule(path)
+        is_parameter = name in analysis.captured.parameters
+        if name not in made and is_parameter:
+            made[name] = nn.Parameter(tensors[name], getattr(owner, leaf).requires_grad)
+        made.setdefault(name, tensors[name])
+        if is_parameter:
+            setattr(owner, leaf, made[name])
+        elif leaf in owner._buffers:
+            owner._buffers[leaf] = made[name]
+        else:  # a constant: as a buffer it follows the module to another dtype
+            owner.__dict__.pop(leaf, None)
+            owner.register_buffer(leaf, made[name])
+
+
+def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
+    """Before a Linear with gates on single columns: pick the columns that stayed."""
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or operator_name(node.target) != "aten.linear":
+            continue
+        source, weight = node.args[:2]
+        columns = sizes.dims(weight)[1] if weight.name in sizes.layouts else None
+        if not isinstance(columns, Both):
+            continue
+        fine = sizes.mask(columns)[sizes.mask(columns.base)]
+        if bool(fine.all()):
+            continue
+        with module.graph.inserting_before(node):
+            gather = picked(source, -1, fine, f"{KEPT_INPUTS}{weight.name}")
+        node.replace_input_with(source, gather)
+
+
+def _drop_stale(module: GraphModule) -> None:
+    """Remove what nobody reads, and the old shapes and dtypes that export would believe."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and operator_name(node.target) in _ASSERTIONS:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+        if name not in read:
+            path, _, leaf = name.rpartition(".")
+            delattr(module.get_submodule(path), leaf)
+    for node in module.graph.nodes:
+        if isinstance(node, Node) and node.op == "call_function":
+            node.meta.pop("val", None)

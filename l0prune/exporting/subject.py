@@ -1,0 +1,107 @@
+"""What an export works on: copies of the gated model, so that the user's own stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.capture import capture
+from l0prune.capture.copying import copied
+from l0prune.capture.modes import evaluating
+from l0prune.capture.recording import Inputs
+from l0prune.errors import UsageError
+from l0prune.exporting.slicing.dtypes import cast, dtype_of
+from l0prune.gating.attaching import check_intact, detach, gates_of
+from l0prune.infer.build import analyse
+from l0prune.infer.parts import Part, Parts, parts_of
+from l0prune.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A gated model as it is when its export begins, on the CPU and in eval mode.
+
+    Attributes:
+        gated: a copy of it.
+        plain: another one, without its gates.
+        plan: where its gates act.
+        z: their values in float64, flat, so that the certificate sees the cut and not the
+            rounding of a fold.
+        example: inputs in the model's dtype.
+        dtype: of the model.
+    """
+
+    gated: nn.Module
+    plain: nn.Module
+    plan: Plan
+    z: Tensor
+    example: Inputs
+    dtype: torch.dtype
+
+
+def subject_of(model: nn.Module) -> Subject:
+    """Copies of the gated model, with its gates' values.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: a module that carried gates has been replaced since.
+    """
+    check_intact(model)
+    gated = _copy(model).cpu().eval()
+    plain = copied(gated)
+    bank = detach(plain)
+    dtype = dtype_of(plain)
+    example = cast(bank.example, dtype)
+    return Subject(gated, plain, bank.plan, bank.double().z(), example, dtype)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy, also of a model that keeps tensors of its last forward.
+
+    The hook of torch's old ``weight_norm`` leaves the weight that it computed on the module, and
+    torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
+    """
+    try:
+        return copied(model)
+    except RuntimeError:
+        args, kwargs = gates_of(model).example
+        place = next(model.parameters()).device
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
+        with evaluating(model), torch.no_grad():
+            model(*args, **kwargs)
+        return copied(model)
+
+
+def surveyed(subject: Subject) -> Parts:
+    """The model's parts, the whole with a free batch size where that finds the same plan.
+
+    Raises:
+        CaptureError: torch.export can no longer follow it.
+        UsageError: the model has changed since it was gated.
+    """
+    plain, example, gated_by = subject.plain, subject.example, subject.plan
+    if gated_by.parts == ("",):
+        for dynamic in (True, False):
+            analysis = analyse(capture(plain, *example, dynamic_batch=dynamic))
+            if _same_gates(analysis.plan, gated_by):
+                unused = analysis.captured.unused
+                return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
+    else:
+        parts = parts_of(plain, example)
+        if _same_gates(parts.plan, gated_by):
+            return parts
+    raise UsageError(
+        "The gates do not fit what a copy of the model computes. Either its forward has changed "
+        "since it was gated: ungate it (l0prune.ungate) and gate it again. Or its code reaches the "
+        "model by a global or another object, where a copy still finds the original: let it use "
+        "self, or what self holds."
+    )
+
+
+def _same_gates(plan: Plan, gated_by: Plan) -> bool:
+    """Do both have the same parts, and gates at the same places in whatever order?"""
+    sites = plan.select(gated_by.names).sites
+    return plan.parts == gated_by.parts and set(sites) == set(gated_by.sites)
