@@ -15,8 +15,11 @@ from l0prune.running.feed import Feed, call
 
 def check_first_batch(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
-) -> None:
+) -> float:
     """One batch through model and loss, so that what does not fit is known before training.
+
+    Returns:
+        The loss, in eval mode.
 
     Raises:
         DataError: model, data and loss do not fit together.
@@ -40,6 +43,7 @@ def check_first_batch(
             f"the loss must be one number, a scalar tensor; it is {_shapes(loss)}. "
             "Take its mean over the batch"
         )
+    return float(loss)
 
 
 def _shapes(part: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,18 @@ from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import atomic_write
 from l0prune.files.loading import load_pickle
 from l0prune.running.shards import shard_like, whole
-from l0prune.training.settings import CHANGEABLE
+from l0prune.training.settings import Settings
 
 NAME = "checkpoint.pt"
 _FORMAT = 2
+
+# What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
+CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
+# What has no bearing on the numbers, beyond how they are rounded.
+IRRELEVANT = frozenset({
+    "device", "out", "resume", "progress", "tensorboard", "compile", "channels_last",
+    "checkpointing", "distributed",
+})  # fmt: skip
 
 
 @dataclass
@@ -27,7 +36,7 @@ class Checkpoint:
     """A run between two steps.
 
     Attributes:
-        settings: what decides the run's numbers (``Settings.fingerprint``).
+        settings: what decides the run's numbers (``fingerprint``).
         models: digests of the weights that the run started from, and of those it left the model
             with when it stopped: only with a model of such weights can it go on.
         model: every parameter and buffer, by name.
@@ -102,6 +111,23 @@ class Checkpoint:
                 f"model that it began with, {way_on}"
             )
         return texts
+
+
+def fingerprint(settings: Settings) -> dict[str, str]:
+    """What decides a run's numbers, as text; a run goes on only with the same."""
+    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    return {name: _text(value) for name, value in values.items() if name not in IRRELEVANT}
+
+
+def _text(value: Any) -> str:
+    """The same in every process: a network by its weights, a function by its name."""
+    if isinstance(value, nn.Module):
+        return f"{type(value).__qualname__} {digest(snapshot(value))}"
+    if isinstance(value, partial):
+        return f"{_text(value.func)}{value.args}{value.keywords}"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return str(value)
 
 
 def read(folder: Path) -> Checkpoint | None:

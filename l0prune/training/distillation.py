@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,14 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError
+from l0prune.capture.copying import copied
+from l0prune.errors import NotGated, UsageError
+from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
-from l0prune.gating.gate import ungate
-from l0prune.running.device import device_of
-from l0prune.running.feed import call
+from l0prune.running.device import device_of, on_device
+from l0prune.running.feed import Feed, call
 from l0prune.running.task import scores_of
+from l0prune.running.trial import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
+
+# By so much of the model's loss a teacher's may be larger.
+_WORSE = 0.1
 
 
 class Teacher:
@@ -29,7 +34,8 @@ class Teacher:
     matched module the mean squared difference of its outputs over the teacher's mean square.
 
     Args:
-        network: the teacher; it is put into eval mode and does not learn.
+        network: the teacher; until ``close`` it is where the model is, in eval mode, and does not
+            learn.
         model: what learns.
         settings: ``distill`` is a, ``temperature`` T, ``match`` globs of module names.
 
@@ -38,25 +44,50 @@ class Teacher:
     """
 
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:
-        self._network = network.eval().requires_grad_(False)
         self._share, self._temperature = settings.distill, settings.temperature
         self._own = settings.teacher is None
         names = list(_matching(model, settings.match))
         missing = set(names) - dict(network.named_modules()).keys()
         if missing:
             raise UsageError(f"the teacher has no module {', '.join(sorted(missing))} to match")
+        self._network, self._model = network, model
+        self._before = ExitStack()
+        self._before.enter_context(_frozen(network, device_of(model)))
         self._features = _Outputs(model, names), _Outputs(network, names)
 
     @staticmethod
     def of(model: nn.Module, settings: Settings, origin: nn.Module | None = None) -> Teacher | None:
-        """The teacher that the settings ask for: their own, or the model as it is now.
+        """The teacher that the settings ask for: their own, or the model without its gates.
 
         ``origin`` is the model in one piece, where ``model`` itself is in shards.
         """
         if not settings.distill:
             return None
-        network = settings.teacher or _as_it_is(origin or model).to(device_of(model))
+        network = settings.teacher
+        if network is None:
+            network = _dense(model if origin is None else origin)
         return Teacher(network, model, settings)
+
+    def before(self, feed: Feed, device: torch.device, autocast: str | None) -> dict[str, str]:
+        """What is wrong before the first step: a teacher that is worse than the model."""
+        mine, theirs = (
+            check_first_batch(network, feed, device, autocast)
+            for network in (self._model, self._network)
+        )
+        for outputs in self._features:
+            outputs.forget()
+        if theirs - mine <= _WORSE * abs(mine):
+            return {}
+        advice = (
+            "Once weights have learned together with gates, the model without its gates is no "
+            "trained network: give teacher=, the network as it was before it was gated"
+            if self._own
+            else "Is it the network that you meant?"
+        )
+        return {
+            "teacher": "the teacher is worse than the model: on one batch its loss is "
+            f"{theirs:.3g}, the model's {mine:.3g}. {advice}"
+        }
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to learn from, given the task's and what the model made of ``inputs``."""
@@ -86,9 +117,23 @@ class Teacher:
             put_back(self._network, tensors)
 
     def close(self) -> None:
-        """Leave no hooks behind."""
+        """Leave no hooks behind, and the teacher as it was found."""
         for outputs in self._features:
             outputs.close()
+        self._before.close()
+
+
+@contextmanager
+def taught(
+    model: nn.Module, settings: Settings, origin: nn.Module | None = None
+) -> Iterator[Teacher | None]:
+    """Within the context there is the teacher that the settings ask for (see ``Teacher.of``)."""
+    teacher = Teacher.of(model, settings, origin)
+    try:
+        yield teacher
+    finally:
+        if teacher is not None:
+            teacher.close()
 
 
 class _Outputs:
@@ -108,7 +153,8 @@ class _Outputs:
 
     def take(self) -> list[Tensor]:
         """The outputs, which are then forgotten."""
-        found, self._found = self._found, {}
+        found = self._found
+        self.forget()
         for name in self._names:
             if not isinstance(found.get(name), Tensor):
                 raise UsageError(
@@ -117,6 +163,10 @@ class _Outputs:
                 )
         return [found[name] for name in self._names]
 
+    def forget(self) -> None:
+        """Drop what was kept."""
+        self._found = {}
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -124,17 +174,39 @@ class _Outputs:
 
 def _matching(model: nn.Module, match: str | Sequence[str]) -> Iterator[str]:
     globs = (match,) if isinstance(match, str) else match
-    names = [name for name, _ in model.named_modules() if name]
+    banks = {id(m) for bank in model.modules() if isinstance(bank, Gates) for m in bank.modules()}
+    names = [name for name, module in model.named_modules() if name and id(module) not in banks]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(f"match: no module of this model is called {glob!r}")
     return (name for name in names if any(fnmatchcase(name, glob) for glob in globs))
 
 
-def _as_it_is(model: nn.Module) -> nn.Module:
-    """A copy of a model; without gates, if those are all fully open."""
-    twin = copy.deepcopy(model)
-    banks = [module for module in twin.modules() if isinstance(module, Gates)]
-    if banks and all(bool((gates.z() == 1).all()) for gates in banks):
-        ungate(twin)
+def _dense(model: nn.Module) -> nn.Module:
+    """A copy of the model with the weights that it has now, without gates if it has some."""
+    try:
+        twin = copied(model)
+    except Exception as error:
+        raise UsageError(
+            "distill copies the model, so that it learns from what it was, and this model cannot "
+            f"be copied (copy.deepcopy): {error}. Give teacher=, the network before it was gated"
+        ) from error
+    with suppress(NotGated):  # a model without gates learns from what it was
+        detach(twin)
     return twin
+
+
+@contextmanager
+def _frozen(network: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the context the network is on ``device``, in eval mode, and learns nothing."""
+    modes = [(module, module.training) for module in network.modules()]
+    learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    try:
+        with on_device(network, device):
+            network.eval().requires_grad_(False)
+            yield
+    finally:
+        for parameter in learned:
+            parameter.requires_grad_(True)
+        for module, mode in modes:
+            module.training = mode

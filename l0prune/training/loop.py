@@ -110,8 +110,8 @@ class Loop:
         if folder is not None:
             self._log = self._world.first_alone(lambda: Log(folder, self.history.records, curves))
         self._display.start(self._done)
-        if self._doctor is not None and not self._done:
-            self._complain(self._doctor.before(self._stepper.optimizers))
+        if not self._done:
+            self._examine()
         try:
             while self._epoch < self._settings.epochs:
                 self._train_epoch()
@@ -126,6 +126,14 @@ class Loop:
                 self._log.close()
         if self._average is not None:
             self._average.install()
+
+    def _examine(self) -> None:
+        """Say what is wrong before the first step."""
+        if self._doctor is not None:
+            self._complain(self._doctor.before(self._stepper.optimizers))
+        if (teacher := self._stepper.teacher) is not None:
+            with rng.undisturbed(self._device, self._feed.generators()):
+                self._complain(teacher.before(self._feed, self._device, self._settings.autocast))
 
     def note(self, text: str) -> None:
         """Tell the user."""

@@ -22,7 +22,7 @@ from l0prune.running.task import Task
 from l0prune.running.trial import check_first_batch
 from l0prune.training import checkpoint
 from l0prune.training.controller import Controller
-from l0prune.training.distillation import Teacher
+from l0prune.training.distillation import taught
 from l0prune.training.history import History
 from l0prune.training.interrupt import Interrupt
 from l0prune.training.loop import Loop
@@ -116,6 +116,7 @@ def _train_in(
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
             training(trained),
+            taught(trained, settings, origin=model) as teacher,
             rng.undisturbed(device, own),
         ):
             for generator in own:
@@ -123,7 +124,11 @@ def _train_in(
             with rng.undisturbed(device, own):
                 check_first_batch(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
-            fingerprint = {**settings.fingerprint(), "N": str(feed.size), "data": task.name}
+            fingerprint = {
+                **checkpoint.fingerprint(settings),
+                "N": str(feed.size),
+                "data": task.name,
+            }
             fingerprint["processes"] = str(world.size)
             if kind is not None:
                 fingerprint["gate"] = str(kind.at(0))
@@ -136,7 +141,7 @@ def _train_in(
                 device,
                 phases,
                 controller,
-                Teacher.of(trained, settings, origin=model),
+                teacher,
                 interrupt,
                 started_from,
                 fingerprint,

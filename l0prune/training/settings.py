@@ -18,14 +18,6 @@ from l0prune.objective.divergence import Prior
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
-# What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
-CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
-# What has no bearing on the numbers, beyond how they are rounded.
-_IRRELEVANT = frozenset({
-    "device", "out", "resume", "progress", "tensorboard", "compile", "channels_last",
-    "checkpointing", "distributed",
-})  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -66,12 +58,15 @@ class Settings:
         clip: largest norm of the weights' gradient, or None. The gates' gradient is left alone.
         ema: β of the moving average of weights, buffers and gates that is evaluated and kept
             (the paper's is 0.999); 0 for none.
-        distill: share of the loss that is to give what the network gave before training, 0 to 1:
-            its class scores, and the outputs of the modules in ``match``. It costs one forward
-            of that network a step.
+        distill: share of the loss, 0 to 1, by which the model learns what its teacher answers:
+            the class scores, and the outputs of the modules in ``match``. It costs one forward of
+            the teacher a step.
         temperature: by which both networks' scores are softened for that.
         match: globs of module names.
-        teacher: another network to learn from; None for the model as it is when training begins.
+        teacher: another network to learn from; None for the dense network: this model without
+            its gates, with the weights that it has when training begins. Once weights have
+            learned together with gates (a second run of ``finetune``), they are no dense network's
+            any more: then give the network as it was before.
         learn: let the gates learn; else they stand as they are (after ``l0prune.fit``), and only
             the weights learn: all of the run is settling.
         warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
@@ -205,18 +200,6 @@ class Settings:
     def backend(self) -> str | None:
         """What torch.compile is to use, None where nothing is compiled."""
         return "inductor" if self.compile is True else self.compile or None
-
-    def fingerprint(self) -> dict[str, str]:
-        """What decides the run's numbers, as text; a run goes on only with the same."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: _text(value) for name, value in values.items() if name not in _IRRELEVANT}
-
-
-def _text(value: Any) -> str:
-    """A function by its name, since its address is another one in every process."""
-    return (
-        getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else str(value)
-    )
 
 
 def _whole(name: str, value: Any, least: int) -> None:

@@ -61,10 +61,8 @@ class Stepper:
             optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
-        """Leave no gradients and no hooks behind."""
+        """Leave no gradients behind."""
         self.zero_grad()
-        if self.teacher is not None:
-            self.teacher.close()
 
     def _groups(self) -> list[dict[str, Any]]:
         settings = self._settings

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ from torch import nn
 from l0prune.errors import FileError, UsageError
 from l0prune.running import rng
 from l0prune.training import checkpoint
-from l0prune.training.checkpoint import Checkpoint, digest, put_back, read, snapshot
+from l0prune.training.checkpoint import (
+    Checkpoint,
+    digest,
+    fingerprint,
+    put_back,
+    read,
+    snapshot,
+)
+from l0prune.training.settings import Settings
 
 CPU = torch.device("cpu")
 SETTINGS = {"lam": "0.1/N", "lr": "0.001", "N": "240"}
@@ -133,3 +142,29 @@ def test_a_digest_tells_tensors_apart():
     assert digest({"a": torch.zeros(2)}) != digest({"a": torch.zeros(2, 1)})
     half = nn.Linear(2, 2).bfloat16()
     assert digest(snapshot(half)) == digest(snapshot(half))
+
+
+def test_the_fingerprint_holds_what_decides_the_numbers():
+    one = fingerprint(Settings(lr=0.1, out="a", progress=False, device="cpu"))
+    assert one == fingerprint(Settings(lr=0.1, out="b", resume=True))
+    assert one != fingerprint(Settings(lr=0.2, out="a"))
+    assert one["lr"] == "0.1"
+
+
+def test_functions_are_told_apart_by_name_and_arguments_not_by_address():
+    def halve(done):
+        return 0.5
+
+    assert fingerprint(Settings(schedule=halve))["schedule"].endswith("halve")
+    one, other, third = (
+        fingerprint(Settings(optimizer=partial(torch.optim.SGD, lr=lr))) for lr in (0.1, 0.1, 0.2)
+    )
+    assert one == other != third
+
+
+def test_teachers_are_told_apart_by_their_weights():
+    one, same, other = network(), network(), network()
+    with torch.no_grad():
+        other[0].bias[0] += 1e-6
+    texts = [fingerprint(Settings(distill=0.5, teacher=each)) for each in (one, same, other)]
+    assert texts[0] == texts[1] != texts[2]

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +62,40 @@ def test_the_teacher_is_the_model_as_it_was_and_does_not_learn():
     assert "l0prune_gates.log_alpha" not in network_.state_dict()  # open gates cost nothing
 
 
+def test_after_a_fit_the_teacher_is_the_dense_network():
+    dense = network()
+    model = l0prune.gate(copy.deepcopy(dense), torch.zeros(2, FEATURES))
+    l0prune.fit(model, "params=0.4")
+    teacher = Teacher.of(model, Settings(distill=0.5))
+    torch.testing.assert_close(teacher._network(INPUTS), dense.eval()(INPUTS), atol=0, rtol=0)
+    assert not torch.allclose(model.eval()(INPUTS), dense(INPUTS))  # the student is the cut one
+
+
+def test_gates_that_stand_between_open_and_closed_are_not_the_teachers():
+    dense = network()
+    model = l0prune.gate(copy.deepcopy(dense), torch.zeros(2, FEATURES), open_probability=0.5)
+    teacher = Teacher.of(model, Settings(distill=0.5, match="*"))
+    torch.testing.assert_close(teacher._network(INPUTS), dense.eval()(INPUTS), atol=0, rtol=0)
+
+
+def test_a_function_in_the_model_speaks_of_the_teacher_in_the_teacher():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.scale = network(), nn.Parameter(torch.ones(()))
+            self.end = lambda x: self.scale * x
+
+        def forward(self, x):
+            return self.end(self.net(x))
+
+    model = l0prune.gate(Scaled(), torch.zeros(2, FEATURES))
+    teacher = Teacher.of(model, Settings(distill=0.5))
+    before = teacher._network(INPUTS)
+    with torch.no_grad():
+        model.scale.fill_(2.0)
+    torch.testing.assert_close(teacher._network(INPUTS), before, atol=0, rtol=0)
+
+
 def test_what_the_dense_network_knew_is_learned_without_its_targets():
     model = network()
     l0prune.train_dense(model, data(), epochs=15, **QUIET)
@@ -81,6 +117,35 @@ def test_nothing_is_left_on_the_model():
     l0prune.finetune(model, data(), distill=0.5, match="2", epochs=2, **QUIET)
     assert set(tensors(model)) == names
     assert not any(m._forward_hooks for m in model.children() if isinstance(m, nn.ReLU))
+
+
+def test_a_teacher_that_is_worse_than_the_model_is_complained_of(capsys):
+    """Weights that have learned together with gates are no dense network's without them."""
+    source, settings = data(), {"batch_size": 30, "distill": 0.5, "epochs": 2}
+    model = network(norm=False)
+    l0prune.train_dense(model, source, epochs=15, **QUIET)
+    dense = copy.deepcopy(model)
+    l0prune.gate(model, torch.zeros(2, FEATURES))
+    l0prune.finetune(copy.deepcopy(model), source, **settings)
+    l0prune.finetune(copy.deepcopy(model), source, teacher=dense, **settings)
+    l0prune.fit(model, "params=0.5")
+    l0prune.finetune(copy.deepcopy(model), source, **settings)
+    assert "teacher" not in capsys.readouterr().err
+    l0prune.finetune(model, source, teacher=network(norm=False), **settings)
+    assert "Is it the network that you meant" in capsys.readouterr().err
+    with torch.no_grad():  # as where the weights have come to count on their gates
+        model[0].weight[~l0prune.gates(model).open()[:16]] += 3.0
+    l0prune.finetune(model, source, **settings)
+    assert "give teacher=, the network as it was before" in capsys.readouterr().err
+
+
+def test_the_users_teacher_is_left_as_it_was():
+    teacher = network().train()
+    teacher[0].bias.requires_grad_(False)
+    l0prune.finetune(gated(), data(), distill=0.5, teacher=teacher, epochs=2, **QUIET)
+    assert all(module.training for module in teacher.modules())
+    learn = [name for name, p in teacher.named_parameters() if p.requires_grad]
+    assert learn == ["0.weight", "1.weight", "1.bias", "4.weight", "4.bias"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from resumed_run import EPOCHS, SETTINGS, STEPS, run
-from small_task import data, differing, gated, tensors
+from small_task import data, differing, gated, network, tensors
 from torch.nn.functional import cross_entropy
 
 import l0prune
@@ -119,6 +119,31 @@ def test_a_stopped_model_has_its_averages_and_can_be_given_again(tmp_path):
     assert history.last["epoch"] == EPOCHS
     with pytest.raises(Interrupted, match="without out"):
         finetune(gated(), stopping(12), **SETTINGS)
+
+
+def test_a_stopped_model_goes_on_with_the_teacher_that_it_began_with(tmp_path):
+    settings = {**SETTINGS, "lam": "10/N", "distill": 0.5}
+    whole = gated()
+    expected = finetune(whole, stopping(None), **settings)
+    model = gated()
+    with pytest.raises(Interrupted):
+        finetune(model, stopping(12), out=tmp_path, **settings)
+    assert not bool((l0prune.gates(model).z() == 1).all())
+    history = finetune(model, stopping(None), out=tmp_path, resume=True, **settings)
+    assert measured(history) == measured(expected)
+    assert differing(tensors(whole), tensors(model)) == []
+
+
+def test_another_teacher_of_the_same_class_is_another_run(tmp_path):
+    teacher = network()
+    settings = {**SETTINGS, "distill": 0.5, "out": tmp_path}
+    finetune(gated(), stopping(None), teacher=teacher, **settings)
+    history = finetune(gated(), stopping(None), teacher=network(), resume=True, **settings)
+    assert history.last["epoch"] == EPOCHS
+    with torch.no_grad():
+        teacher[0].bias[0] += 1e-3
+    with pytest.raises(UsageError, match=r"teacher Sequential .* → Sequential"):
+        finetune(gated(), stopping(None), teacher=teacher, resume=True, **settings)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):

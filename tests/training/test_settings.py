@@ -1,7 +1,4 @@
-from functools import partial
-
 import pytest
-import torch
 
 from l0prune.errors import UsageError
 from l0prune.training.settings import Settings
@@ -41,21 +38,3 @@ def test_an_unknown_name_is_met_with_the_nearest():
         Settings.of({"epoch": 3})
     with pytest.raises(UsageError, match="there are lam"):
         Settings.of({"zzz": 3})
-
-
-def test_the_fingerprint_holds_what_decides_the_numbers():
-    one = Settings(lr=0.1, out="a", progress=False, device="cpu").fingerprint()
-    assert one == Settings(lr=0.1, out="b", resume=True).fingerprint()
-    assert one != Settings(lr=0.2, out="a").fingerprint()
-    assert one["lr"] == "0.1"
-
-
-def test_functions_are_told_apart_by_name_not_by_address():
-    def halve(done):
-        return 0.5
-
-    assert Settings(schedule=halve).fingerprint()["schedule"].endswith("halve")
-    one, other = (
-        Settings(optimizer=partial(torch.optim.SGD, lr=0.1)).fingerprint() for _ in range(2)
-    )
-    assert one == other
