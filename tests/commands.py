@@ -27,8 +27,9 @@ def run(*arguments, cwd):
 
 def in_process(capfd, *arguments):
     """A command in this process, in the current folder: exit code, stdout, stderr."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["l0prune", *map(str, arguments)])
-        main()
+        with pytest.raises(SystemExit) as stop:
+            main()
     written = capfd.readouterr()
     return stop.value.code, written.out, written.err

@@ -16,14 +16,15 @@ import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
 from l0prune.errors import FileError
-from l0prune.files.allow_list import allowed, check_ordinary
+from l0prune.files.allow_list import allowed
+from l0prune.files.archive import SAVE, check_archive
 from l0prune.files.atomic import PathLike
+from l0prune.files.ordinary import check_ordinary
 
 WAYS_ON = (
     "Two ways on: give the code and the weights apart (--model path.py:factory --weights "
     "state.pt), or, if you trust whoever made the file, add --trust-pickle (trust_pickle=True)."
 )
-_SAVE = "Save the whole module with torch.save(model, path)."
 _BEFORE_1_6 = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how files of torch before 1.6 begin
 
 
@@ -48,7 +49,9 @@ def load_pickle(path: PathLike, *, trust: bool = False, mmap: bool = False) -> A
 
 def load_bytes(content: bytes, name: str, *, trust: bool = False) -> Any:
     """Like ``load_pickle`` for a file in memory; ``name`` stands for it in messages."""
-    return _load(io.BytesIO(content), name, trust, mmap=False)
+    file = io.BytesIO(content)
+    check_archive(file, name)
+    return _load(file, name, trust, mmap=False)
 
 
 def _is_name(source: Path) -> bool:
@@ -64,41 +67,18 @@ def _check_kind(source: Path) -> None:
     if not source.exists():
         way_on = f" Of a network by name, `l0prune gate {source}` makes a file."
         raise FileError(f"{source} does not exist.{way_on if _is_name(source) else ''}")
+    if not source.is_file():
+        raise FileError(f"{source} is a pipe or a device, not a model file.")
     with source.open("rb") as file:
         head = file.read(len(_BEFORE_1_6))
     if not head:
         raise FileError(f"{source} is empty.")
     if zipfile.is_zipfile(source):
-        try:
-            with zipfile.ZipFile(source) as archive:
-                names = archive.namelist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-            raise FileError(f"{source} is damaged or truncated: {error}.") from error
-        _check_archive(source, names)
+        check_archive(str(source), str(source))
     elif head[:2] == b"PK":
         raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
     elif head != _BEFORE_1_6:
-        raise FileError(f"{source} is not a model file: it was not written by torch.save. {_SAVE}")
-
-
-def _check_archive(source: Path, names: list[str]) -> None:
-    inside = {name.partition("/")[2] for name in names}  # all of it lies in one folder
-    if inside & {"archive_format", "models/model.json", "serialized_exported_program.json"} or (
-        "serialized_exported_program.json" in names
-    ):
-        raise FileError(
-            f"{source} is an exported program (.pt2), whose modules and training mode are gone. "
-            f"l0prune trains the model, so give the nn.Module itself. {_SAVE}"
-        )
-    if "constants.pkl" in inside:
-        raise FileError(
-            f"{source} is a TorchScript file, which cannot be trained by l0prune. "
-            f"Give the nn.Module itself. {_SAVE}"
-        )
-    if "data.pkl" not in inside:
-        raise FileError(
-            f"{source} is not a model file: it is an archive, but not of torch.save. {_SAVE}"
-        )
+        raise FileError(f"{source} is not a model file: it was not written by torch.save. {SAVE}")
 
 
 def _load(file: str | io.BytesIO, name: str, trust: bool, mmap: bool) -> Any:
@@ -107,7 +87,7 @@ def _load(file: str | io.BytesIO, name: str, trust: bool, mmap: bool) -> Any:
     try:
         with safe_globals(_needed(file, name)):
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-        check_ordinary(found)
+        check_ordinary(found, _length(file))
     except FileError:
         raise
     except pickle.UnpicklingError as error:
@@ -116,6 +96,10 @@ def _load(file: str | io.BytesIO, name: str, trust: bool, mmap: bool) -> Any:
     except Exception as error:
         raise FileError(f"{name} is damaged or truncated: {_first_line(error)}") from error
     return found
+
+
+def _length(file: str | io.BytesIO) -> int:
+    return os.path.getsize(file) if isinstance(file, str) else file.getbuffer().nbytes
 
 
 def _is_old(file: str | io.BytesIO) -> bool:

@@ -14,8 +14,9 @@ from hostile import Call, Touch
 from torch import nn
 
 from l0prune.errors import FileError
-from l0prune.files.allow_list import ModulePartial, allowed, check_ordinary
+from l0prune.files.allow_list import ModulePartial, allowed
 from l0prune.files.loading import load_pickle
+from l0prune.files.ordinary import check_ordinary
 
 # One small network of each family, by the module that defines it.
 FAMILIES = {
@@ -139,7 +140,7 @@ def hooked():
 )
 def test_cleverly_wired_modules_are_refused(module, what, tmp_path):
     with pytest.raises(UnpicklingError, match=what):
-        check_ordinary(module)
+        check_ordinary(module, 10**6)
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(FileError, match=r"harm.*--trust-pickle"):
         load_pickle(tmp_path / "model.pt")
@@ -148,7 +149,7 @@ def test_cleverly_wired_modules_are_refused(module, what, tmp_path):
 def test_modules_that_contain_themselves_are_no_trap():
     module = nn.Sequential(nn.Linear(2, 2))
     module.__dict__["me"] = [module]
-    check_ordinary(module)
+    check_ordinary(module, 10**6)
 
 
 @pytest.mark.parametrize("place", ["alone", "attribute", "hook", "argument", "state"])

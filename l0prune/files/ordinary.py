@@ -1,0 +1,131 @@
+"""What an ordinary model looks like inside, once it is unpickled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.files.allow_list import ModulePartial, StandIn, resolved
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+_MAX_NAMES = 10**6
+# Tensors may share their memory, so that all together look larger than the file.
+_SHARING, _ALWAYS = 8, 64 * 2**20
+
+
+def check_ordinary(found: Any, length: int) -> None:
+    """Refuse modules with hooks, or with attributes in place of their class's methods, and bombs.
+
+    Harmless parts, wired up cleverly, could become a harmful whole; ordinary modules are not.
+    Stand-ins for classes are replaced by the classes, in place.
+
+    Args:
+        found: what was unpickled.
+        length: of its file, in bytes: tensors that repeat a few entries over and over may not
+            be much larger.
+
+    Raises:
+        UnpicklingError: there is such a module somewhere in ``found``.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [found]
+    size = 0
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        _resolve(value)
+        if isinstance(value, nn.Module):
+            _check_module(value)
+        size += _size(value)
+        waiting.extend(_parts(value))
+    if size > _SHARING * length + _ALWAYS:
+        raise UnpicklingError(f"{size:,} bytes of tensors in a file of {length:,}")
+    _check_tree([value for value in seen.values() if isinstance(value, nn.Module)])
+
+
+def _resolve(value: Any) -> None:
+    """Put the classes in place of their stand-ins, in a module, a dict or a list."""
+    table = vars(value) if isinstance(value, nn.Module | Tensor) else value
+    if isinstance(table, dict):
+        for key, entry in list(table.items()):
+            if isinstance(key, StandIn):
+                raise UnpicklingError("a class as a key")
+            if isinstance(entry, StandIn | tuple):
+                table[key] = resolved(entry)
+    elif isinstance(table, list):
+        table[:] = map(resolved, table)
+
+
+def _size(value: Any) -> int:
+    """What the value takes, or would take once it is copied; in bytes."""
+    if isinstance(value, Tensor):
+        is_dense = value.layout == torch.strided and not value.is_meta
+        return value.numel() * value.element_size() if is_dense else 0
+    if isinstance(value, torch.UntypedStorage):
+        return value.nbytes()
+    return len(value) if isinstance(value, bytes | bytearray) else 0
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, nn.Module | Tensor):
+        return vars(value).values()
+    if isinstance(value, ModulePartial):
+        return (*value.args, *value.keywords.values(), *vars(value).values())
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    return value if isinstance(value, list | tuple | set) else ()
+
+
+def _check_module(module: nn.Module) -> None:
+    state = vars(module)
+    kind = type(module).__name__
+    for name in (*_TABLES, *(n for n in _HOOKS if n in state)):
+        if type(state.get(name)) not in (dict, OrderedDict):
+            raise UnpicklingError(f"a {kind} whose {name} is no dict")
+    if any(state.get(name) for name in _HOOKS):
+        raise UnpicklingError(f"a {kind} with hooks")
+    wrong = next(_wrong_entries(state), None)
+    if wrong is not None:
+        raise UnpicklingError(f"a {kind} with an unusable {wrong}")
+    for name in state:
+        if callable(getattr(type(module), str(name), None)):
+            raise UnpicklingError(f"a {kind} with a {name} of its own")
+
+
+def _wrong_entries(state: dict[str, Any]) -> Iterator[str]:
+    for table, wanted in zip(_TABLES, (nn.Module, nn.Parameter, Tensor), strict=True):
+        for name, entry in state[table].items():
+            if not isinstance(name, str) or not (entry is None or isinstance(entry, wanted)):
+                yield f"entry {name!r} in {table}"
+
+
+def _check_tree(modules: list[nn.Module]) -> None:
+    """Refuse a module inside itself, and shared modules of shared modules with endless names."""
+    names: dict[int, int] = {}
+    for module in modules:
+        open_: dict[int, nn.Module] = {}
+        waiting = [module]
+        while waiting:
+            current = waiting[-1]
+            children = [c for c in current._modules.values() if c is not None]
+            if id(current) in names:
+                waiting.pop()
+            elif id(current) not in open_:
+                open_[id(current)] = current
+                if any(id(child) in open_ and id(child) not in names for child in children):
+                    raise UnpicklingError("a module inside itself")
+                waiting.extend(child for child in children if id(child) not in names)
+            else:
+                waiting.pop()
+                tensors = len(current._parameters) + len(current._buffers)
+                names[id(current)] = 1 + tensors + sum(names[id(c)] for c in children)
+                if names[id(current)] > _MAX_NAMES:
+                    raise UnpicklingError(f"a model with more than {_MAX_NAMES:,} names")
