@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod as product
 
 from torch.fx import Node
@@ -88,6 +89,11 @@ class Builder:
         for write in dict.fromkeys(self.infer.writes):
             for var in dict.fromkeys(self._variables(write.expr)):
                 self.writes[var].append(write)
+        computed = [c for c in self.infer.computed if c.is_written]
+        for write in dict.fromkeys(chain.from_iterable(map(self.infer.writes_of, computed))):
+            for var in dict.fromkeys(self._variables(write.expr)):
+                if var in self.reads:  # or it is a kernel's height, which was in one dim with rows
+                    self.writes[var].append(write)
 
     def _variables(self, expr: Expr) -> list[Var]:
         return list(variables(self.infer.solver.resolve(expr)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, Value, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
-from l0prune.infer.solver import Const, Expr, Solver
+from l0prune.infer.solver import Const, Expr, Solver, variables
 from l0prune.infer.standardised_weights import has_statistics, standardised
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
@@ -58,11 +59,16 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A dim of a weight that the forward computes, from the parameters of a parametrization."""
+    """A dim of a weight that the forward computes, for example a sum of two parameters.
+
+    ``is_written`` where ``node`` produces the dim with the weight's rows, and does not contract it.
+    """
 
     expr: Expr
     node: Node
+    weight: Node
     where: str
+    is_written: bool
 
 
 @dataclass(slots=True)
@@ -225,7 +231,7 @@ class Inference:
         # a slot of a weight that is standardised first is not zero where what is stored is
         operands = (*others, weight[0]) if weight and not has_statistics(weight[0]) else others
         if weight and place is None:
-            self._note_computed(expr, node, *weight)
+            self._note_computed(expr, node, *weight, is_written=False)
         weight_is = "with a weight that is computed" if weight else "without a weight"
         why = why or f"{operator_name(node.target)} sums over it {weight_is}"
         self.reads.append(Read(expr, node, place, operands, why, stays))
@@ -236,13 +242,40 @@ class Inference:
         if place is not None:
             self.writes.append(Write(expr, node, place))
         elif weight is not None:
-            self._note_computed(expr, node, weight, dim)
+            self._note_computed(expr, node, weight, dim, is_written=True)
 
-    def _note_computed(self, expr: Expr, node: Node, weight: Node, dim: int) -> None:
-        """Remember a dim of a weight that is no parameter, so that the survey can speak of it."""
-        if weight not in self._from_inputs and len(shape_of(weight) or ()) > 1:
-            where = f"{module_of(weight) or module_of(node)} (computed weight) dim {dim}"
-            self.computed.append(Computed(expr, node, where))
+    def _note_computed(
+        self, expr: Expr, node: Node, weight: Node, dim: int, *, is_written: bool
+    ) -> None:
+        """Remember a dim of a weight that is no parameter, but made of some."""
+        if self.is_weight(weight) and len(shape_of(weight) or ()) > 1:
+            owner = module_of(weight) or module_of(node)
+            where = f"{owner} (computed weight) dim {dim}".strip()
+            self.computed.append(Computed(expr, node, weight, where, is_written))
+
+    def writes_of(self, computed: Computed) -> Iterator[Write]:
+        """The rows of parameters that a computed weight's rows are made of; known at the end."""
+        wanted = set(variables(self.solver.resolve(computed.expr)))
+        seen = {computed.weight: None}  # in order: the nearest parameter names the axis
+        pending = list(seen)
+        while pending:
+            node = pending.pop(0)
+            if self.is_parameter(node):
+                name = self.captured.names[node.name]
+                for dim, expr in enumerate(self.tensors[name] if self.has_rows(name) else ()):
+                    if not wanted.isdisjoint(variables(self.solver.resolve(expr))):
+                        yield Write(expr, computed.node, (name, dim))
+            new = [operand for operand in node.all_input_nodes if operand not in seen]
+            pending += new
+            seen |= dict.fromkeys(new)
+
+    def is_weight(self, node: Node) -> bool:
+        """Is the node a stored tensor or made of such, whatever the inputs are?"""
+        return node not in self._from_inputs
+
+    def has_rows(self, name: str) -> bool:
+        """Is a stored tensor a matrix or a kernel, not a vector of scales or biases?"""
+        return len(self.tensors[name]) > 1
 
     def work(
         self,

@@ -13,6 +13,7 @@ class Namer:
     """Names each axis once; a second one of the same name gets a number."""
 
     def __init__(self, infer: Inference, writes: dict[Var, list[Write]]) -> None:
+        self.infer = infer
         self.writes = writes
         self.taken: dict[str, int] = {}
         self.kinds: dict[Var, str] = {}
@@ -22,7 +23,8 @@ class Namer:
 
     def name(self, var: Var) -> tuple[str, str]:
         """Name and kind of an axis."""
-        write = self.writes[var][0]
+        writes = self.writes[var]
+        write = next((w for w in writes if self.infer.has_rows(w.place[0])), writes[0])
         by_conv = "conv" in operator_name(write.node.target)
         kind = self.kinds.get(var, "channel" if by_conv else "neuron")
         owner, _, leaf = write.place[0].rpartition(".")

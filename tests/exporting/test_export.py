@@ -11,6 +11,7 @@ import pytest
 import torch
 from averages import AVERAGES
 from deadness import close_some, randomise
+from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
 from torch import nn
 
@@ -18,7 +19,7 @@ import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
 from l0prune.exporting.certify.float64 import InFloat64
 
-ALL = {**CASES, **AVERAGES}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
 WITH_ONNX += [
     "mean_over_channels",

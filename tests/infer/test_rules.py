@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from averages import AVERAGES
 from deadness import randomise, relative_effect_of_dead_slots
+from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
 from torch import nn
 
-ALL = {**CASES, **AVERAGES}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS}
 
 
 @pytest.mark.parametrize("name", ALL)

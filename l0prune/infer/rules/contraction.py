@@ -163,6 +163,8 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
         infer.read(inner_a, node, (b, weight_dim), a)
     else:
         infer.read(inner_a, node, (a, len(left)), b)
+    if infer.is_weight(a) and infer.is_weight(b):  # of low rank: columns write what rows read
+        infer.write(inner_a, node, a, len(left))
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
     if not stored and not stored_a:
