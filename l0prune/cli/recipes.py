@@ -53,8 +53,10 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
-    table.add_row("test error", f"{result['test_error']:.2%}")
-    table.add_row("of the ONNX file", f"{result['onnx_test_error']:.2%}")
+    metric = result["metric"]
+    form = ".2%" if metric == "error" else ".4g"
+    table.add_row(f"test {metric}", format(result[f"test_{metric}"], form))
+    table.add_row("of the ONNX file", format(result[f"onnx_test_{metric}"], form))
     for what, dtype in (("dense", "float64"), ("dense", "float32"), ("onnx", "float32")):
         errors = [
             c["error"] for c in result["certificate"] if (c["what"], c["dtype"]) == (what, dtype)

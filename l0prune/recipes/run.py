@@ -238,11 +238,13 @@ def _export(
     if recipe.export.state:
         small.save(folder / f"{recipe.name}.state.pt")
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(tuned).axes}
+    metric = l0prune.Task.of(data).metric_name
     result = {
         "recipe": recipe.name,
         "architecture": "-".join(map(str, axes.values())),
-        "test_error": l0prune.evaluate(small.module, data)["error"],
-        "onnx_test_error": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")["error"],
+        "metric": metric,
+        f"test_{metric}": l0prune.evaluate(small.module, data)[metric],
+        f"onnx_test_{metric}": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")[metric],
         **small.to_dict(),
         "params_before": first.params_before,
         "macs_before": first.macs_before,

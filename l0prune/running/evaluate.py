@@ -36,8 +36,9 @@ def evaluate(
         autocast: see ``Settings``.
 
     Returns:
-        ``test_loss``, the mean over the examples, and the task's metric under its name, by
-        default ``error``: the fraction of wrong answers.
+        ``test_loss``, the mean over the examples, and the task's metric under its name (see
+        ``Task``): ``error``, the fraction of wrong answers, or ``loss`` for a task with a loss of
+        its own.
 
     Raises:
         DataError: there is no test data.
@@ -71,8 +72,10 @@ def measure(
     with evaluating(model), precision(device, autocast):
         for batch in batches:
             outputs = call(model, batch.inputs)
-            losses.append(_total(task.loss(outputs, batch.targets), batch.examples))
-            metrics.append(_total(task.metric(outputs, batch.targets), batch.examples))
+            judged = task.judged(outputs, batch.targets)
+            loss_here, metric_here = (_total(value, batch.examples) for value in judged)
+            losses.append(loss_here)
+            metrics.append(metric_here)
             count += batch.examples
             between()
     loss, metric, examples = world.total([_sum(losses), _sum(metrics), count])

@@ -17,7 +17,6 @@ from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
 from l0prune.running.device import device_of, on_device
 from l0prune.running.feed import Feed, call
-from l0prune.running.task import scores_of
 from l0prune.running.trial import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
@@ -30,7 +29,8 @@ class Teacher:
     """A frozen network in eval mode, whose answers the model is to give, too.
 
     The loss that is learned from is ``(1 − a)·task + a·(T²·KL(teacher ‖ model) + features)``: the
-    scores of both softened by the temperature T (Hinton, Vinyals & Dean 2015), and for each
+    scores of both softened by the temperature T (Hinton, Vinyals & Dean 2015), where the outputs
+    have one column only their mean squared difference instead of the divergence, and for each
     matched module the mean squared difference of its outputs over the teacher's mean square.
 
     Args:
@@ -94,15 +94,25 @@ class Teacher:
         learned, taught = self._features
         with torch.no_grad():
             answers = call(self._network, inputs)
-        extra = self._divergence(scores_of(outputs), scores_of(answers))
+        extra = self._distance(_answer(outputs), _answer(answers))
         for mine, theirs in zip(learned.take(), taught.take(), strict=True):
             extra = (
                 extra + F.mse_loss(mine.float(), theirs.float()) / theirs.float().square().mean()
             )
         return (1 - self._share) * loss + self._share * extra
 
-    def _divergence(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """T²·KL between softened class probabilities, the mean over all examples and places."""
+    def _distance(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """T²·KL between softened class probabilities, the mean over all examples and places.
+
+        One column is no choice between classes: there it is the mean squared difference.
+        """
+        if mine.shape != theirs.shape:
+            raise UsageError(
+                f"the teacher gives {tuple(theirs.shape)}, the model {tuple(mine.shape)}: distill "
+                "compares their outputs, which must have one shape"
+            )
+        if mine.dim() < 2 or mine.shape[1] == 1:
+            return F.mse_loss(mine.float(), theirs.float())
         soft = [F.log_softmax(s.float() / self._temperature, 1) for s in (mine, theirs)]
         each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(1)
         return self._temperature**2 * each.mean()
@@ -121,6 +131,17 @@ class Teacher:
         for outputs in self._features:
             outputs.close()
         self._before.close()
+
+
+def _answer(outputs: Any) -> Tensor:
+    """What of a network's outputs is compared."""
+    answer = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(answer, Tensor):
+        raise UsageError(
+            f"the network returns a {type(outputs).__name__}; distill needs one that returns a "
+            "tensor, or has one as .logits"
+        )
+    return answer
 
 
 @contextmanager

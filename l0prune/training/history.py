@@ -23,14 +23,14 @@ class History:
 
     Each has ``epoch`` (from 1), ``step`` (steps done), ``phase`` (at its end), ``seconds``,
     ``train_loss`` and ``penalty`` (means over its steps), ``lr``, and with test data ``test_loss``
-    and the metric, by default ``error``. A gated model's also have ``expected_params`` and
-    ``expected_macs`` (of one example), ``params`` and ``macs`` (what an export now would have),
-    ``dense_params`` and ``dense_macs``, ``open`` (slots an export would keep, by axis) and ``dead``
-    (axes that have no open gate left). With budgets there is ``budget``: for each its ``limit``,
-    the ``target`` that has come down to it so far, the real ``share`` now, all of the dense count,
-    and its ``multiplier``. ``doctor`` says what is wrong, and what helps, where something is. The
-    model measured is the averaged one with its gates as in
-    eval mode: the one that ``finetune`` leaves behind.
+    and the metric under its name (see ``Task``): ``error``, or ``loss`` for a task with a loss of
+    its own. A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
+    ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
+    ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
+    With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to it
+    so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor`` says
+    what is wrong, and what helps, where something is. The model measured is the averaged one with
+    its gates as in eval mode: the one that ``finetune`` leaves behind.
 
     Attributes:
         records: the records.

@@ -91,6 +91,8 @@ def describe(record: Record, epochs: int) -> str:
     for name, value in record.items():
         if name == "error":
             parts.append(f"error {100 * value:.2f} %")
+        elif name == "loss":
+            parts.append(f"test loss {value:.4g}")
         elif name not in _KNOWN and isinstance(value, float):
             parts.append(f"{name} {value:.4g}")
     if "open" in record:

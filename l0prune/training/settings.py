@@ -59,8 +59,8 @@ class Settings:
         ema: β of the moving average of weights, buffers and gates that is evaluated and kept
             (the paper's is 0.999); 0 for none.
         distill: share of the loss, 0 to 1, by which the model learns what its teacher answers:
-            the class scores, and the outputs of the modules in ``match``. It costs one forward of
-            the teacher a step.
+            the class scores (where the outputs have one column, that number), and the outputs of
+            the modules in ``match``. It costs one forward of the teacher a step.
         temperature: by which both networks' scores are softened for that.
         match: globs of module names.
         teacher: another network to learn from; None for the dense network: this model without

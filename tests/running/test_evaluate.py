@@ -1,7 +1,7 @@
 import pytest
 import torch
 from small_task import data, differing, gated, tensors
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 import l0prune
 from l0prune.data.dataset import WHOLE
@@ -51,6 +51,14 @@ def test_loss_and_metric_may_be_the_users():
     found = evaluate(model, task, batch_size=50)
     mean = model(source.test.inputs)[:, 0].mean().item()
     assert found == pytest.approx({"test_loss": mean, "first": mean}, rel=1e-5)
+
+
+def test_with_a_loss_of_its_own_a_task_is_measured_by_it():
+    source, model = data(), gated().eval()
+    wanted = torch.nn.functional.one_hot(source.test.targets, 3).float()
+    task = Task(source.train, [(source.test.inputs, wanted)], loss=mse_loss)
+    loss = mse_loss(model(source.test.inputs), wanted).item()
+    assert evaluate(model, task) == pytest.approx({"test_loss": loss, "loss": loss}, rel=1e-6)
 
 
 def test_between_batches_somebody_may_stop_it():

@@ -3,8 +3,10 @@ from collections import namedtuple
 import pytest
 import torch
 from small_task import data
+from torch.nn.functional import l1_loss, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from l0prune.data import Tensors
 from l0prune.errors import DataError, UsageError
 from l0prune.running.task import Task, batch_length, cross_entropy, error_rate
 
@@ -45,6 +47,51 @@ def test_other_outputs_need_a_loss_of_their_own():
         cross_entropy({"a": SCORES}, TARGETS)
     with pytest.raises(DataError, match="loss of your own"):
         cross_entropy(SCORES[0], TARGETS)
+
+
+SPLIT = Tensors(torch.zeros(4, 6), TARGETS)
+HALF_WRONG = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])  # of several labels
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "says"),
+    [
+        (SCORES[:, :1], torch.rand(4, 1), r"loss=torch\.nn\.functional\.mse_loss"),
+        (SCORES[:, :1], TARGETS.clamp(max=1), "one output column"),
+        (SCORES[:, :1], torch.rand(4), r"mse_loss\(y\[:, 0\], t\)"),
+        (SCORES, torch.rand(4, 3) + 1, "binary_cross_entropy_with_logits"),
+        (SCORES, HALF_WRONG, r"float32 targets of shape \(4, 3\)"),
+        (SCORES, HALF_WRONG.bool(), r"t\.float\(\)"),
+        (SCORES, HALF_WRONG.long(), r"t\.float\(\)"),
+        (SCORES, TARGETS.float(), r"targets\.long\(\)"),
+        (SCORES, TARGETS[:, None], r"targets of shape \(4, 1\)"),
+    ],
+)
+def test_what_cross_entropy_is_not_for_is_refused_with_the_line_to_write(outputs, targets, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        cross_entropy(outputs, targets)
+    assert "l0prune.Task(" in str(caught.value) or "targets.long()" in str(caught.value)
+
+
+def test_class_numbers_may_have_any_whole_type():
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(cross_entropy(SCORES, TARGETS.to(dtype)), cross_entropy(SCORES, TARGETS))
+
+
+def test_a_task_with_a_loss_of_its_own_reports_that():
+    task = Task(SPLIT, SPLIT, loss=mse_loss)
+    assert task.metric_name == "loss"
+    loss, metric = task.judged(SCORES, SCORES + 2)
+    assert (float(loss), float(metric)) == (4, 4)
+
+
+def test_a_task_reports_what_it_is_given():
+    assert Task(SPLIT).metric_name == "error"
+    assert Task(SPLIT, loss=mse_loss, metric=error_rate).metric_name == "error"
+    task = Task(SPLIT, metric=lambda outputs, targets: outputs.mean())
+    assert task.metric_name == "metric"
+    assert Task(SPLIT, metric=l1_loss, metric_name="mae").metric_name == "mae"
+    assert task.judged(SCORES, TARGETS) == (cross_entropy(SCORES, TARGETS), SCORES.mean())
 
 
 def test_a_task_comes_from_whatever_holds_data():

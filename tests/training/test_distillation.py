@@ -30,6 +30,43 @@ def test_the_loss_is_hintons():
     torch.testing.assert_close(teacher.mixed(torch.tensor(3.0), mine, INPUTS), expected)
 
 
+@pytest.mark.parametrize("shape", [(12, 1), (12,)])
+def test_numbers_are_learned_by_their_squared_difference(shape):
+    end = nn.Flatten(len(shape) - 1)
+    model, network_ = (nn.Sequential(nn.Linear(FEATURES, 1), end) for _ in range(2))
+    teacher = Teacher.of(model, Settings(distill=0.25, teacher=network_))
+    mine, theirs = model(INPUTS), network_(INPUTS)
+    assert mine.shape == shape
+    expected = 0.75 * 3.0 + 0.25 * (mine - theirs).square().mean()
+    torch.testing.assert_close(teacher.mixed(torch.tensor(3.0), mine, INPUTS), expected)
+
+
+def test_a_regression_learns_from_its_teacher_alone():
+    torch.manual_seed(0)
+    teacher = nn.Linear(FEATURES, 1)
+    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.ReLU(), nn.Linear(16, 1))
+    l0prune.gate(model, INPUTS)
+    inputs = torch.randn(300, FEATURES)
+    nonsense = torch.zeros(300, 1)
+    with torch.no_grad():
+        test = [(inputs, teacher(inputs))]
+    task = l0prune.Task([(inputs, nonsense)] * 10, test, loss=F.mse_loss)
+    history = l0prune.finetune(
+        model, task, teacher=teacher, distill=1.0, epochs=30, lr=1e-2, lam=0, progress=False
+    )
+    assert history.last["loss"] < 0.02
+
+
+def test_outputs_that_cannot_be_compared_are_refused():
+    model = gated()
+    wide = nn.Linear(FEATURES, 5)
+    teacher = Teacher.of(model, Settings(distill=0.5, teacher=wide))
+    with pytest.raises(UsageError, match=r"the teacher gives \(12, 5\), the model \(12, 3\)"):
+        teacher.mixed(torch.tensor(3.0), model(INPUTS), INPUTS)
+    with pytest.raises(UsageError, match=r"a tensor, or has one as \.logits"):
+        teacher.mixed(torch.tensor(3.0), {"a": model(INPUTS)}, INPUTS)
+
+
 def test_matched_features_are_compared_in_units_of_the_teachers():
     model, network_ = gated().eval(), network()
     seen = {}

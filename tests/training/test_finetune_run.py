@@ -5,11 +5,11 @@ import pytest
 import torch
 from small_task import CLASSES, FEATURES, clouds, data, differing, gated, network, tensors
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
-from l0prune.data import Data
+from l0prune.data import Data, Tensors
 from l0prune.errors import AlreadyGated, DataError, NotGated, UsageError
 from l0prune.objective.penalty import param_groups, penalty
 from l0prune.running.evaluate import evaluate
@@ -290,3 +290,36 @@ def test_progress_goes_to_stderr_one_line_an_epoch(capsys):
     lines = [line.split() for line in captured.err.splitlines()]
     assert [words[1] for words in lines if words[0] == "epoch"] == ["1/2", "2/2"]
     assert {words[0] for words in lines} <= {"epoch", "doctor:"}
+
+
+def single(outputs=1):
+    """Inputs with the sum of their features as targets, and a gated model for them."""
+    torch.manual_seed(0)
+    inputs = torch.randn(240, FEATURES)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, outputs))
+    l0prune.gate(model, inputs[:2])
+    return model, Tensors(inputs, inputs.sum(1, keepdim=True).expand(-1, outputs).contiguous())
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_numbers_to_be_predicted_are_not_taken_for_classes(outputs):
+    model, examples = single(outputs)
+    before = tensors(model)
+    with pytest.raises(UsageError, match=r"l0prune\.Task\(.*mse_loss.*with_logits"):
+        finetune(model, (examples, examples), **QUIET)
+    assert differing(before, tensors(model)) == []
+
+
+def test_a_regression_is_learned_and_reported_by_its_loss(tmp_path, capsys):
+    model, examples = single()
+    task = Task(examples, examples, loss=mse_loss)
+    settings = {"epochs": 20, "batch_size": 30, "lr": 1e-2, "lam": 0, "out": tmp_path}
+    history = finetune(model, task, **settings)
+    assert history.last["loss"] == history.last["test_loss"] < 0.2
+    assert "error" not in history.last
+    assert history.metric == "loss"
+    settled = [r["loss"] for r in history.records if r["phase"] == "settle"]
+    assert history.best["loss"] == min(settled)
+    told = capsys.readouterr().err
+    assert f"test loss {history.last['loss']:.4g}" in told
+    assert "error" not in told
