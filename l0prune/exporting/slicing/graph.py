@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from l0prune.exporting.slicing import layernorm, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
 from l0prune.exporting.slicing.dtypes import marked
 from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
@@ -34,8 +36,8 @@ def dense_graphs(
     }
 
 
-def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> GraphModule:
-    """The captured graph with cut tensors and rewritten shapes.
+def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> DenseGraph:
+    """The captured graph with cut tensors and rewritten shapes, which guards its inputs.
 
     Args:
         analysis: the capture of the ungated model.
@@ -44,8 +46,6 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
     """
     module = analysis.captured.program.module(check_guards=False)
     assert isinstance(module, GraphModule)
-    for name in ("train", "eval"):  # torch puts methods there that raise; the plain ones will do
-        module.__dict__.pop(name, None)
     layouts = dict(analysis.layouts)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, name in zip(inputs, analysis.captured.inputs, strict=True):
@@ -60,8 +60,17 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
     rewrite_literals(module, sizes)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
+    add_guards(module.graph, _captured_with(analysis))
     _drop_stale(module)
-    return module.eval()
+    dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
+    dense.eval()
+    return dense
+
+
+def _captured_with(analysis: Analysis) -> list[Any]:
+    """What the capture knows of each input: a fake tensor, or the value of anything else."""
+    nodes = analysis.captured.graph.find_nodes(op="placeholder")
+    return [node.meta.get("val") for node in nodes if node.name not in analysis.captured.names]
 
 
 def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:

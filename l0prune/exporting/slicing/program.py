@@ -22,9 +22,12 @@ from l0prune.exporting.slicing.dtypes import cast, converted
 
 def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[ExportedProgram, bool]:
     """The dense module as a program of its own, and whether its batch is dynamic."""
-    args, kwargs = widened(*example)
-    shapes = partial(batch_shapes, module, args, kwargs) if dynamic else None
-    return _exported(module, (args, kwargs), shapes)
+    if dynamic:
+        wide = widened(*example)
+        program, is_free = _exported(module, wide, partial(batch_shapes, module, *wide))
+        if is_free:
+            return program, True
+    return _exported(module, example, None)
 
 
 def programs(

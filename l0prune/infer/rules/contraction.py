@@ -163,11 +163,10 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
         infer.read(inner_a, node, (b, weight_dim), a)
     else:
         infer.read(inner_a, node, (a, len(left)), b)
-    rank = len(left)
+    if infer.is_weight(a) and infer.is_weight(b):  # of low rank: columns write what rows read
+        infer.write(inner_a, node, a, len(left))
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
-    if rows and columns and infer.is_weight(a) and infer.is_weight(b):
-        infer.write(inner_a, node, a, rank)  # a weight of low rank: what columns write, rows read
     if not stored and not stored_a:
         name_heads(infer, left, [inner_a, *columns])
     if columns:
