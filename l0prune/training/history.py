@@ -27,8 +27,8 @@ class History:
     its own. A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
     ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
     ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
-    With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to it
-    so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor`` says
+    With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
+    it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor`` says
     what is wrong, and what helps, where something is. The model measured is the averaged one with
     its gates as in eval mode: the one that ``finetune`` leaves behind.
 
