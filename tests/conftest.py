@@ -1,9 +1,84 @@
-"""What every test starts from."""
+"""How the tests are run, and the conventions that keep them quick.
+
+- ``python -m pytest`` gives the tests to as many processes as there are cores, each with one torch
+  thread. What names files or tests (``python -m pytest tests/plan``, a debugger) runs in one.
+- What takes more than a few seconds is marked ``slow``, and there is a smaller case of it by
+  default. ``python -m pytest -m slow`` runs those, and all properties on more examples.
+- Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
+  example costs much, ``@costly`` of ``examples.py`` takes a quarter of that.
+- The command line is called inside the process by the fixture ``command``. A process of its own
+  (``commands.run``) is for what is about processes: signals, torchrun, hash seeds, a first start.
+- Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
+  is only read, ``surveys.of(name)`` captures once a session; who changes a network makes its own.
+- That an export is exact is measured by the test itself (``differences.py``): a certificate exists
+  only where it passed, so that looking at its numbers shows nothing.
+- What is imported by several tests is a plain module beside this file, named for what is in it.
+"""
+
+import os
+import sys
+
+# Before torch is loaded, here and in the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+EXAMPLES = {"default": 40, "slow": 200}
+MOST_WORKERS = 8  # each holds torch and what it compiled: about a gigabyte
+
+for name, count in EXAMPLES.items():
+    settings.register_profile(
+        f"l0prune-{name}",
+        max_examples=count,
+        deadline=None,  # a first capture loads much
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+
+
+def pytest_configure(config):
+    settings.load_profile(f"l0prune-{'slow' if wants_slow(config) else 'default'}")
+
+
+def wants_slow(config):
+    return config.option.markexpr == "slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """With ``-m slow`` properties run, too, on more examples."""
+    if wants_slow(config):
+        for item in items:
+            if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """A process a core for the whole suite; none for single files, which are there sooner."""
+    if config.args == config.getini("testpaths"):
+        return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    config.option.dist = "no"
+    return 0
 
 
 @pytest.fixture(autouse=True)
 def no_consent_yet(tmp_path_factory, monkeypatch):
     """Each test starts on a machine where the user has named nothing, and leaves no traces."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capfd):
+    """A command of the command line inside this process: exit code, stdout, stderr."""
+    from l0prune.cli.app import main
+
+    def call(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["l0prune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        written = capfd.readouterr()
+        return stop.value.code, written.out, written.err
+
+    return call

@@ -1,4 +1,8 @@
-"""The command line's commands, put together."""
+"""The command line's commands, put together.
+
+Torch takes seconds to load: the commands' modules do without, so that ``--help`` and what is
+mistyped are answered at once. What needs it is imported inside the commands.
+"""
 
 from __future__ import annotations
 

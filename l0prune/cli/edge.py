@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from l0prune.errors import L0pruneError, StoppedElsewhere, UsageError
-from l0prune.running.processes import is_first_process
+from l0prune.running.launcher import is_first_process
 
 # stdout carries results only; whatever else there is to say goes to stderr.
 out = Console()

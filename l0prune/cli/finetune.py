@@ -11,10 +11,7 @@ import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
 from l0prune.cli.project import defaults, newest, output_path
-from l0prune.data import load_data
 from l0prune.errors import UsageError
-from l0prune.files import artifact
-from l0prune.running.processes import joined
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -133,15 +130,17 @@ def finetune(
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
+    from l0prune.running.processes import joined  # loads torch
+
     with joined() as world:
-        info = artifact.read_info(path)
+        info = l0prune.read_info(path)
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         if spec is None:
             raise UsageError(
                 "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
                 '`l0prune gate`, or as data = "…" in l0prune.toml.'
             )
-        source = world.first_then_all(lambda: load_data(spec, root))
+        source = world.first_then_all(lambda: l0prune.load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
         history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}

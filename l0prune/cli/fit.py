@@ -11,9 +11,7 @@ import l0prune
 from l0prune.cli.edge import emit
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_data
 from l0prune.cli.project import newest, output_path
-from l0prune.data import load_data
 from l0prune.errors import UsageError
-from l0prune.files import artifact
 
 _GATES = "gates"
 
@@ -53,12 +51,12 @@ def fit(
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     if not budget and round_to == 1:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
-    info = artifact.read_info(path)
+    info = l0prune.read_info(path)
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     model = l0prune.load(path, trust_pickle=trust_pickle)
     scores = None
     if score != _GATES:
-        source = load_data(spec, root) if spec else None
+        source = l0prune.load_data(spec, root) if spec else None
         scores = l0prune.score(model, score, source, batches=batches, seed=seed)
     counts = l0prune.fit(model, budget or None, scores, round_to=round_to)
     target = output_path(out, str(path), ".fit.pt")

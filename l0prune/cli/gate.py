@@ -23,10 +23,7 @@ from l0prune.cli.options import (
     parse_setting,
 )
 from l0prune.cli.project import chosen, output_path
-from l0prune.data import load_data
 from l0prune.files.consent import remember_root
-from l0prune.files.model_sources import is_rebuildable
-from l0prune.gating.kinds.base import gate_of, gate_to_dict
 
 
 def gate(
@@ -63,9 +60,12 @@ def gate(
         l0prune gate model.pt --input 1x1x28x28
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
+    from l0prune.files.model_sources import is_rebuildable  # loads torch, as do the next ones
+    from l0prune.gating.kinds.base import gate_of, gate_to_dict
+
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec = chosen(data, "data")
-    source = load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
+    source = l0prune.load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
     found = l0prune.survey(module, example)
     l0prune.gate(

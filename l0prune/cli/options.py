@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+import l0prune
 from l0prune.cli.project import chosen
 from l0prune.errors import UsageError
 from l0prune.files.consent import check_consent, check_root_consent
-from l0prune.files.model_sources import load_model, parse_input
 
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
@@ -60,7 +60,7 @@ def open_model(
     if spec is None:
         raise UsageError(f"no model is named. MODEL is one of: {MODEL_HELP}")
     text = str(weights) if weights else None
-    return spec, load_model(spec, text, trust_pickle=trust_pickle)
+    return spec, l0prune.load_model(spec, text, trust_pickle=trust_pickle)
 
 
 def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
@@ -73,6 +73,8 @@ def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
     """
     text = chosen(text, "input")
     if text is not None:
+        from l0prune.files.model_sources import parse_input  # loads torch
+
         inputs = parse_input(text)
         if all(tensor.ndim and tensor.shape[0] == 1 for tensor in inputs):
             return tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)

@@ -11,8 +11,7 @@ from rich.table import Table
 from l0prune.cli.edge import emit, out
 from l0prune.cli.options import DataRoot, Json
 from l0prune.errors import UsageError
-from l0prune.recipes import run as recipes
-from l0prune.running.processes import is_launched
+from l0prune.running.launcher import is_launched
 
 app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
@@ -40,6 +39,8 @@ def run(
             "a recipe runs in one process; torchrun goes with `l0prune finetune`, between "
             "`l0prune gate` and `l0prune export`"
         )
+    from l0prune.recipes import run as recipes  # loads torch
+
     loaded = recipes.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
@@ -68,6 +69,8 @@ def _table(result: dict) -> Table:
 @app.command("ls")
 def ls(json: Json = False) -> None:
     """List the recipes."""
+    from l0prune.recipes import run as recipes  # loads torch
+
     found = recipes.builtin()
     table = Table("recipe", "what it does")
     for name, recipe in found.items():
@@ -78,4 +81,6 @@ def ls(json: Json = False) -> None:
 @app.command("show")
 def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
     """Print a recipe, to read or to start one of your own from."""
+    from l0prune.recipes import run as recipes  # loads torch
+
     out.print(recipes.find(name).read_text(), markup=False, highlight=False, end="")

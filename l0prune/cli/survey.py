@@ -17,7 +17,6 @@ from l0prune.cli.options import (
     open_model,
 )
 from l0prune.cli.project import chosen
-from l0prune.data import load_data
 
 
 def survey(
@@ -38,6 +37,6 @@ def survey(
     """
     _, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
-    source = load_data(spec, chosen(data_root, "data_root")) if spec else None
+    source = l0prune.load_data(spec, chosen(data_root, "data_root")) if spec else None
     found = l0prune.survey(module, example_inputs(input, source))
     emit(found.to_dict(), json, found)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler at once
 
 from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
@@ -167,7 +168,7 @@ class Gates(nn.Module):
         if not (now.in_forward and now.grad == torch.is_grad_enabled()):
             self._refresh_outside()
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _refresh_outside(self) -> None:
         """``refresh`` for a part of the model that runs on its own, or once more for backward."""
         now, value = self._now, self.log_alpha

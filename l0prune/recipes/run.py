@@ -10,7 +10,6 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import onnxruntime
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
@@ -206,6 +205,8 @@ class _OnnxFile(nn.Module):
     """An ONNX file as a module, so that it is tested like any other model."""
 
     def __init__(self, path: Path) -> None:
+        import onnxruntime  # here, since only the last stage needs it
+
         super().__init__()
         self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 

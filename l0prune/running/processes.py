@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError
+from l0prune.running.launcher import is_launched
 
 T = TypeVar("T")
 
@@ -148,18 +148,6 @@ def joined(wanted: bool = True) -> Iterator[World]:
     finally:
         if makes_group:
             dist.destroy_process_group()
-
-
-def is_first_process() -> bool:
-    """Is this the process that speaks to the user, as far as its launcher says?"""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return not is_launched() or int(os.environ["RANK"]) == 0
-
-
-def is_launched() -> bool:
-    """Did torchrun start this process with others?"""
-    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 
@@ -14,24 +13,8 @@ from commands import COMMAND, ENVIRONMENT, run
 from torch import nn
 
 import l0prune
-from l0prune.cli.app import main
 
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch, capfd):
-    """A command inside this process, for what ends before any work is done."""
-
-    def call(*arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["l0prune", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        written = capfd.readouterr()
-        return stop.value.code, written.out, written.err
-
-    return call
 
 
 def network():
@@ -78,31 +61,31 @@ def test_three_commands_in_a_row(tmp_path):
     assert (torch.from_numpy(got) - expected).abs().max().item() <= 1e-5 * scale
 
 
-def test_a_budget_and_the_classical_way_to_it(tmp_path):
+def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")
-    assert run(*GATE, cwd=tmp_path)[0] == 0
+    assert command(*GATE)[0] == 0
     short = ("--data", "digits", "--epochs", "4", "--json")
 
-    code, _, err = run("finetune", *short, "--augment", cwd=tmp_path)
+    code, _, err = command("finetune", *short, "--augment")
     assert code != 0
     assert "no augmentation of its own" in err
 
-    code, out, err = run("finetune", *short, "--budget", "params=0.5", cwd=tmp_path)
+    code, out, err = command("finetune", *short, "--budget", "params=0.5")
     assert code == 0, err
     learned = json.loads(out)
     assert 0.98 < learned["budget"]["params=0.5"]["share"] / 0.5 <= 1
 
-    code, out, err = run("fit", "--budget", "params=0.5", "--round-to", "4", "--json", cwd=tmp_path)
+    code, out, err = command("fit", "--budget", "params=0.5", "--round-to", "4", "--json")
     assert code == 0, err
     fitted = json.loads(out)
     assert fitted["file"] == "model.fit.pt"
     assert all(count % 4 == 0 for name, count in fitted["open"].items() if ".in" not in name)
-    code, out, err = run("finetune", "model.fit.pt", *short, "--no-learn", cwd=tmp_path)
+    code, out, err = command("finetune", "model.fit.pt", *short, "--no-learn")
     assert code == 0, err
     trained = json.loads(out)
     assert trained["open"] == fitted["open"]
-    code, out, err = run("export", trained["file"], "--onnx", "--json", cwd=tmp_path)
+    code, out, err = command("export", trained["file"], "--onnx", "--json")
     assert code == 0, err
     assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plans import count, enumerate_expected, plan_of, plans, probabilities, whole
 from torch import nn
@@ -19,7 +19,6 @@ UNITS = ("params", "macs")
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
 def test_expected_is_the_sum_over_all_gate_states(data):
     plan = data.draw(plans())
     p = data.draw(probabilities(plan.size))
@@ -31,7 +30,6 @@ def test_expected_is_the_sum_over_all_gate_states(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_gradient_is_the_difference_of_a_gate_open_and_closed(data):
     # The expectation is multilinear in the gates, so the difference quotient is exact.
     plan = data.draw(plans())
@@ -48,7 +46,6 @@ def test_gradient_is_the_difference_of_a_gate_open_and_closed(data):
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
 def test_certain_gates_give_the_real_count(plan):
     model = CostModel(plan)
     ones = torch.ones(plan.size)

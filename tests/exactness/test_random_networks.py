@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 from deadness import randomise, relative_effect_of_dead_slots
-from hypothesis import HealthCheck, given, settings
+from examples import costly
+from hypothesis import given
 from hypothesis import strategies as st
 from random_networks import Author, RandomNetwork
 from torch import nn
@@ -17,8 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from l0prune.cost.model import CostModel
 from l0prune.errors import NothingToPrune
-
-SLOW = {"suppress_health_check": list(HealthCheck), "deadline": None}
 
 
 def written(choose, steps: int) -> tuple[RandomNetwork, torch.Tensor]:
@@ -41,14 +40,13 @@ def check_dead(network: nn.Module, x: torch.Tensor) -> None:
     assert 2 * CostModel(plan).dense("macs") * len(x) == counter.get_total_flops()
 
 
-@settings(max_examples=200, **SLOW)
 @given(st.data(), st.integers(1, 10))
 def test_closed_slots_of_random_networks_are_dead(data, steps):
     network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)
     check_dead(network, x)
 
 
-@settings(max_examples=15, **SLOW)
+@costly
 @given(st.data(), st.integers(2, 8))
 def test_random_networks_are_exported_exactly(data, steps):
     network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)

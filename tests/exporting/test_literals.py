@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from examples import costly
+from hypothesis import given
 from hypothesis import strategies as st
 from networks import Fn, conv
 from torch import nn
@@ -87,7 +88,7 @@ NORMS = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@costly
 @given(
     st.sampled_from(sorted(NORMS)),
     st.integers(2, 9).flatmap(

@@ -13,7 +13,7 @@ import zipfile
 import pytest
 import torch
 from hostile import Touch, with_pickle
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -120,9 +120,6 @@ def test_every_truncation_is_noticed(ordinary):
 
 
 @given(st.data())
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @pytest.mark.filterwarnings("ignore")
 def test_a_mutilated_pickle_loads_or_is_refused(ordinary, data):
     def mutilate(content):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.gating.spreader import Spreader
@@ -47,7 +47,6 @@ layouts = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(layouts, min_size=1, max_size=5), st.integers(0, 1000))
 def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed):
     words = plan()

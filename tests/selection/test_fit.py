@@ -1,6 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import costly
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -41,7 +42,7 @@ def random_scores(seed, size):
 SIZE = l0prune.gates(gated()).plan.size
 
 
-@settings(max_examples=30, deadline=None)
+@costly
 @given(
     seed=st.integers(0, 10**6),
     unit=st.sampled_from(["params", "macs"]),

@@ -11,11 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-import onnxruntime
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -25,6 +23,9 @@ from torch.utils import _pytree as pytree
 from l0prune.errors import FileError, L0pruneError
 from l0prune.exporting.onnx.translatable import in_plain_terms
 from l0prune.files.atomic import atomic_write
+
+if TYPE_CHECKING:
+    import onnx
 
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
@@ -118,6 +119,8 @@ class Session:
     """An ONNX model, loaded into ONNX Runtime on the CPU."""
 
     def __init__(self, content: bytes) -> None:
+        import onnxruntime  # here, since only who writes a file need wait for it to load
+
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         with _named():
