@@ -20,6 +20,7 @@ from l0prune.gating.gated_class import (
     is_gated,
     original_class,
 )
+from l0prune.gating.kept_list import kept_lists
 from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Site
 
@@ -39,9 +40,10 @@ def attach(model: nn.Module, gates: Gates) -> None:
     try:
         for module, link in links:
             module.__dict__[LINK] = link
-            module.__class__ = gated_class(type(module), tuple(link.sites), module is model)
+            names, lists = tuple(link.sites), tuple(link.lists)
+            module.__class__ = gated_class(type(module), names, lists, module is model)
         if not is_gated(model):
-            model.__class__ = gated_class(type(model), (), holds_bank=True)
+            model.__class__ = gated_class(type(model), (), (), holds_bank=True)
         model.add_module(CHILD, gates.train(model.training))
         # Under a key of their own: a file keeps the numbers that torch gives to hooks, and in the
         # process that loads it the user's first hooks would get the same numbers.
@@ -149,7 +151,7 @@ def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
             if id(parameter) in sites
         }
         if own:
-            links.append((module, Link(gates, own)))
+            links.append((module, Link(gates, own, kept_lists(module, own))))
     return links
 
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from l0prune.gating.bank import Gates
 from l0prune.gating.current import GateValues
 from l0prune.gating.gated_parameter import Computed
+from l0prune.gating.kept_list import KeptList
 from l0prune.gating.scale import scale
 
-_classes: dict[tuple[type[nn.Module], tuple[str, ...], bool], type[nn.Module]] = {}
+_Names = tuple[str, ...]
+_classes: dict[tuple[type[nn.Module], _Names, _Names, bool], type[nn.Module]] = {}
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
 LINK = "_l0prune"  # the attribute by which a module finds the bank
@@ -35,10 +37,12 @@ class Link:
     Attributes:
         gates: the model's bank.
         sites: for each gated parameter of the module, what multiplies it along which dim.
+        lists: by attribute, the lists in which the module keeps such parameters.
     """
 
     gates: Gates
     sites: dict[str, tuple[tuple[GateValues, int], ...]]
+    lists: dict[str, KeptList]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -52,18 +56,18 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def gated_class(
-    original: type[nn.Module], names: tuple[str, ...], holds_bank: bool
+    original: type[nn.Module], names: _Names, lists: _Names, holds_bank: bool
 ) -> type[nn.Module]:
     """The subclass of ``original`` in which the parameters called ``names`` read as gated.
 
-    With ``holds_bank`` a container leaves the bank out of what it contains, and what copies itself
+    They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a container leaves the bank out of what it contains, and what copies itself
     in a way of its own (an FX graph) keeps its hooks. Where nothing has to change it is
     ``original`` itself, and modules alike get the same class.
     """
     holds_bank &= hasattr(original, "__len__") or _copies_itself(original)
     if not names and not holds_bank:
         return original
-    key = (original, names, holds_bank)
+    key = (original, names, lists, holds_bank)
     if key not in _classes:
         _classes[key] = _make_class(*key)
     return _classes[key]
@@ -74,11 +78,12 @@ def _copies_itself(original: type[nn.Module]) -> bool:
 
 
 def _make_class(
-    original: type[nn.Module], names: tuple[str, ...], holds_bank: bool
+    original: type[nn.Module], names: _Names, lists: _Names, holds_bank: bool
 ) -> type[nn.Module]:
     members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
+    members |= {name: _gated_list(name) for name in lists}
     if holds_bank and hasattr(original, "__len__"):
-        members |= _container_methods(original, gated_class(original, names, False))
+        members |= _container_methods(original, gated_class(original, names, lists, False))
     if hasattr(original, "__deepcopy__"):
         members["__deepcopy__"] = _deepcopy
     if "_wrapped_call" in vars(original):  # FX compiles a graph into its class, and again to pickle
@@ -89,7 +94,7 @@ def _make_class(
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce,
         "_l0prune_original": original,
-        "_l0prune_arguments": (names, holds_bank),
+        "_l0prune_arguments": (names, lists, holds_bank),
     }
     metaclass: Any = type(original)
     result: type[nn.Module] = metaclass(original.__name__, (original,), members)
@@ -116,6 +121,30 @@ def _gated_parameter(name: str) -> property:
         return Computed.of(result, parameter)
 
     return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
+
+
+def _gated_list(name: str) -> property:
+    def read(module: nn.Module) -> list[Any]:
+        if name not in module.__dict__:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        kept: list[Any] = module.__dict__[name]
+        link: Link | None = module.__dict__.get(LINK)
+        if link is None or link.gates.bypassed:
+            return kept
+        mine = link.lists[name]
+        if mine.given is not None:
+            return mine.given
+        pairs = zip(mine.plain(module, kept), mine.names, strict=False)
+        return [getattr(module, own) if own in link.sites else entry for entry, own in pairs]
+
+    def write(module: nn.Module, value: list[Any]) -> None:
+        link: Link | None = module.__dict__.get(LINK)
+        if link is not None:
+            mine = link.lists[name]
+            mine.given, value = None if link.gates.bypassed else value, mine.plain(module, value)
+        module.__dict__[name] = value
+
+    return property(read, write, doc=f"The list ``{name}``, with parameters as the module's are.")
 
 
 def _container_methods(
@@ -185,7 +214,7 @@ class _Gating:
         hooks: by attribute, the bank's hooks, if the module holds the bank.
     """
 
-    arguments: tuple[tuple[str, ...], bool]
+    arguments: tuple[_Names, _Names, bool]
     link: Link | None
     hooks: dict[str, Any]
 

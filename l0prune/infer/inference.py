@@ -99,6 +99,8 @@ class Inference:
     computed: list[Computed] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     kinds: list[tuple[Expr, str]] = field(default_factory=list)
+    names: list[tuple[Expr, str]] = field(default_factory=list)
+    wider: list[tuple[Expr, Expr]] = field(default_factory=list)
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:
@@ -302,3 +304,7 @@ class Inference:
     def kind(self, expr: Expr, kind: str) -> None:
         """Say what the slots of the expression are: heads, head dims, groups."""
         self.kinds.append((expr, kind))
+
+    def name(self, expr: Expr, name: str) -> None:
+        """Say what the axis is called, where that is not the weight that writes it."""
+        self.names.append((expr, name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from l0prune.infer.inference import Inference, Write
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.solver import Var, variables
+from l0prune.infer.solver import Expr, Var, variables
 
 _SUFFIX = {"head": "heads", "head_dim": "head_dim", "group": "groups"}
 
@@ -16,10 +16,8 @@ class Namer:
         self.infer = infer
         self.writes = writes
         self.taken: dict[str, int] = {}
-        self.kinds: dict[Var, str] = {}
-        for expr, kind in infer.kinds:
-            for var in variables(infer.solver.resolve(expr)):
-                self.kinds.setdefault(var, kind)
+        self.kinds = _first(infer, infer.kinds)
+        self.given = _first(infer, infer.names)
 
     def name(self, var: Var) -> tuple[str, str]:
         """Name and kind of an axis."""
@@ -29,6 +27,7 @@ class Namer:
         kind = self.kinds.get(var, "channel" if by_conv else "neuron")
         owner, _, leaf = write.place[0].rpartition(".")
         base = owner if owner and leaf in ("weight", "bias") else write.place[0]
+        base = self.given.get(var, base)
         if kind in _SUFFIX:
             base = f"{base}.{_SUFFIX[kind]}"
         return self._unique(base), kind
@@ -41,3 +40,12 @@ class Namer:
         count = self.taken.get(name, 0)
         self.taken[name] = count + 1
         return f"{name}#{count + 1}" if count else name
+
+
+def _first(infer: Inference, said: list[tuple[Expr, str]]) -> dict[Var, str]:
+    """What was said first of each variable."""
+    found: dict[Var, str] = {}
+    for expr, text in said:
+        for var in variables(infer.solver.resolve(expr)):
+            found.setdefault(var, text)
+    return found

@@ -253,6 +253,10 @@ def _join(plans: Sequence[Plan]) -> Plan:
             aliases=joined.aliases | plan.aliases,
             parts=(*joined.parts, *plan.parts),
             roles=joined.roles | plan.roles,
+            wider=(
+                *joined.wider,
+                *((_shifted(wide, number), _shifted(other, number)) for wide, other in plan.wider),
+            ),
         )
     return joined
 

@@ -111,6 +111,7 @@ class Plan:
             ``("",)`` where it could.
         roles: for each parameter that is multiplied with, what each of its dims does there:
             ``"read"`` contracts an axis away, ``"write"`` produces one, ``""`` neither.
+        wider: pairs of dims of which the first has to keep more positions than the second.
     """
 
     axes: tuple[Axis, ...]
@@ -121,6 +122,7 @@ class Plan:
     aliases: dict[str, str] = field(default_factory=dict)
     parts: tuple[str, ...] = ("",)
     roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    wider: tuple[tuple[Layout, Layout], ...] = ()
 
     @property
     def size(self) -> int:
@@ -149,7 +151,8 @@ class Plan:
         """The slots that stay in a sliced model, as a flat bool vector.
 
         An open slot that nobody reads any more (all its fine gates are closed) goes too; an
-        axis whose gates are all closed keeps its first slot, whose weights are zero.
+        axis whose gates are all closed keeps its first slot, whose weights are zero. So does one
+        that has to stay ``wider`` than another keep closed slots.
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
@@ -161,7 +164,17 @@ class Plan:
         for axis in self.axes:
             if not kept[axis.slice].any():
                 kept[axis.start] = True
+        for wide, narrow in self.wider:
+            self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
         return kept
+
+    def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
+        """Keep closed slots of a layout, its first, until it has this size; in place."""
+        for slots in dict.fromkeys(leaves(layout)):
+            for slot in range(self.flat(slots).start, self.flat(slots).stop):
+                if int(self.mask(layout, kept).sum()) >= size:
+                    return
+                kept[slot] = True
 
     def _is_read(self, number: int, readers: Iterable[Site], kept: Tensor) -> Tensor:
         """Which slots of an axis does any of ``readers`` still read? Bool, (axis size,)."""
@@ -223,6 +236,7 @@ class Plan:
             tensors={n: tuple(map(convert, dims)) for n, dims in self.tensors.items()},
             sites=tuple(site for site in sites if axes_of(site.layout)),
             costs=tuple(replace(c, dims=tuple(map(convert, c.dims))) for c in self.costs),
+            wider=tuple((convert(wide), convert(narrow)) for wide, narrow in self.wider),
         )
 
     def to_json(self) -> str:
@@ -239,6 +253,7 @@ class Plan:
             "aliases": self.aliases,
             "parts": list(self.parts),
             "roles": self.roles,
+            "wider": [[to_json(wide), to_json(narrow)] for wide, narrow in self.wider],
         }
         return json.dumps(data)
 
@@ -263,6 +278,7 @@ class Plan:
                 aliases=dict(data["aliases"]),
                 parts=tuple(data.get("parts", ("",))),
                 roles={name: tuple(of) for name, of in data.get("roles", {}).items()},
+                wider=tuple((from_json(a), from_json(b)) for a, b in data.get("wider", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

@@ -9,10 +9,14 @@ from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
 
-# Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim).
-_FROM_TENSORS: dict[str, tuple[str, int]] = {
-    "num_features": ("running_mean", 0),
-    "embedding_dim": ("weight", 1),
+# Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
+# which the first that the module has counts.
+_FROM_TENSORS: dict[str, tuple[tuple[str, int], ...]] = {
+    "num_features": (("running_mean", 0),),
+    "embedding_dim": (("weight", 1),),
+    "input_size": (("weight_ih_l0", 1), ("weight_ih", 1)),
+    "hidden_size": (("weight_hr_l0", 1), ("weight_hh_l0", 1), ("weight_hh", 1)),
+    "proj_size": (("weight_hr_l0", 0),),
 }
 
 Changes = dict[str, dict[str, Any]]
@@ -97,10 +101,12 @@ def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> 
         channels = int(weight.shape[0])
         groups = channels * module.num_groups // module.num_channels
         sizes = {"num_channels": channels, "num_groups": groups}
-    for attribute, (tensor, dim) in _FROM_TENSORS.items():
-        found = tensors.get(f"{prefix}{tensor}")
-        if attribute in vars(module) and found is not None and found.ndim > dim:
-            sizes[attribute] = found.shape[dim]
+    for attribute, places in _FROM_TENSORS.items():
+        for tensor, dim in places if attribute in vars(module) else ():
+            found = tensors.get(f"{prefix}{tensor}")
+            if found is not None and found.ndim > dim:
+                sizes[attribute] = found.shape[dim]
+                break
     return sizes
 
 

@@ -1,43 +1,191 @@
-"""Recurrent layers: what they read can be cut, their own sizes stay whole."""
+"""Recurrent layers and cells: every hidden unit is a slot, read by its own layer and the next."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.infer.nodes import argument, operands_of, shape_of
-from l0prune.infer.registry import Value, rule
+from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.registry import Value, each, rule
+from l0prune.infer.solver import Const, Expr, cat, prod
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
-@rule("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
-def recurrent(infer: Inference, node: Node) -> Value:
-    """Gates of one layer share fused weights, and the hidden state feeds back into itself.
+@dataclass(frozen=True)
+class _Weights:
+    """What one direction of one layer computes with; its rows are gates × hidden units.
 
-    The first layer multiplies its input with the columns of a weight for each direction. Those
-    weights cannot carry gates, since ``nn.LSTM`` and its like keep references to them.
+    Attributes:
+        inputs: of its inputs, shape (gates × units, inputs).
+        hidden: of its own last output, shape (gates × units, outputs).
+        biases: of shape (gates × units), two or none.
+        projection: from units to outputs, where they differ: shape (outputs, units).
     """
-    x, _, given, *_ = node.args
+
+    inputs: Node
+    hidden: Node
+    biases: tuple[Node, ...] = ()
+    projection: Node | None = None
+
+    @property
+    def rows(self) -> tuple[Node, ...]:
+        """All that have one row for each gate of each unit."""
+        return (self.inputs, self.hidden, *self.biases)
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The hidden units of a layer, and what it gives out: the same, or projections of them."""
+
+    cell: Expr
+    output: Expr
+
+    @staticmethod
+    def of(infer: Inference, weights: _Weights) -> _Units:
+        """Fresh ones, as many as the weights have, called after the module."""
+        place = infer.place(weights.inputs, 0)
+        owner = place[0].rpartition(".")[0] if place else ""
+        output = cell = infer.solver.fresh(_size(weights.hidden, 1))
+        if weights.projection is not None:
+            cell = infer.solver.fresh(_size(weights.projection, 1))
+            infer.wider.append((cell, output))  # torch sees by the sizes that there is a projection
+        if owner:
+            infer.name(cell, owner)
+            infer.name(output, f"{owner}.projection")
+        return _Units(cell, output)
+
+
+def _size(node: Node, dim: int) -> int:
+    return (shape_of(node) or [])[dim]
+
+
+def _in_weights(node: Node) -> list[Node]:
+    """The weights among the operands of a recurrent call."""
+    if operator_name(node.target).endswith("_cell"):
+        return [given for given in node.args[2:] if isinstance(given, Node)]
+    given: Any = node.args[2]
+    return [weight for weight in given if isinstance(weight, Node)]
+
+
+def _at_rest(node: Node, operands: Sequence[bool | None]) -> bool:
+    """A unit that begins with zero stays there if its rows of all weights and biases are zero.
+
+    An LSTM adds ``i · tanh(0)`` to ``f · 0``, and a GRU takes a mean of ``tanh(0)`` and 0.
+    """
+    pairs = zip(node.all_input_nodes, operands, strict=True)
+    weights = set(_in_weights(node))
+    is_written = any(is_zero is True for operand, is_zero in pairs if operand in weights)
+    return is_written and each(node, operands)
+
+
+@rule("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu", zero=_at_rest)
+def recurrent(infer: Inference, node: Node) -> Value:
+    """Layers on layers, in one direction or two: all of them keep the same hidden units.
+
+    One size is all that torch has for the layers and directions of a call, whose final states lie
+    in one tensor. So a slot is unit ``j`` of each of them: it dies where no layer's ``weight_hh``
+    and no reader of an output wants it.
+    """
+    x, state = node.args[:2]
     assert isinstance(x, Node)
-    assert isinstance(given, list | tuple)  # a packed sequence comes otherwise, and pins
-    weights = [each for each in given if isinstance(each, Node)]
-    first = weights[: len(weights) // int(argument(node, 4, "num_layers"))]
-    readers = first[:: len(first) // (2 if argument(node, 7, "bidirectional") else 1)]
-    read = {(x, len(shape_of(x) or []) - 1)} | {(weight, 1) for weight in readers}
-    for operand in operands_of(node):
-        for number, dim in enumerate(infer.dims(operand)):
-            if (operand, number) not in read:
-                infer.solver.pin(dim, "a recurrent layer reads it, whose sizes stay whole")
+    directions = 2 if argument(node, 7, "bidirectional") else 1
+    weights = _by_direction(node, int(argument(node, 4, "num_layers")) * directions)
+    units = _Units.of(infer, weights[0])
     *before, inner = infer.dims(x)
-    for weight in readers:
-        infer.solver.unify(inner, infer.dims(weight)[1])
-    infer.read(inner, node, None, x, why="{who} reads it")
-    for weight in weights:
-        rows, *columns = infer.dims(weight)
-        infer.write(rows, node, weight, 0)
-        if columns:
-            infer.work(node, (*before, *columns, rows), weight=weight)
-    return infer.opaque(node, "a result of a recurrent layer")
+    time, batch = (1, 0) if argument(node, 8, "batch_first") else (0, 1)
+    infer.solver.pin(before[time], "a recurrent layer steps over it")
+    for number, mine in enumerate(weights):
+        source = x if number < directions else node
+        _step(infer, node, source, inner if source is x else cat([units.output] * directions),
+              mine, units, before)  # fmt: skip
+    states = state if isinstance(state, list | tuple) else (state,)
+    for given, size in zip(states, (units.output, units.cell), strict=False):
+        assert isinstance(given, Node)
+        layers, rows, slots = infer.dims(given)
+        infer.solver.pin(layers, "it counts the layers of a recurrent layer")
+        infer.solver.unify(before[batch], rows)
+        infer.solver.unify(slots, size)
+    final = Const(len(weights), "layers and directions")
+    ends = [(final, before[batch], size) for size in (units.output, units.cell)[: len(states)]]
+    return [(*before, cat([units.output] * directions)), *ends]
+
+
+def _by_direction(node: Node, count: int) -> list[_Weights]:
+    """The weights of each direction of each layer, which torch takes in one list."""
+    flat = _in_weights(node)
+    each_has = len(flat) // count
+    has_biases = bool(argument(node, 3, "has_biases"))
+    found = []
+    for start in range(0, len(flat), each_has):
+        inputs, hidden, *others = flat[start : start + each_has]
+        biases = tuple(others[:2]) if has_biases else ()
+        projections = others[len(biases) :]
+        found.append(_Weights(inputs, hidden, biases, projections[0] if projections else None))
+    return found
+
+
+def _step(
+    infer: Inference,
+    node: Node,
+    x: Node,
+    inner: Expr,
+    weights: _Weights,
+    units: _Units,
+    before: Sequence[Expr],
+) -> None:
+    """Tie, read, write and count what one direction of one layer does.
+
+    Args:
+        infer: the inference.
+        node: the call.
+        x: what has the input; the call itself where that is the output of the layer below.
+        inner: the input's last dim.
+        weights: of this direction of this layer.
+        units: its hidden units.
+        before: all dims of the input before the last.
+    """
+    gates = _size(weights.hidden, 0) // units.cell.size
+    rows = prod((Const(gates, "the gates of a recurrent layer"), units.cell))
+    infer.solver.unify(inner, infer.dims(weights.inputs)[1])
+    infer.solver.unify(units.output, infer.dims(weights.hidden)[1])
+    infer.read(inner, node, (weights.inputs, 1), x)
+    infer.read(units.output, node, (weights.hidden, 1), node)
+    for weight in weights.rows:
+        infer.solver.unify(infer.dims(weight)[0], rows)
+        infer.write(units.cell, node, weight, 0)
+    products = [weights.inputs, weights.hidden]
+    if weights.projection is not None:
+        infer.solver.unify(infer.dims(weights.projection)[0], units.output)
+        infer.solver.unify(infer.dims(weights.projection)[1], units.cell)
+        infer.read(units.cell, node, (weights.projection, 1), node)
+        infer.write(units.output, node, weights.projection, 0)
+        products.append(weights.projection)
+    for weight in products:
+        infer.work(node, (*before, *infer.dims(weight)), weight=weight)
+
+
+_CELLS = ("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell")
+
+
+@rule(*_CELLS, zero=_at_rest)
+def cell(infer: Inference, node: Node) -> Value:
+    """One step of one layer: its state comes in and goes out."""
+    x, state = node.args[:2]
+    assert isinstance(x, Node)
+    inputs, hidden, *biases = _in_weights(node)
+    weights = _Weights(inputs, hidden, tuple(biases))
+    units = _Units.of(infer, weights)
+    batch, inner = infer.dims(x)
+    _step(infer, node, x, inner, weights, units, (batch,))
+    for given in state if isinstance(state, list | tuple) else (state,):
+        assert isinstance(given, Node)
+        rows, slots = infer.dims(given)
+        infer.solver.unify(batch, rows)
+        infer.solver.unify(slots, units.cell)
+    out = (batch, units.cell)
+    return [out, out] if isinstance(state, list | tuple) else out
