@@ -522,7 +522,7 @@ CASES = {
             c=nn.Linear(6, 3),
         ),
         TOKENS,
-        {"a": 8, "a.in": 32},
+        {"a": 8, "r": 6, "a.in": 32},
     ),
     "recurrent_in_two_directions": (
         Fn(
@@ -533,6 +533,6 @@ CASES = {
             c=nn.Linear(12, 3),
         ),
         TOKENS,
-        {"a": 8, "a.in": 32},
+        {"a": 8, "r": 6, "a.in": 32},
     ),
 }

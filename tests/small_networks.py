@@ -151,9 +151,9 @@ def triangle_over_features():
     return Fn(forward, a=nn.Linear(32, 12), b=nn.Linear(12, 16), c=nn.Linear(16, 2))
 
 
-@case(8, 8, 32, shape=TOKENS)
+@case(8, 6, 8, 32, shape=TOKENS)
 def lstm():
-    """What it reads can be cut; its own gates are coupled over time."""
+    """Unit j is four rows of its weights, a column of one of them, and a column of the reader."""
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0][:, -1])))  # noqa: E731
     return Fn(
         forward,
@@ -164,8 +164,9 @@ def lstm():
     )
 
 
-@case(8, 8, 32, shape=TOKENS)
+@case(8, 6, 8, 32, shape=TOKENS)
 def gru_both_ways():
+    """Torch has one size for both directions: unit j goes from both."""
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0].mean(1))))  # noqa: E731
     return Fn(
         forward,
@@ -174,6 +175,72 @@ def gru_both_ways():
         b=nn.Linear(12, 8),
         c=nn.Linear(8, 3),
     )
+
+
+@case(8, 6, 4, 32, shape=TOKENS)
+def lstm_with_projections():
+    """What it gives out and reads of itself is smaller than its cells."""
+    forward = lambda m, x: m.b(m.r(m.a(x))[0])  # noqa: E731
+    lstm = nn.LSTM(8, 6, 2, batch_first=True, proj_size=4, bias=False)
+    return Fn(forward, a=nn.Linear(32, 8), r=lstm, b=nn.Linear(4, 3))
+
+
+@case(6, 5, 8, shape=TOKENS)
+def voice_encoder():
+    """LSTMs on LSTMs, one of them of three layers; only the last state is read."""
+
+    def forward(m, x):
+        y, _ = m.second(m.first(x)[0])
+        _, (state, _) = m.third(y)
+        return F.normalize(m.embed(state[-1]).relu(), dim=1)
+
+    layers = {"first": nn.LSTM(32, 6, batch_first=True), "second": nn.LSTM(6, 5, batch_first=True)}
+    third = nn.LSTM(5, 8, 3, batch_first=True)
+    return Fn(forward, **layers, third=third, embed=nn.Linear(8, 4))
+
+
+@case(8, 6, 7, 32, shape=TOKENS)
+def cells_in_a_loop():
+    """What a cell gives out comes back to it; where no state is given, torch makes one of zeros."""
+
+    def forward(m, x):
+        x, state, h = m.a(x), None, x.new_zeros(len(x), 7)
+        for t in range(x.shape[1]):
+            state = m.lstm(x[:, t], state)
+            h = m.gru(state[0].relu(), h)
+        return m.b(h) + m.c(state[1])
+
+    cells = {"lstm": nn.LSTMCell(8, 6), "gru": nn.GRUCell(6, 7)}
+    return Fn(forward, a=nn.Linear(32, 8), **cells, b=nn.Linear(7, 3), c=nn.Linear(6, 3))
+
+
+@case(6, 4, shape=TOKENS)
+def states_from_the_encoder():
+    """The decoder begins where the encoder ended, so their units are the same ones."""
+
+    def forward(m, x):
+        y, state = m.encoder(x)
+        x, out = x.flip(1), []
+        for t in range(3):
+            step, state = m.decoder(m.embed(x[:, t : t + 1]), state)
+            out.append(m.b(step))
+        return torch.cat(out, 1)
+
+    layers = {"encoder": nn.LSTM(32, 6, 2, batch_first=True)}
+    layers["decoder"] = nn.LSTM(4, 6, 2, batch_first=True)
+    return Fn(forward, **layers, embed=nn.Linear(32, 4), b=nn.Linear(6, 3))
+
+
+@case(6, shape=TOKENS)
+def attention_over_states():
+    """Nothing weighs the sum over units: they are zero where the rows of their weights are."""
+
+    def forward(m, x):
+        y, state = m.r(x)
+        weights = (y @ state[-1][:, :, None]).softmax(1)
+        return m.b((weights * y).sum(1))
+
+    return Fn(forward, r=nn.GRU(32, 6, batch_first=True), b=nn.Linear(6, 3))
 
 
 @case(8, 8)

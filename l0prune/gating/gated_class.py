@@ -60,9 +60,10 @@ def gated_class(
 ) -> type[nn.Module]:
     """The subclass of ``original`` in which the parameters called ``names`` read as gated.
 
-    They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a container leaves the bank out of what it contains, and what copies itself
-    in a way of its own (an FX graph) keeps its hooks. Where nothing has to change it is
-    ``original`` itself, and modules alike get the same class.
+    They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a
+    container leaves the bank out of what it contains, and what copies itself in a way of its own
+    (an FX graph) keeps its hooks. Where nothing has to change it is ``original`` itself, and
+    modules alike get the same class.
     """
     holds_bank &= hasattr(original, "__len__") or _copies_itself(original)
     if not names and not holds_bank:

@@ -78,7 +78,9 @@ class Builder:
             costs=tuple(self._costs()),
             aliases=self.infer.captured.aliases,
             roles=self._roles(),
-            wider=tuple((self.layout(wide), self.layout(other)) for wide, other in self.infer.wider),
+            wider=tuple(
+                (self.layout(wide), self.layout(other)) for wide, other in self.infer.wider
+            ),
         )
 
     # --- which variables may be cut ---------------------------------------------------------
