@@ -219,7 +219,7 @@ def states_from_the_encoder():
     """The decoder begins where the encoder ended, so their units are the same ones."""
 
     def forward(m, x):
-        y, state = m.encoder(x)
+        _, state = m.encoder(x)
         x, out = x.flip(1), []
         for t in range(3):
             step, state = m.decoder(m.embed(x[:, t : t + 1]), state)
