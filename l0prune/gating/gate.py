@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from l0prune.gating.bank import Example, Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.infer.parts import inferred
-from l0prune.plan.globs import listed, per_axis
+from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.plan import Plan
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,8 +42,8 @@ def gate(
     args: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    include: Iterable[str] = ("*",),
-    exclude: Iterable[str] = (),
+    include: Globs = "*",
+    exclude: Globs = (),
     open_probability: float | Mapping[str, float] = NEARLY_OPEN,
     jitter: float = 0.01,
     seed: int = 0,
@@ -59,8 +59,9 @@ def gate(
         model: any module that torch.export can capture.
         args: example positional inputs of its forward, a tuple (or a single tensor).
         kwargs: example keyword inputs.
-        include: globs of axis names (``survey(model, args).axes``) to gate.
-        exclude: globs of axis names to leave whole, even if included.
+        include: names of axes (``survey(model, args).axes``) to gate, or globs over them; one
+            text, or several.
+        exclude: the same of axes to leave whole, even if included.
         open_probability: P(z ≠ 0) to start from, or a mapping from globs of axis names to it:
             the first glob that matches an axis counts, and 0.99 where none does.
         jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
@@ -77,7 +78,7 @@ def gate(
         AlreadyGated: the model carries gates.
         CaptureError: torch.export could not capture it.
         NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
-        UsageError: an argument makes no sense.
+        UsageError: an argument makes no sense, such as a glob that matches no axis.
     """
     check_module(model)
     check_ungated(model)
@@ -88,7 +89,7 @@ def gate(
             "your own needs all that l0prune.gates.Gate has"
         )
     found = inferred(model, args, kwargs) if survey is None else survey
-    plan = _selected(found.plan, tuple(_globs(include)), tuple(_globs(exclude)))
+    plan = _selected(found.plan, include, exclude)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
     attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(found.example)))
     return model
@@ -119,21 +120,19 @@ def gates(model: nn.Module) -> Gates:
     return gates_of(model)
 
 
-def _globs(globs: Iterable[str]) -> Iterable[str]:
-    return (globs,) if isinstance(globs, str) else globs
-
-
-def _selected(plan: Plan, include: tuple[str, ...], exclude: tuple[str, ...]) -> Plan:
+def _selected(plan: Plan, include: Globs, exclude: Globs) -> Plan:
     """The part of the plan that the user wants gated."""
     if not plan.axes:
         reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
         raise NothingToPrune(
             "nothing in this model can be cut out" + (f":\n{reasons}" if reasons else "")
         )
-    selected = plan.select(include, exclude)
+    left_out = named(plan.names, exclude, "exclude", "axis of this model")
+    wanted = named(plan.names, include, "include", "axis of this model")
+    selected = plan.select(set(wanted) - set(left_out))
     if not selected.axes:
         raise NothingToPrune(
-            f"no axis is left to gate with include={list(include)}, exclude={list(exclude)}; "
+            f"no axis is left to gate with include={include!r}, exclude={exclude!r}; "
             f"the model's axes are {listed(plan.names)}"
         )
     return selected

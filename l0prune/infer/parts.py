@@ -203,7 +203,7 @@ def _of_island(
         for number, dim in enumerate(dims)
         for axis in sorted(axes_of(dim) & whole.keys())[:1]
     ]
-    plan = plan.select(exclude=[plan.axes[i].name for i in whole])
+    plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in whole})
     share = part.analysis.captured.batch * part.calls / batch
     costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
     counted = _tensors_of(earlier)

@@ -1,8 +1,13 @@
-"""Settings that may differ between axes, given by globs over axis names."""
+"""What is said of some axes, or modules, by name or by glob: one way to read it, for all settings.
+
+A text that is a name means that one, whatever is in it (``blocks[0]``); any other is a glob. One
+that matches nothing is a mistake: a layer that was to be protected must not be cut for a typo.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -10,6 +15,8 @@ from l0prune.errors import UsageError
 from l0prune.plan.plan import Plan
 
 Default = TypeVar("Default")
+Globs = str | Iterable[str]
+"""One glob, or several."""
 
 
 def per_axis(
@@ -38,24 +45,44 @@ def by_rules(
     Raises:
         UsageError: a glob matches no axis.
     """
-    for glob, _ in rules:
-        matching(names, glob, what)
-    return [
-        next((value for glob, value in rules if fnmatchcase(name, glob)), default) for name in names
-    ]
+    values: list[float | Default] = [default] * len(names)
+    for glob, value in reversed(rules):
+        for number in matching(names, glob, what):
+            values[number] = value
+    return values
 
 
-def matching(names: Sequence[str], glob: str, what: str) -> list[int]:
-    """Numbers of the axes that a glob means.
+def named(names: Sequence[str], globs: Globs, what: str, of_what: str) -> list[str]:
+    """The names that one of the globs matches, in their order; see ``matching``.
+
+    Raises:
+        UsageError: a glob matches no name.
+    """
+    several = (globs,) if isinstance(globs, str) else globs
+    found = {number for glob in several for number in matching(names, glob, what, of_what)}
+    return [names[number] for number in sorted(found)]
+
+
+def matching(names: Sequence[str], glob: str, what: str, of_what: str = "gated axis") -> list[int]:
+    """Numbers of the names that are meant.
+
+    Args:
+        names: of all that there are.
+        glob: one of the names, or else a glob.
+        what: name of the setting, for people.
+        of_what: what the names are names of, for people.
 
     Raises:
         UsageError: there is none.
     """
-    found = [number for number, name in enumerate(names) if fnmatchcase(name, glob)]
-    if not found:
+    found = [number for number, name in enumerate(names) if name == glob]
+    found = found or [number for number, name in enumerate(names) if fnmatchcase(name, glob)]
+    if not found and glob != "*":
+        close = " or ".join(map(repr, get_close_matches(glob, names)))
+        meant = f" Did you mean {close}?" if close else ""
         raise UsageError(
-            f"{what} is given for {glob!r}, which matches no gated axis; "
-            f"the gated axes are {listed(names)}"
+            f"{what} is given for {glob!r}, which matches no {of_what}.{meant} "
+            f"There are: {listed(names)}."
         )
     return found
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -202,14 +201,9 @@ class Plan:
         found = self.spread(alone, marks)
         return (found - 2).clamp(min=0), found > 1
 
-    def select(self, include: Iterable[str] = ("*",), exclude: Iterable[str] = ()) -> Plan:
-        """The same plan with gates only on the axes whose names match; the others stay whole."""
-        include, exclude = tuple(include), tuple(exclude)
-        wanted = [
-            any(fnmatchcase(axis.name, g) for g in include)
-            and not any(fnmatchcase(axis.name, g) for g in exclude)
-            for axis in self.axes
-        ]
+    def select(self, names: Collection[str]) -> Plan:
+        """The same plan with gates only on the axes of these names; the others stay whole."""
+        wanted = [axis.name in names for axis in self.axes]
         if all(wanted):
             return self
         numbers: dict[int, int] = {}

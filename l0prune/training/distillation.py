@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from l0prune.capture.copying import copied
 from l0prune.errors import NotGated, UsageError
 from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
+from l0prune.plan.globs import named
 from l0prune.running.device import device_of, on_device
 from l0prune.running.feed import Feed, call
 from l0prune.running.trial import check_first_batch
@@ -46,7 +46,7 @@ class Teacher:
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:
         self._share, self._temperature = settings.distill, settings.temperature
         self._own = settings.teacher is None
-        names = list(_matching(model, settings.match))
+        names = _matching(model, settings.match)
         missing = set(names) - dict(network.named_modules()).keys()
         if missing:
             raise UsageError(f"the teacher has no module {', '.join(sorted(missing))} to match")
@@ -193,14 +193,10 @@ class _Outputs:
             hook.remove()
 
 
-def _matching(model: nn.Module, match: str | Sequence[str]) -> Iterator[str]:
-    globs = (match,) if isinstance(match, str) else match
+def _matching(model: nn.Module, match: str | Sequence[str]) -> list[str]:
     banks = {id(m) for bank in model.modules() if isinstance(bank, Gates) for m in bank.modules()}
     names = [name for name, module in model.named_modules() if name and id(module) not in banks]
-    for glob in globs:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UsageError(f"match: no module of this model is called {glob!r}")
-    return (name for name in names if any(fnmatchcase(name, glob) for glob in globs))
+    return named(names, match, "match", "module")
 
 
 def _dense(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ def test_a_dtype_that_the_code_asks_for_follows_the_model(dtype, tmp_path):
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
     model = Fn(forward, **layers).to(dtype).eval()
     x = torch.randn(2, 4, dtype=dtype)
-    model = l0prune.gate(model, x, exclude="a")
+    model = l0prune.gate(model, x)
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
     dense = l0prune.export(model)

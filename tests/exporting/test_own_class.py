@@ -69,7 +69,7 @@ def test_where_inputs_are_picked_there_is_a_way_to_keep_the_class():
 def test_the_module_goes_on_training():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
     model[0].weight.requires_grad_(False)
-    _, dense = exported(model, torch.randn(2, 3, 6, 6))
+    _, dense = exported(model, torch.randn(2, 3, 6, 6), exclude=())
     assert isinstance(dense.module, nn.Sequential)
     assert [p.requires_grad for p in dense.module.parameters()][:2] == [False, True]
     dense.module.train()(torch.randn(4, 3, 6, 6)).sum().backward()
@@ -86,7 +86,7 @@ def test_tied_weights_stay_tied():
         def forward(self, x):
             return self.head(torch.tanh(self.embed(x)))
 
-    _, dense = exported(Tied(), torch.randint(0, 20, (2, 5)))
+    _, dense = exported(Tied(), torch.randint(0, 20, (2, 5)), exclude=())
     assert dense.rebuilt
     assert dense.module.head.weight is dense.module.embed.weight
     assert dense.module.embed.embedding_dim == dense.module.head.in_features < 12

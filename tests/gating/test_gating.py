@@ -273,7 +273,8 @@ class Unwilling(nn.Module):
     ("make", "options", "error", "words"),
     [
         (lambda: nn.Sequential(nn.Softmax(1)), {}, NothingToPrune, "nothing"),
-        (mlp, {"include": ["conv*"]}, NothingToPrune, "conv"),
+        (mlp, {"include": ["conv*"]}, UsageError, "include is given for 'conv.*no axis"),
+        (mlp, {"exclude": ["0.inn"]}, UsageError, "exclude is given for '0.inn'.*mean '0.in'"),
         (mlp, {"exclude": ["*"]}, NothingToPrune, "no axis is left"),
         (mlp, {"open_probability": {"conv*": 0.5}}, UsageError, "conv"),
         (mlp, {"open_probability": 1.0}, UsageError, "strictly between"),

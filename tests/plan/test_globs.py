@@ -2,7 +2,7 @@ import pytest
 from plans import plan_of
 
 from l0prune.errors import UsageError
-from l0prune.plan.globs import listed, per_axis
+from l0prune.plan.globs import by_rules, listed, matching, named, per_axis
 
 
 def test_the_first_glob_that_matches_counts():
@@ -22,3 +22,20 @@ def test_a_long_list_is_cut_short():
     plan = plan_of([1] * 30, [])
     assert listed(plan.names).endswith("a18, a19, … (30 in all)")
     assert listed(plan.names, most=30).endswith("a28, a29")
+
+
+def test_a_name_means_itself_and_else_is_a_glob():
+    names = ["a[0]", "a0", "a1"]
+    assert matching(names, "a[0]", "x") == [0]
+    assert matching(names[1:], "a[0]", "x") == [0]
+    assert matching(names, "a[01]", "x") == [1, 2]
+    assert by_rules(names, (("a[0]", 1.0), ("*", 2.0)), None, "x") == [1.0, 2.0, 2.0]
+
+
+def test_names_that_are_close_are_offered():
+    with pytest.raises(UsageError, match=r"'cnov1', which matches no axis. Did you mean 'conv1'"):
+        named(["conv1", "fc"], ["fc", "cnov1"], "exclude", "axis")
+
+
+def test_all_of_nothing_is_no_mistake():
+    assert named([], "*", "include", "axis") == []
