@@ -8,9 +8,9 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.modes import evaluating
 from l0prune.capture.provenance import module_of, source_of, within
+from l0prune.capture.spelling import respell
 from l0prune.errors import CaptureError
 
 _LIBRARY = os.path.dirname(torch.__file__)
@@ -49,6 +50,7 @@ class Captured:
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
             whole model's.
+        respelled: tensors that the program's own module calls otherwise than the submodule does.
     """
 
     program: ExportedProgram
@@ -60,6 +62,7 @@ class Captured:
     batch: int
     dynamic: bool
     path: str = ""
+    respelled: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -69,7 +72,7 @@ class Captured:
 
     def stored(self, target: str) -> str:
         """The name in ``names`` of a tensor that the program's own module calls ``target``."""
-        name = within(self.path, target)
+        name = within(self.path, self.respelled.get(target, target))
         return self.aliases.get(name, name)
 
 
@@ -237,6 +240,7 @@ def _index(
         batch=batch,
         dynamic=dynamic,
         path=path,
+        respelled=respell(program),
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.capture import batch_shapes, widened
 from l0prune.capture.hints import without_hints
 from l0prune.capture.recording import Inputs
+from l0prune.capture.spelling import respell
 from l0prune.exporting.slicing.dtypes import cast, converted
 
 
@@ -76,5 +77,9 @@ def _exported(
         warnings.simplefilter("ignore")
         if shapes is not None:
             with suppress(Exception):  # the static shapes come next, and the result says so
-                return torch.export.export(module, args, kwargs, dynamic_shapes=shapes()), True
-        return torch.export.export(module, args, kwargs), False
+                free = torch.export.export(module, args, kwargs, dynamic_shapes=shapes())
+                respell(free)
+                return free, True
+        program = torch.export.export(module, args, kwargs)
+    respell(program)
+    return program, False

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.provenance import within
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.standardised_weights import with_statistics_taken
 from l0prune.infer.parts import Part, Parts
@@ -27,8 +26,8 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
 
 def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
     plan = part.analysis.plan
-    constants = part.analysis.captured.program.constants
-    stored = {within(part.path, name): value for name, value in constants.items()}
+    captured = part.analysis.captured
+    stored = {captured.stored(name): value for name, value in captured.program.constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
     tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
     folded = fold(plan, doubled(tensors), chosen.z)

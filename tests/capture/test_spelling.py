@@ -1,0 +1,43 @@
+"""Modules whose names are no Python names, or hold what globs are made of."""
+
+import copy
+
+import pytest
+import torch
+from deadness import close_some, randomise
+from torch import nn
+
+import l0prune
+
+
+class Named(nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        self.of = nn.ModuleDict({name: nn.Linear(6, 6) for name in names})
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for layer in self.of.values():
+            x = torch.relu(layer(x))
+        return self.out(x)
+
+
+@pytest.mark.parametrize("names", [("in", "in_", "None"), ("a[1]", "a1", "a b", "1*x")])
+@pytest.mark.parametrize("own_class", [False, True])
+def test_any_name_that_torch_takes_is_taken(names, own_class, tmp_path):
+    model, x = randomise(Named(*names)).double().eval(), torch.randn(3, 6).double()
+    l0prune.gate(model, x, exclude=f"of.{names[0]}.in" if own_class else ())
+    assert [axis.name for axis in l0prune.gates(model).axes][:2] == [f"of.{n}" for n in names[:2]]
+    dense = l0prune.export(close_some(model))
+    assert dense.params < dense.params_before
+    assert dense.rebuilt == own_class
+    torch.testing.assert_close(copy.deepcopy(dense.module)(x), model(x), rtol=1e-10, atol=1e-12)
+    dense.renewed().save_onnx(tmp_path / "m.onnx")
+
+
+def test_a_name_with_brackets_means_itself():
+    model, x = Named("a[1]", "a1"), torch.randn(3, 6)
+    l0prune.gate(model, x, include="of.a[1]", open_probability={"of.a[1]": 0.5})
+    assert l0prune.gates(model).plan.names == ("of.a[1]",)
+    penalty = l0prune.penalty(model, {"of.a[1]": 1.0})
+    assert penalty.requires_grad
