@@ -51,6 +51,7 @@ class Captured:
         path: of the submodule that was captured, empty for the whole model; all names are the
             whole model's.
         respelled: tensors that the program's own module calls otherwise than the submodule does.
+        least: the smallest batch that the graph is right for, where its size is symbolic.
     """
 
     program: ExportedProgram
@@ -63,6 +64,7 @@ class Captured:
     dynamic: bool
     path: str = ""
     respelled: Mapping[str, str] = field(default_factory=dict)
+    least: int = 1
 
     @property
     def graph(self) -> Graph:
@@ -200,10 +202,12 @@ def widened(
     return wide_args, wide_kwargs
 
 
-def batch_shapes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def batch_shapes(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 1
+) -> Any:
     """``dynamic_shapes`` for torch.export: one symbolic batch over every batched input."""
     size = batch_of(args, kwargs)
-    batch = Dim("batch")
+    batch = Dim("batch", min=least if least > 1 else None)
 
     def shape(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

@@ -10,7 +10,7 @@ from l0prune.exporting.certify.proof import prove
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.resizing import manifest
-from l0prune.exporting.pieces import pieces_of
+from l0prune.exporting.pieces import note_on_batches, pieces_of
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
@@ -41,11 +41,12 @@ def export(model: nn.Module) -> Export:
     pieces = pieces_of(subject, parts, proven)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
+    note_on_own = note_on(proven.comparisons, parts.unused)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note=note_on(proven.comparisons, parts.unused),
+        note="\n".join(filter(None, (note_on_own, note_on_batches(pieces)))),
         pieces=pieces,
         certificate=Certificate(proven.checks),
         params=params,

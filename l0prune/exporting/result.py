@@ -32,7 +32,8 @@ class Export:
         module: the dense network. It is of the model's own class at the new sizes, and may be
             trained on, where the class allows them; else it is the captured graph, for evaluation.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
-        note: where it is not, why; or what else of its own class has to be known.
+        note: where it is not, why; what else of its own class has to be known; and the batches
+            that program and files are for, where these are not all.
         pieces: the captured parts, each with its program.
         certificate: the measured errors.
         params, macs: of the dense network; MACs for one example.
@@ -107,6 +108,7 @@ class Export:
         for piece in self.pieces:
             proto, session = onnx_file.runnable(piece.single)
             protos[self._file_of(piece, path)] = proto
+            onnx_file.describe(proto, {"batch": piece.batches})
             checks += compare_onnx(piece.gated, session, piece.inputs, piece.path)
         certificate = self.certificate.without("onnx").with_checks(checks)
         facts = {
@@ -159,6 +161,7 @@ class Export:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "dynamic_batch": self.dynamic,
+            "batches": list(dict.fromkeys(piece.batches for piece in self.pieces)),
             "own_class": self.rebuilt,
             "note": self.note,
             "parts": list(dict.fromkeys(piece.path for piece in self.pieces)),

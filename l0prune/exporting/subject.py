@@ -13,6 +13,7 @@ from l0prune.capture.copying import copied
 from l0prune.capture.modes import evaluating
 from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
+from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.slicing.dtypes import cast, dtype_of
 from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
@@ -84,8 +85,8 @@ def surveyed(subject: Subject) -> Parts:
     """
     plain, example, gated_by = subject.plain, subject.example, subject.plan
     if gated_by.parts == ("",):
-        for dynamic in (True, False):
-            analysis = analyse(capture(plain, *example, dynamic_batch=dynamic))
+        for captured in (with_free_batch(plain, example), None):
+            analysis = analyse(captured or capture(plain, *example))
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,39 @@ from l0prune.capture.spelling import respell
 from l0prune.exporting.slicing.dtypes import cast, converted
 
 
-def reexport(module: nn.Module, example: Inputs, dynamic: bool) -> tuple[ExportedProgram, bool]:
-    """The dense module as a program of its own, and whether its batch is dynamic."""
+def reexport(
+    module: nn.Module, example: Inputs, dynamic: bool, least: int = 1
+) -> tuple[ExportedProgram, bool]:
+    """The dense module as a program of its own, and whether its batch is dynamic.
+
+    A dynamic one then refuses batches of less than ``least``.
+    """
     if dynamic:
         wide = widened(*example)
-        program, is_free = _exported(module, wide, partial(batch_shapes, module, *wide))
+        shapes = partial(batch_shapes, module, *wide, least)
+        with _at_least(module, least):
+            program, is_free = _exported(module, wide, shapes)
         if is_free:
             return program, True
     return _exported(module, example, None)
+
+
+@contextmanager
+def _at_least(module: nn.Module, least: int) -> Iterator[None]:
+    """Let the module assert the size of its batch: of 2, torch.export takes it for granted."""
+
+    def check(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        batch = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
+        why = f"this program is for batches of {least} or more"
+        torch.ops.aten._assert_scalar.default(batch >= least, why)
+
+    handles = [module.register_forward_pre_hook(check, with_kwargs=True)] if least > 1 else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def programs(

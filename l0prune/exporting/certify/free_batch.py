@@ -1,0 +1,65 @@
+"""A capture with a free batch size, and whether it is right for a batch of one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.capture import Captured, capture
+from l0prune.capture.copying import copied
+from l0prune.capture.recording import Inputs, examples_in
+from l0prune.exporting.certify.certificate import LARGEST, difference
+
+
+def with_free_batch(model: nn.Module, example: Inputs) -> Captured:
+    """The capture of a model in eval mode with a free batch, where torch.export finds one.
+
+    torch.export goes by a batch of two or more, and believes that one example takes the same way.
+    Where it does not (``if x.shape[0] == 1``, ``x.squeeze()``), the graph is for two or more; or,
+    if the example is of one, for just that.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model.
+    """
+    captured = capture(model, *example, dynamic_batch=True)
+    if not captured.dynamic or _holds_for_one(model, captured, example):
+        return captured
+    if examples_in(example) == 1:
+        return capture(model, *example)
+    return replace(captured, least=2)
+
+
+def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> bool:
+    """Does the graph compute what the model does on the first example alone?
+
+    Whether it does so exactly is for the certificate to say.
+    """
+    single = _first(example)
+    graph = captured.program.module(check_guards=False)
+    try:
+        expected, found = (_output(module, single) for module in (model, graph))
+    except Exception:  # one of them does not take it
+        return False
+    return difference(expected, found) <= LARGEST
+
+
+def _first(example: Inputs) -> Inputs:
+    size = examples_in(example)
+
+    def first(leaf: Tensor) -> Tensor:
+        return leaf[:1] if leaf.ndim and leaf.shape[0] == size else leaf
+
+    args, kwargs = pytree.tree_map_only(Tensor, first, example)
+    return args, kwargs
+
+
+def _output(module: nn.Module, given: Inputs) -> Any:
+    """What a copy computes, as a forward may leave traces; draws of random numbers are alike."""
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return copied(module)(*args, **kwargs)

@@ -1,0 +1,115 @@
+"""Batches that a program is for: any, two or more, or the example's alone."""
+
+from __future__ import annotations
+
+import copy
+
+import onnx
+import pytest
+import torch
+from networks import Fn
+from torch import nn
+
+import l0prune
+
+
+def another_way_for_one(m, x):
+    h = torch.relu(m.a(x))
+    return m.b(h * 2 if x.shape[0] == 1 else h)
+
+
+def squeezed(m, x):
+    return m.b(torch.relu(m.a(x))).squeeze()
+
+
+def none_for_one(m, x):
+    return m.b(torch.relu(m.a(x)) / x.std(0).mean())
+
+
+def written_size(m, x):
+    """A size in the forward, for which the own class cannot stand in."""
+    return m.b(torch.relu(m.a(x)).view(-1, 8) * (2 if x.shape[0] == 1 else 1))
+
+
+def like_others(m, x):
+    return m.b(torch.relu(m.a(x)).reshape(x.shape[0], -1))
+
+
+def fixed(m, x):
+    return m.b(torch.relu(m.a(x))) + torch.eye(int(m.c.shape[0]))[: x.shape[0], :1].expand(2, 3)
+
+
+def exported(forward, batch=2):
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 3), "c": torch.randn(2, 1)}
+    model = l0prune.gate(Fn(forward, **layers).eval(), torch.randn(batch, 4), exclude="*.in")
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    return model, l0prune.export(model)
+
+
+def metadata(dense, folder):
+    (file,) = dense.save_onnx(folder / "model.onnx")
+    return {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+
+
+@pytest.mark.parametrize("forward", [another_way_for_one, none_for_one, written_size])
+def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp_path):
+    _, dense = exported(forward)
+    assert dense.dynamic
+    assert "batches of 2 or more" in dense.note
+    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
+    assert {check.batch for check in dense.certificate.checks} == {2, 5}
+    assert dense.to_dict()["batches"] == ["2 or more"]
+    with pytest.raises((RuntimeError, AssertionError)):
+        dense.program.module()(torch.randn(1, 4))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda module: module])
+def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):
+    model, dense = exported(written_size)
+    module = way(dense.module)
+    assert not dense.rebuilt
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(x), model(x))
+    with pytest.raises(RuntimeError, match="measure 2 or more"):
+        module(x[:1])
+
+
+@pytest.mark.parametrize("renew", [False, True])
+def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
+    _, dense = exported(another_way_for_one)
+    assert dense.rebuilt
+    dense = dense.renewed() if renew else dense
+    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
+    with pytest.raises((RuntimeError, AssertionError)):
+        dense.program.module()(torch.randn(1, 4))
+
+
+def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_for(tmp_path):
+    model, dense = exported(another_way_for_one, batch=1)
+    assert "batches of 1 only" in dense.note
+    assert metadata(dense, tmp_path)["l0prune.batch"] == "1 only"
+    x = torch.randn(1, 4)
+    torch.testing.assert_close(dense.program.module()(x), model(x))
+    assert {check.batch for check in dense.certificate.checks} == {1}
+
+
+@pytest.mark.parametrize("forward", [like_others, squeezed])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_path):
+    model, dense = exported(forward, batch)
+    assert not dense.note
+    assert metadata(dense, tmp_path)["l0prune.batch"] == "1 or more"
+    assert {(c.what, c.batch) for c in dense.certificate.checks} == {
+        (what, size) for what in ("dense", "class", "onnx") for size in (1, 2, 5)
+    }
+    x = torch.randn(1, 4)
+    torch.testing.assert_close(dense.program.module()(x), model(x))
+
+
+def test_a_batch_that_is_fixed_is_said(tmp_path):
+    _, dense = exported(fixed)
+    assert not dense.dynamic
+    assert "batches of 2 only" in dense.note
+    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 only"
