@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,75 +11,29 @@ import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
 from l0prune.cli.project import defaults, newest, output_path
+<<<<<<< HEAD
+=======
+from l0prune.cli.setting_options import with_settings
+from l0prune.data import load_data
+>>>>>>> c70e7b1 (Settings declared once: checks, messages, docs and the command line's options come from their fields)
 from l0prune.errors import UsageError
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
 
+@with_settings(
+    "lam", "budget", "round_to", "counting", "epochs", "batch_size", "lr", "gate_lr", "optimizer",
+    "learn", "settle", "augment", "seed", "device", "distill", "autocast", "accumulate",
+    "checkpointing", "compile", "channels_last", "distributed",
+)  # fmt: skip
 def finetune(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
     ] = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
-    lam: Annotated[
-        str | None,
-        typer.Option("--lambda", help="λ in N examples: 0.1/N, aic, bic, 'conv*=10/N,*=0.1/N'."),
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What the exported model may cost: macs=0.5, params=10k, 'layer3.*: params=0.3'. "
-            "Several: give it again. Without --lambda nothing else closes gates."
-        ),
-    ] = None,
-    round_to: Annotated[
-        int | None, typer.Option(help="Widths come in multiples of this, within the budget [1].")
-    ] = None,
-    counting: Annotated[
-        str | None, typer.Option(help="joint: exact E‖θ‖₀; groups: the paper's eq. 16.")
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data [10].")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Examples a step, of all processes [100].")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the weights [1e-3].")] = None,
-    gate_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the gates [chosen by the steps].")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.")] = None,
-    learn: Annotated[
-        bool | None,
-        typer.Option(help="Let gates learn, or leave them as `l0prune fit` set them [learn]."),
-    ] = None,
-    settle: Annotated[
-        float | None, typer.Option(help="Epochs at the end with fixed gates [30 %].")
-    ] = None,
-    augment: Annotated[
-        bool | None,
-        typer.Option(help="Vary training images at random, in the data source's way [no-augment]."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of data order and noise [0].")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1 … [auto].")] = None,
-    distill: Annotated[
-        float | None,
-        typer.Option(help="Share of the loss, 0 to 1, for giving what the dense network gave [0]."),
-    ] = None,
-    autocast: Annotated[str | None, typer.Option(help="bf16 or fp16.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="Work a step's examples through in so many parts [1].")
-    ] = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option(help="Less memory, a third more work: blocks computed twice.")
-    ] = None,
-    compile: Annotated[bool | None, typer.Option(help="Faster steps by torch.compile.")] = None,
-    channels_last: Annotated[
-        bool | None, typer.Option(help="Images channels last in memory: faster on GPUs in bf16.")
-    ] = None,
-    distributed: Annotated[
-        str | None,
-        typer.Option(help="Under torchrun: ddp, the whole model in each process; fsdp, a part."),
-    ] = None,
+    *,
+    settings: dict[str, Any],
     setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     run: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")
@@ -101,32 +55,11 @@ def finetune(
 
         torchrun --nproc-per-node 8 -m l0prune finetune --data imagefolder:DIR --batch-size 1024
     """
-    given = {
-        "lam": lam,
-        "budget": budget or None,
-        "round_to": round_to,
-        "counting": counting,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
-        "gate_lr": gate_lr,
-        "optimizer": optimizer,
-        "learn": learn,
-        "settle": settle,
-        "augment": augment,
-        "seed": seed,
-        "device": device,
-        "autocast": autocast,
-        "distill": distill,
-        "accumulate": accumulate,
-        "checkpointing": checkpointing,
-        "compile": compile,
-        "channels_last": channels_last,
-        "distributed": distributed,
+    chosen_settings = {
+        **defaults().get("finetune", {}),
+        **settings,
+        **dict(map(parse_setting, setting or ())),
     }
-    settings = dict(defaults().get("finetune", {}))
-    settings |= {name: value for name, value in given.items() if value is not None}
-    settings |= dict(map(parse_setting, setting or ()))
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
@@ -142,7 +75,7 @@ def finetune(
             )
         source = world.first_then_all(lambda: l0prune.load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
-        history = l0prune.finetune(model, source, **settings, out=folder, resume=resume)
+        history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:

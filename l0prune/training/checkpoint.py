@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -115,8 +115,7 @@ class Checkpoint:
 
 def fingerprint(settings: Settings) -> dict[str, str]:
     """What decides a run's numbers, as text; a run goes on only with the same."""
-    values = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    return {name: _text(value) for name, value in values.items() if name not in IRRELEVANT}
+    return {name: _text(value) for name, value in settings if name not in IRRELEVANT}
 
 
 def _text(value: Any) -> str:

@@ -28,9 +28,9 @@ class History:
     ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
     ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
-    it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor`` says
-    what is wrong, and what helps, where something is. The model measured is the averaged one with
-    its gates as in eval mode: the one that ``finetune`` leaves behind.
+    it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor``
+    says what is wrong, and what helps, where something is. The model measured is the averaged one
+    with its gates as in eval mode: the one that ``finetune`` leaves behind.
 
     Attributes:
         records: the records.

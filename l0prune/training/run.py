@@ -31,7 +31,7 @@ from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
 from l0prune.training.wrappers import agree_on_start, sharded
 
-_OF_GATES = (
+OF_GATES = (
     "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
     "budget", "round_to", "budget_rate", "ramp", "learn",
 )  # fmt: skip
@@ -78,7 +78,7 @@ def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
         AlreadyGated: the model carries gates.
         UsageError: a setting is one of gates; and see ``finetune``.
     """
-    for name in _OF_GATES:
+    for name in OF_GATES:
         if name in settings:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
     check_ungated(model)

@@ -1,185 +1,293 @@
-"""Every setting of a training run, checked before anything is touched."""
+"""Every setting of a training run, declared once: for Python, the command line and recipes."""
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
-from torch import nn
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
-from l0prune.objective.divergence import Prior
+from l0prune.training.fields import documentation, in_words
 
-OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+# The command line reads its options off this file, and its help needs no torch.
+if TYPE_CHECKING:
+    from torch import device as Device
+    from torch.nn import Module
+    from torch.optim import Optimizer
+else:
+    Device = Module = Optimizer = Any
+
+OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How to train.
+class Settings(BaseModel):
+    """How to train: the keywords of ``l0prune.finetune`` and ``l0prune.train_dense``.
 
-    Attributes:
-        lam: λ of the penalty: a number, an expression in N such as ``"0.1/N"``, or one for each
-            axis by glob. None is 0.1/N, or 0 where there is a budget.
-        budget: what the exported model may cost: ``"macs=0.5"``, ``{"params": 0.1}``,
-            ``"layer3.*: params=0.3"``, several of them; None for no such constraint.
-        round_to: open slots of an axis come in multiples of this, within the budget.
-        budget_rate: of ascent of the budgets' multipliers (see ``Budget``); None to choose it by
-            the number of steps.
-        ramp: part of the steps before settling in which a budget's target sinks from the dense
-            count to what it is.
-        counting: how the penalty counts: ``"joint"`` or ``"groups"`` (see ``penalty``).
-        l2: weight decay weighted by the gates' probabilities (eq. 15 and 17 of the paper).
-        l2_detach: keep that weight decay from changing the gates.
-        prior: P(z ≠ 0) of the gates before any data are seen, one for all or by globs over axis
-            names: the variational objective (eq. 21 of the paper); None for λ alone.
-        epochs: passes over the training data.
-        batch_size: examples a step, of all processes and micro-batches together; data that
-            comes in batches of its own keeps those.
-        accumulate: micro-batches that a step's examples are worked through in, one after
-            another, to need less memory. Each is a forward with gates of its own.
-        lr: learning rate of the weights.
-        gate_lr: learning rate of the gates; None to choose it by the number of steps in which
-            they learn, so that they can move far enough and no further.
-        optimizer: of the weights, ``"adam"``, ``"adamw"`` or ``"sgd"``, with Adam for the gates,
-            since their gradients are too small for plain descent; or a function that takes the
-            parameter groups of both and returns one optimizer.
-        momentum: of SGD.
-        weight_decay: of the weights; gates are never decayed.
-        schedule: ``"settle"`` (constant, then to zero along a cosine while settling),
-            ``"constant"``, ``"cosine"`` (to zero over the whole run), ``"step"`` (a tenth after
-            half and after three quarters of the steps), or a function from the fraction of the
-            steps done to a factor. It applies to every learning rate.
-        clip: largest norm of the weights' gradient, or None. The gates' gradient is left alone.
-        ema: β of the moving average of weights, buffers and gates that is evaluated and kept
-            (the paper's is 0.999); 0 for none.
-        distill: share of the loss, 0 to 1, by which the model learns what its teacher answers:
-            the class scores (where the outputs have one column, that number), and the outputs of
-            the modules in ``match``. It costs one forward of the teacher a step.
-        temperature: by which both networks' scores are softened for that.
-        match: globs of module names.
-        teacher: another network to learn from; None for the dense network: this model without
-            its gates, with the weights that it has when training begins. Once weights have
-            learned together with gates (a second run of ``finetune``), they are no dense network's
-            any more: then give the network as it was before.
-        learn: let the gates learn; else they stand as they are (after ``l0prune.fit``), and only
-            the weights learn: all of the run is settling.
-        warmup: epochs, or a part of one, over which λ rises from 0; None for 5 % of the steps.
-        settle: epochs, or a part of one, at the end in which gates stand still and weights
-            recover; None for 30 % of the steps, and one step at least where there are budgets.
-        recalibrate: batches from which BatchNorm statistics are computed anew while settling and
-            at the end; 0 leaves them alone.
-        augment: let the data source augment its training batches.
-        seed: of the order of the data, the gates' noise and dropout.
-        device: ``"auto"`` is the GPU if there is one, else the CPU; or any name torch knows.
-        autocast: ``"bf16"``, ``"fp16"`` or None for full precision. Gates stay in float32.
-        compile: let torch.compile make training forwards faster: True, or the name of its
-            backend. With FSDP each repeated block is compiled.
-        channels_last: filters and images lie in memory with their channels last, which GPUs
-            like in half precision.
-        checkpointing: keep only the inputs of the model's repeated blocks for backward and
-            compute them anew then: less memory, a third more work.
-        distributed: where several processes train (``torchrun``, or a process group of your
-            own): ``"ddp"``, each has the whole model; ``"fsdp"``, each has a part of every
-            weight; None, each trains for itself.
-        out: folder of the checkpoint and the metrics; None writes nothing.
-        resume: go on from the checkpoint in ``out``, if there is one.
-        progress: show progress on stderr.
-        tensorboard: write curves for TensorBoard into ``out``; None if it is installed.
+    A name that is unknown, or a value that makes no sense, is a ``UsageError``.
     """
 
-    lam: Any = None
-    budget: Any = None
-    round_to: int = 1
-    budget_rate: float | None = None
-    ramp: float = 0.6
-    counting: Literal["joint", "groups"] = "joint"
-    l2: float = 0.0
-    l2_detach: bool = False
-    prior: Prior | None = None
-    epochs: int = 10
-    batch_size: int = 100
-    accumulate: int = 1
-    lr: float = 1e-3
-    gate_lr: float | None = None
-    optimizer: str | OptimizerFactory = "adam"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    schedule: str | Callable[[float], float] = "settle"
-    clip: float | None = None
-    ema: float = 0.999
-    distill: float = 0.0
-    temperature: float = 4.0
-    match: str | Sequence[str] = ()
-    teacher: nn.Module | None = None
-    learn: bool = True
-    warmup: float | None = None
-    settle: float | None = None
-    recalibrate: int = 100
-    augment: bool = False
-    seed: int = 0
-    device: str | torch.device = "auto"
-    autocast: Literal["bf16", "fp16"] | None = None
-    compile: bool | str = False
-    channels_last: bool = False
-    checkpointing: bool = False
-    distributed: Literal["ddp", "fsdp"] | None = "ddp"
-    out: str | Path | None = None
-    resume: bool = False
-    progress: bool = True
-    tensorboard: bool | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
-        _whole("epochs", self.epochs, least=1)
-        _whole("batch_size", self.batch_size, least=1)
-        _whole("accumulate", self.accumulate, least=1)
-        _whole("recalibrate", self.recalibrate, least=0)
-        _whole("round_to", self.round_to, least=1)
-        for name in ("lr", "weight_decay", "l2", "momentum"):
-            _number(name, getattr(self, name))
-        for name in ("gate_lr", "clip", "warmup", "settle", "budget_rate"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name))
-        if self.clip == 0:
+    lam: Any = Field(
+        None,
+        description="λ in N training examples, the price of a parameter: 0.1/N, aic, bic, or "
+        "'conv*=10/N,*=0.1/N' by globs over axis names. A number, such a text or a mapping from "
+        "globs; None is 0.1/N, or 0 where there is a budget.",
+    )
+    budget: Any = Field(
+        None,
+        description="What the exported model may cost: macs=0.5, params=10k, "
+        "'layer3.*: params=0.3'. A text, a mapping such as {'macs': 0.5} or a list of those; None "
+        "for no such constraint.",
+    )
+    round_to: int = Field(1, ge=1, description="Widths are multiples of this, within the budget.")
+    budget_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Rate of ascent of the budgets' multipliers, by default chosen by the number "
+        "of steps. See ``Budget``.",
+    )
+    ramp: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="Part of the steps before settling in which a budget's target sinks from the "
+        "dense count to what it is.",
+    )
+    counting: Literal["joint", "groups"] = Field(
+        "joint",
+        description="How the penalty counts: joint, exactly E‖θ‖₀; or groups, as the paper's "
+        "eq. 16 does. See ``penalty``.",
+    )
+    l2: float = Field(
+        0.0,
+        ge=0,
+        description="Weight decay weighted by the gates' probabilities (eq. 15 and 17 of the "
+        "paper).",
+    )
+    l2_detach: bool = Field(False, description="Keep that weight decay from changing the gates.")
+    prior: float | Mapping[str, float] | None = Field(
+        None,
+        description="P(z ≠ 0) of the gates before any data are seen, one for all or by globs over "
+        "axis names: the variational objective (eq. 21 of the paper). None for λ alone.",
+    )
+    epochs: int = Field(10, ge=1, description="Passes over the training data.")
+    batch_size: int = Field(
+        100,
+        ge=1,
+        description="Examples a step, of all processes and micro-batches together. Data that "
+        "comes in batches of its own keeps those.",
+    )
+    accumulate: int = Field(
+        1,
+        ge=1,
+        description="Micro-batches that a step's examples are computed in, one after another, to "
+        "need less memory. Each is a forward with gates of its own.",
+    )
+    lr: float = Field(1e-3, ge=0, description="Learning rate of the weights.")
+    gate_lr: float | None = Field(
+        None,
+        ge=0,
+        description="Learning rate of the gates, by default chosen by the number of steps in which "
+        "they learn. So they can move far enough and no further.",
+    )
+    optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory = Field(
+        "adam",
+        description="Optimizer of the weights: adam, adamw or sgd. With sgd the gates have Adam, "
+        "since their gradients are too small for plain descent. In Python also a function that "
+        "takes the parameter groups of both and returns one optimizer.",
+    )
+    momentum: float = Field(0.9, ge=0, description="Momentum of SGD.")
+    weight_decay: float = Field(
+        0.0,
+        ge=0,
+        description="Weight decay of the weights. Gates are never decayed.",
+    )
+    schedule: Literal["settle", "constant", "cosine", "step"] | Callable[[float], float] = Field(
+        "settle",
+        description="How the weights' learning rate changes: settle (constant, then to zero along "
+        "a cosine while settling), constant, cosine (to zero over the whole run) or step (a tenth "
+        "after half and after three quarters of the steps). In Python also a function from the "
+        "fraction of the steps done to a factor. Gates keep their rate.",
+    )
+    clip: float | None = Field(
+        None,
+        ge=0,
+        description="Largest norm of the weights' gradient, or None. The gates' gradient is left "
+        "alone.",
+    )
+    ema: float = Field(
+        0.999,
+        ge=0,
+        lt=1,
+        description="β of the moving average of weights, buffers and gates that is evaluated and "
+        "kept. The paper's is 0.999; 0 for none.",
+    )
+    distill: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the loss, 0 to 1, that is distillation from the dense network. From "
+        "its class scores (where the outputs have one column, from that number), and from the "
+        "outputs of the modules in ``match``. It costs one forward of that network a step.",
+    )
+    temperature: float = Field(
+        4.0, gt=0, description="Temperature by which both networks' scores are softened for that."
+    )
+    match: str | Sequence[str] = Field(
+        (), description="Globs of module names whose outputs are compared in distillation."
+    )
+    teacher: Module | None = Field(
+        None,
+        repr=False,
+        description="Another network to distil from; None for the dense network: this model "
+        "without its gates, with the weights that it has when training begins. Once weights have "
+        "learned together with gates (a second run of ``finetune``), they are no dense network's "
+        "any more: then give the network as it was before.",
+    )
+    learn: bool = Field(
+        True,
+        description="Let the gates learn, or leave them as they are, after ``l0prune fit``. Where "
+        "only the weights learn, all of the run is settling.",
+    )
+    warmup: float | None = Field(
+        None,
+        ge=0,
+        description="Epochs, or a part of one, over which λ rises from 0, by default 5 % of the "
+        "steps.",
+    )
+    settle: float | None = Field(
+        None,
+        ge=0,
+        description="Epochs, or a part of one, at the end with fixed gates, by default 30 % of the "
+        "steps. The weights recover then. Where there are budgets it is one step at least.",
+    )
+    recalibrate: int = Field(
+        100,
+        ge=0,
+        description="Batches from which BatchNorm statistics are computed anew while settling and "
+        "at the end. None, where it is 0.",
+    )
+    augment: bool = Field(
+        False,
+        description="Vary the training images at random, in the way of the data source.",
+    )
+    seed: int = Field(0, description="Seed of the order of the data, the gates' noise and dropout.")
+    device: str | Device = Field(
+        "auto",
+        description="Device to train on: auto (a GPU if there is one), cpu, cuda, cuda:1, or "
+        "another name that torch knows.",
+    )
+    autocast: Literal["bf16", "fp16"] | None = Field(
+        None, description="Half precision: bf16 or fp16. Gates stay in float32."
+    )
+    compile: bool | str = Field(
+        False,
+        description="Compile training forwards with torch.compile. True, or the name of its "
+        "backend. With FSDP each repeated block is compiled.",
+    )
+    channels_last: bool = Field(
+        False,
+        description="Filters and images lie in memory with their channels last. GPUs like that in "
+        "half precision.",
+    )
+    checkpointing: bool = Field(
+        False,
+        description="Less memory, a third more time: backward computes the model's repeated blocks "
+        "again. Only their inputs are kept for it.",
+    )
+    distributed: Literal["ddp", "fsdp"] | None = Field(
+        "ddp",
+        description="Where several processes train (torchrun): ddp, each has the whole model, or "
+        "fsdp, each has a part of every weight. A process group of your own will do, too. None: "
+        "each trains for itself.",
+    )
+    out: str | Path | None = Field(
+        None, description="Folder of the checkpoint and the metrics. None writes nothing."
+    )
+    resume: bool = Field(
+        False, description="Go on from the checkpoint in ``out``, if there is one."
+    )
+    progress: bool = Field(True, description="Show progress on stderr.")
+    tensorboard: bool | None = Field(
+        None,
+        description="Write curves for TensorBoard into ``out``, by default where it is installed.",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return check(given)
+        except ValidationError as error:
+            raise UsageError(in_words(error, cls.model_fields, given)) from None
+
+    @field_validator("budget")
+    @classmethod
+    def _can_be_read(cls, budget: Any) -> Any:
+        from l0prune.cost.limits import limits
+
+        if budget is not None:
+            limits(budget)
+        return budget
+
+    @field_validator("clip")
+    @classmethod
+    def _leaves_something(cls, clip: float | None) -> float | None:
+        if clip == 0:
             raise UsageError("clip=0 would stop all learning; clip=None turns clipping off")
-        if not 0 <= self.ramp <= 1:
-            raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {self.ramp}")
-        if self.budget is not None:
-            limits(self.budget)
+        return clip
+
+    @field_validator("teacher")
+    @classmethod
+    def _is_a_network(cls, teacher: Any) -> Any:
+        from torch import nn
+
+        if not isinstance(teacher, nn.Module | None):
+            raise UsageError(f"teacher must be a torch.nn.Module, not a {type(teacher).__name__}")
+        return teacher
+
+    @field_validator("compile")
+    @classmethod
+    def _is_a_backend(cls, backend: bool | str) -> bool | str:
+        if isinstance(backend, bool):
+            return backend
+        from torch import compiler
+
+        if backend not in compiler.list_backends(None):
+            raise UsageError(
+                "compile must be true, false or a backend of torch.compile "
+                f"({', '.join(compiler.list_backends())}), not {backend!r}"
+            )
+        return backend
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
         if not self.learn and (self.lam is not None or self.budget is not None):
             raise UsageError(
                 "with learn=False gates stand as they are, so that λ and budgets have nothing to "
                 "act on; meet a budget with l0prune.fit before"
             )
-        if not 0 <= self.distill <= 1:
-            raise UsageError(f"distill is a share of the loss, from 0 to 1, not {self.distill}")
-        if not self.temperature > 0:
-            raise UsageError(f"temperature must be more than 0, not {self.temperature}")
         if self.teacher is not None and not self.distill:
             raise UsageError("a teacher teaches nothing with distill=0; try distill=0.5")
-        if not 0 <= self.ema < 1:
-            raise UsageError(f"ema must lie in [0, 1), like the paper's 0.999; not {self.ema}")
-        _choice("counting", self.counting, ("joint", "groups"))
-        _choice("autocast", self.autocast, (None, "bf16", "fp16"))
-        _choice("distributed", self.distributed, (None, "ddp", "fsdp"))
-        if not isinstance(self.compile, bool):
-            _compiler(self.compile)
         if self.accumulate > self.batch_size:
             raise UsageError(
                 f"accumulate={self.accumulate} micro-batches are more than the "
                 f"{self.batch_size} examples of a step"
             )
-        if not callable(self.optimizer):
-            _choice("optimizer", self.optimizer, ("adam", "adamw", "sgd"))
-        if not callable(self.schedule):
-            _choice("schedule", self.schedule, ("settle", "constant", "cosine", "step"))
         if self.resume and self.out is None:
             raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
+        return self
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Settings:
@@ -188,12 +296,6 @@ class Settings:
         Raises:
             UsageError: a name is unknown, or a value makes no sense.
         """
-        known = [field.name for field in fields(Settings)]
-        for name in given:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
-                raise UsageError(f"there is no setting {name!r}; {hint}")
         return Settings(**given)
 
     @property
@@ -202,25 +304,4 @@ class Settings:
         return "inductor" if self.compile is True else self.compile or None
 
 
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r}")
-
-
-def _number(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and 0 <= value < math.inf):
-        raise UsageError(f"{name} must be a number of at least 0, not {value!r}")
-
-
-def _compiler(value: Any) -> None:
-    if value not in torch.compiler.list_backends(None):
-        raise UsageError(
-            "compile must be true, false or a backend of torch.compile "
-            f"({', '.join(torch.compiler.list_backends())}), not {value!r}"
-        )
-
-
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
+Settings.__doc__ = documentation(Settings)

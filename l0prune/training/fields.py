@@ -1,0 +1,100 @@
+"""What the fields of a pydantic model say of themselves: in help, in messages and in docs."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import reprlib
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    Callable: "a function",
+    Sequence: "a list of texts",
+    Mapping: "a mapping",
+}
+_BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "less than"}
+
+
+def summary(field: FieldInfo) -> str:
+    """The first sentence of a field's description, in plain text and without its full stop."""
+    sentence = re.split(r"\. (?=[A-Z])", field.description or "")[0]
+    return sentence.removesuffix(".").replace("``", "`")
+
+
+def types(field: FieldInfo) -> tuple[Any, ...]:
+    """What a field may hold: the members of its union, or its only type."""
+    annotation = field.annotation
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def documentation(model: type[BaseModel]) -> str:
+    """The model's docstring with its fields as a section ``Attributes``."""
+    parts = [inspect.cleandoc(model.__doc__ or ""), "", "Attributes:"]
+    for name, field in model.model_fields.items():
+        text = f"{name}: {field.description}"
+        parts.append(textwrap.fill(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8))
+    return "\n".join(parts)
+
+
+def in_words(
+    error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
+) -> str:
+    """What is wrong with ``given``: each name, its value, and what is allowed."""
+    names = dict.fromkeys(str(each["loc"][0]) for each in error.errors())
+    return "; ".join(
+        _wrong(name, fields[name], given[name]) if name in fields else _unknown(name, list(fields))
+        for name in names
+    )
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}."
+    return f"there is no setting {name!r}; {hint}"
+
+
+def _wrong(name: str, field: FieldInfo, value: Any) -> str:
+    text = f"{name} must be {_allowed(field)}, not {reprlib.repr(value)}"
+    about = summary(field)
+    return text if _choices(field) else f"{text} ({about[:1].lower()}{about[1:]})"
+
+
+def _choices(field: FieldInfo) -> list[Any]:
+    """The values that a field with few of them may have."""
+    kinds = types(field)
+    choices = [choice for k in kinds if get_origin(k) is Literal for choice in get_args(k)]
+    return [None, *choices] if choices and NoneType in kinds else choices
+
+
+def _allowed(field: FieldInfo) -> str:
+    choices = _choices(field)
+    words = [f"one of {', '.join(map(repr, choices))}"] if choices else []
+    words += [w for k in types(field) if (w := _WORDS.get(get_origin(k) or k)) is not None]
+    return " or ".join(words) + _bounds(field)
+
+
+def _bounds(field: FieldInfo) -> str:
+    """The limits of a number."""
+    limits = {
+        name: getattr(rule, name)
+        for rule in field.metadata
+        for name in _BOUNDS
+        if getattr(rule, name, None) is not None
+    }
+    if limits.keys() == {"ge", "le"}:
+        return f" from {limits['ge']:g} to {limits['le']:g}"
+    texts = [f"{_BOUNDS[name]} {limit:g}" for name, limit in limits.items()]
+    return f" {' and '.join(texts)}" if texts else ""

@@ -1,0 +1,83 @@
+import inspect
+from typing import Annotated, Any
+
+import typer
+from typer.testing import CliRunner
+
+from l0prune.cli.finetune import finetune
+from l0prune.cli.setting_options import with_settings
+from l0prune.training.settings import Settings
+
+# The options that users know.
+FLAGS = {
+    "--data", "--data-root", "--lambda", "--budget", "--round-to", "--counting", "--epochs",
+    "--batch-size", "--lr", "--gate-lr", "--optimizer", "--learn", "--no-learn", "--settle",
+    "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast", "--accumulate",
+    "--checkpointing", "--no-checkpointing", "--compile", "--no-compile", "--channels-last",
+    "--no-channels-last", "--distributed", "--set", "--run", "--resume", "--no-resume", "--out",
+    "--trust-pickle", "--json",
+}  # fmt: skip
+
+
+def made(*names):
+    """A command with these settings, and what came to it."""
+    app, came = typer.Typer(rich_markup_mode=None), []
+
+    @app.command()
+    @with_settings(*names)
+    def command(
+        first: Annotated[str, typer.Argument()], *, settings: dict[str, Any], last: int = 3
+    ) -> None:
+        came.append((first, settings, last))
+
+    return app, came
+
+
+def options(command):
+    (click_command,) = [typer.main.get_command(_app(command))]
+    return {flag for each in click_command.params for flag in (*each.opts, *each.secondary_opts)}
+
+
+def _app(command):
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return app
+
+
+def test_finetune_has_the_options_that_it_had():
+    assert options(finetune) - {"file", "--help"} == FLAGS
+
+
+def test_what_is_given_comes_by_the_settings_names_and_nothing_else_does():
+    app, came = made("lam", "budget", "lr", "augment", "learn", "epochs")
+    given = ["x", "--lambda", "1/N", "--budget", "macs=0.5", "--budget", "params=0.5",
+             "--no-learn", "--last", "4"]  # fmt: skip
+    assert CliRunner().invoke(app, given).exit_code == 0
+    settings = {"lam": "1/N", "budget": ["macs=0.5", "params=0.5"], "learn": False}
+    assert came == [("x", settings, 4)]
+    assert CliRunner().invoke(app, ["x"]).exit_code == 0
+    assert came[1] == ("x", {}, 3)
+
+
+def test_options_have_the_types_of_their_settings():
+    app, _ = made("epochs", "lr")
+    for wrong in (["--epochs", "2.5"], ["--lr", "fast"]):
+        assert CliRunner().invoke(app, ["x", *wrong]).exit_code == 2
+
+
+def test_help_is_the_settings_own_words_with_their_default(monkeypatch):
+    monkeypatch.setattr(Settings.model_fields["epochs"], "default", 77)
+    monkeypatch.setattr(Settings.model_fields["lr"], "description", "How fast. And more.")
+    app, _ = made("epochs", "lr", "augment", "gate_lr")
+    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output.split())
+    assert "Passes over the training data [77]." in text
+    assert "How fast [0.001]." in text
+    assert "And more" not in text
+    assert "[no-augment]." in text
+    assert "chosen by the number of steps in which they learn." in text
+
+
+def test_a_signature_says_what_there_is():
+    names = list(inspect.signature(finetune).parameters)
+    assert names[:5] == ["file", "data", "data_root", "lam", "budget"]
+    assert "settings" not in names
