@@ -11,11 +11,7 @@ import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
 from l0prune.cli.project import defaults, newest, output_path
-<<<<<<< HEAD
-=======
 from l0prune.cli.setting_options import with_settings
-from l0prune.data import load_data
->>>>>>> c70e7b1 (Settings declared once: checks, messages, docs and the command line's options come from their fields)
 from l0prune.errors import UsageError
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
