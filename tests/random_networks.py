@@ -251,6 +251,35 @@ class Author:
 
         self.step(f"attention over the positions of {number}", run, *layers)
 
+    def add_recurrent(self) -> None:
+        """A recurrent layer over the positions: stacked, in two directions, or projected."""
+        number = self.pick(rank=4)
+        shape = self.values[number].shape
+        kind = (nn.LSTM, nn.GRU, nn.RNN)[self.choose(3)]
+        settings = {"num_layers": 1 + self.choose(2), "bidirectional": not self.choose(3)}
+        if kind is nn.LSTM and not self.choose(3):
+            settings["proj_size"] = 2
+        layer = kind(
+            shape[1], 3 + self.choose(4), batch_first=True, bias=bool(self.choose(2)), **settings
+        )
+        if self.choose(2):
+            self.step(
+                f"{kind.__name__} over the positions of {number}",
+                lambda v, m: (
+                    m(v[number].flatten(2).transpose(1, 2))[0]
+                    .transpose(1, 2)
+                    .unflatten(2, shape[2:])
+                ),
+                layer,
+            )
+            return
+
+        def last(values: Values, layer: nn.Module) -> Tensor:
+            _, state = layer(values[number].flatten(2).transpose(1, 2))
+            return (state[0] if kind is nn.LSTM else state)[-1]
+
+        self.step(f"last state of a {kind.__name__} over the positions of {number}", last, layer)
+
     def add_softmax(self) -> None:
         number = self.pick()
         self.step(f"softmax over the channels of {number}", lambda v: v[number].softmax(1))

@@ -86,3 +86,22 @@ def test_json_reads_back():
 def test_other_text_is_no_plan(text):
     with pytest.raises(ValueError, match="no plan"):
         Plan.from_json(text)
+
+
+def test_an_axis_that_has_to_stay_wider_keeps_closed_slots():
+    wide, narrow = Slots(0, 0, 6), Slots(1, 0, 4)
+    plan = Plan(
+        axes=(Axis("cells", "neuron", 6, 0, 1), Axis("outputs", "neuron", 4, 6, 1)),
+        pins=(),
+        tensors={},
+        sites=(),
+        costs=(),
+        wider=((wide, narrow),),
+    )
+    assert torch.equal(plan.kept(bits("000001 0110")), bits("110001 0110"))
+    assert torch.equal(plan.kept(bits("001111 0110")), bits("001111 0110"))
+    assert torch.equal(plan.kept(bits("000000 1111")), bits("111110 1111"))
+    assert Plan.from_json(plan.to_json()) == plan
+    alone = plan.select(["cells"])
+    assert alone.wider == ((wide, Const(4)),)
+    assert torch.equal(alone.kept(bits("000001")), bits("111101"))

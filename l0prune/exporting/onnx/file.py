@@ -21,7 +21,7 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
-from l0prune.exporting.onnx.translatable import in_plain_terms
+from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
 from l0prune.files.atomic import atomic_write
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def to_onnx(program: ExportedProgram, *, optimize: bool = True) -> onnx.ModelPro
     export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
     try:
         with _quietly():
+            program = without_projections(program)
             try:
                 made = export(program)
             except Exception:
