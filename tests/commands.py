@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import LONGEST
 
 from l0prune.cli.app import main
 
@@ -20,7 +21,7 @@ def run(*arguments, cwd):
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LONGEST,
     )
     return done.returncode, done.stdout, done.stderr
 

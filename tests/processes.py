@@ -7,6 +7,9 @@ from datetime import timedelta
 import torch
 import torch.multiprocessing as mp
 
+# Seconds: what hangs is ended, but a busy machine takes its time.
+LONGEST = 600
+
 
 def in_processes(function, *arguments, count=2, folder):
     """What ``function(rank, *arguments)`` returned in each process, or the error's text."""
@@ -18,9 +21,11 @@ def in_processes(function, *arguments, count=2, folder):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(LONGEST)
         if process.is_alive():
-            process.kill()
+            for each in processes:
+                each.kill()
+            raise TimeoutError(f"{function.__name__} was not done in {LONGEST} s")
     paths = [folder / f"{rank}.pt" for rank in range(count)]
     return [torch.load(p, weights_only=False) if p.exists() else None for p in paths]
 
@@ -33,7 +38,7 @@ def _run(rank, count, folder, function, arguments):
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=LONGEST),
     )
     try:
         result = function(rank, *arguments)

@@ -53,7 +53,14 @@ def epochs_of(folder: Path) -> int:
     return sum(len(path.read_text().splitlines()) for path in folder.rglob(NAME))
 
 
-@pytest.mark.parametrize("way", ways.ALL_WAYS)
+def of_ways(ways, *default):
+    """A test for each way; by default only for some."""
+    return pytest.mark.parametrize(
+        "way", [pytest.param(w, marks=() if w in default else pytest.mark.slow) for w in ways]
+    )
+
+
+@of_ways(ways.ALL_WAYS, "dense", "l0prune-distill", "tp-group-norm")
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
     if way.startswith("tp-"):
@@ -72,7 +79,7 @@ def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
         assert row["params"] < row["params_before"]
 
 
-@pytest.mark.parametrize("way", ["l0prune", "tp-group-sl", "taylor"])
+@of_ways(["l0prune", "tp-group-sl", "taylor"], "taylor")
 @pytest.mark.filterwarnings("ignore")
 def test_a_way_that_is_done_is_not_done_again(way, tmp_path):
     if way.startswith("tp-"):
@@ -159,7 +166,7 @@ def test_mnist_rows_are_recipes(row):
         assert recipe.finetune["budget"] == "params=10k"
 
 
-@pytest.mark.parametrize("row", ["mlp-small", "lenet5-small"])
+@pytest.mark.parametrize("row", ["mlp-small", pytest.param("lenet5-small", marks=pytest.mark.slow)])
 def test_an_mnist_row(row, tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"

@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from commands import COMMAND, ENVIRONMENT, run
+from processes import LONGEST
 from torch import nn
 
 import l0prune
@@ -90,23 +91,23 @@ def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]
 
 
-def test_a_stopped_run_goes_on(tmp_path):
+def test_a_stopped_run_goes_on(command, tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")
     settings = 'data = "digits"\n[finetune]\nepochs = 6\nbatch_size = 4\nema = 0.9\n'
     (tmp_path / "l0prune.toml").write_text(settings)
-    assert run("gate", "model.pt", cwd=tmp_path)[0] == 0
+    assert command("gate", "model.pt")[0] == 0
     process = subprocess.Popen(
         [*COMMAND, "finetune"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
     )
     checkpoint = tmp_path / "model.run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + LONGEST
     while not (checkpoint.exists() and checkpoint.read_text().count("\n") >= 1):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LONGEST)
     assert process.returncode == 1
     assert "same command" in err
     assert "Traceback" not in err
@@ -114,7 +115,7 @@ def test_a_stopped_run_goes_on(tmp_path):
     before = checkpoint.read_text().splitlines()
     assert len(before) < 6
 
-    code, _, err = run("finetune", cwd=tmp_path)
+    code, _, err = command("finetune")
     assert code == 0, err
     assert "going on in epoch" in err
     after = [json.loads(line) for line in checkpoint.read_text().splitlines()]

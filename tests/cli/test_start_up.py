@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from processes import LONGEST
+
 HEAVY = ("torchvision", "torch._dynamo", "onnx", "onnxruntime", "onnxscript", "transformers")
 SMALL_TALK = [
     ["--help"], ["finetune", "--help"], ["export", "--help"], ["recipes", "--help"],
@@ -32,7 +34,7 @@ print([name for name in {heavy} if name in sys.modules])
 
 def python(code, folder):
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=LONGEST
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from processes import LONGEST
 from torch import nn
 
 import l0prune
@@ -21,7 +22,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
 def torchrun(*arguments, cwd):
     done = subprocess.run(
         [*TORCHRUN, "-m", "l0prune", *arguments],
-        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=LONGEST,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
@@ -59,11 +60,16 @@ def test_two_processes_write_one_model_that_exports(gated, distributed):
     assert found["error"] == pytest.approx(result["error"])
 
 
+def test_a_recipe_runs_in_one_process(command, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = command("run", "digits-lenet")
+    assert code != 0
+    assert "a recipe runs in one process" in err
+
+
 def test_what_is_wrong_is_said_once(gated):
     code, out, err = torchrun("finetune", "--data", "nowhere", cwd=gated)
     assert code == 1
     assert out == ""
     assert err.count("error: 'nowhere' is no data source") == 1
-    code, _, err = torchrun("run", "digits-lenet", cwd=gated)
-    assert code == 1
-    assert "a recipe runs in one process" in err

@@ -12,7 +12,8 @@ from benchmarks.scramble import scramble
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("name", ["llama-lm", "gemma-lm"])  # with a head of its own, and tied
+# Tied, and with a head of its own.
+@pytest.mark.parametrize("name", ["gemma-lm", pytest.param("llama-lm", marks=pytest.mark.slow)])
 def test_the_residual_stream_is_cut_exactly(name):
     model, (args, kwargs) = zoo.build("transformers", name)
     survey = l0prune.survey(model, args, kwargs)

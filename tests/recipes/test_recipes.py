@@ -1,4 +1,6 @@
 import json
+import shutil
+from pathlib import Path
 
 import onnx
 import pytest
@@ -162,17 +164,28 @@ SHORT = [
 ]  # fmt: skip
 
 
-def test_a_run_does_each_stage_once(tmp_path):
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder of a short run and what came of it."""
     pytest.importorskip("sklearn")
-    folder = tmp_path / "run"
-    recipe = recipes.load("digits-lenet", SHORT)
-    result = recipes.run(recipe, folder)
+    folder = tmp_path_factory.mktemp("done")
+    return folder, recipes.run(recipes.load("digits-lenet", SHORT), folder)
+
+
+@pytest.fixture
+def folder(done, tmp_path):
+    """A copy of it that a test may change."""
+    return shutil.copytree(done[0], tmp_path / "run", copy_function=shutil.copy2)
+
+
+def test_a_run_does_each_stage_once(done, folder):
+    recipe, result = recipes.load("digits-lenet", SHORT), done[1]
     written = json.loads((folder / "result.json").read_text())
     assert written == json.loads(json.dumps(result))
     assert result["params"] < result["params_before"] == 13_802
     assert result["test_error"] == pytest.approx(result["training"]["error"], abs=1 / 360 + 1e-9)
     assert result["onnx_test_error"] == pytest.approx(result["test_error"], abs=1 / 360 + 1e-9)
-    stored = onnx.load(result["onnx"]).graph.initializer
+    stored = onnx.load(folder / Path(result["onnx"]).name).graph.initializer
     largest = max(onnx.numpy_helper.to_array(t).size for t in stored)
     assert largest <= result["params"]
 
@@ -189,10 +202,8 @@ def test_a_run_does_each_stage_once(tmp_path):
         recipes.run(recipes.load("digits-lenet", []), folder)
 
 
-def test_the_small_network_learns_on_alone(tmp_path):
-    pytest.importorskip("sklearn")
-    folder = tmp_path / "run"
-    short = recipes.run(recipes.load("digits-lenet", SHORT), folder)
+def test_the_small_network_learns_on_alone(done, folder):
+    short = done[1]
     alone = ["recover.epochs=3", "recover.distill=0.5", "recover.progress=false"]
     (folder / "recipe.json").unlink()  # what is done so far is the same
     longer = recipes.run(recipes.load("digits-lenet", [*SHORT, *alone]), folder)

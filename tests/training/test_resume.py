@@ -20,13 +20,35 @@ from l0prune.training import checkpoint
 from l0prune.training.run import finetune
 
 HERE = Path(__file__).parents[1]
+KINDS = ["split", "loader", "own generator", "budget"]
+STOPS = {
+    2: signal.SIGINT,  # λ is rising
+    STEPS: signal.SIGTERM,  # between two epochs
+    2 * STEPS + 3: signal.SIGINT,
+    EPOCHS * STEPS - 12: signal.SIGINT,  # the first step of settling
+    EPOCHS * STEPS - 1: signal.SIGTERM,  # the last of all
+}
+# By default each stop comes once, and each kind of data sees both signals; what has most to
+# remember sees one more.
+COVER = set(zip([*KINDS, "budget"], STOPS, strict=True)) | {
+    ("split", STEPS), ("own generator", EPOCHS * STEPS - 1), ("budget", STEPS),
+}  # fmt: skip
+
+
+def kinds(*default):
+    """A test for each kind of data; by default only for some."""
+    return pytest.mark.parametrize(
+        "whole",
+        [pytest.param(k, marks=() if k in default else pytest.mark.slow) for k in KINDS],
+        indirect=True,
+    )
 
 
 def measured(history):
     return [{k: v for k, v in r.items() if k != "seconds"} for r in history.records]
 
 
-@pytest.fixture(scope="module", params=["split", "loader", "own generator", "budget"])
+@pytest.fixture(scope="module")
 def whole(request, tmp_path_factory):
     """A kind of data, and what a run without a stop came to on it."""
     folder = tmp_path_factory.mktemp("whole")
@@ -52,17 +74,17 @@ def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "number"),
+    ("whole", "step"),
     [
-        (2, signal.SIGINT),  # λ is rising
-        (STEPS, signal.SIGTERM),  # between two epochs
-        (2 * STEPS + 3, signal.SIGINT),
-        (EPOCHS * STEPS - 12, signal.SIGINT),  # the first step of settling
-        (EPOCHS * STEPS - 1, signal.SIGTERM),  # the last of all
+        pytest.param(k, s, marks=() if (k, s) in COVER else pytest.mark.slow)
+        for k in KINDS
+        for s in STOPS
     ],
+    indirect=["whole"],
 )
-def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step, number):
+def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     kind, expected, records = whole
+    number = STOPS[step]
     with pytest.raises(Interrupted, match="resume=True goes on from there") as caught:
         run(tmp_path, kind, step, number)
     assert caught.value.signal == number
@@ -73,6 +95,7 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step, number)
     assert measured(history) == records
 
 
+@kinds("loader", "budget")
 def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):
@@ -84,6 +107,7 @@ def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
     assert measured(history) == records
 
 
+@kinds("own generator", "budget")
 def test_after_two_stops_it_still_goes_on(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):
