@@ -5,7 +5,7 @@ from itertools import product
 import torch
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Both, Cat, Const, Prod, Slots, size_of
+from l0prune.plan.layout import Both, Cat, Const, Prod, Slots, picked, size_of
 from l0prune.plan.plan import Axis, Cost, Plan
 
 
@@ -57,7 +57,7 @@ def slots(sizes):
 @st.composite
 def layouts(draw, sizes, depth=2):
     """A layout of axes of these sizes: ranges, constants, concatenations, products, overlays."""
-    kinds = ["slots", "const"] + (["cat", "prod", "both"] if depth else [])
+    kinds = ["slots", "const"] + (["cat", "prod", "both", "pick"] if depth else [])
     match draw(st.sampled_from(kinds)):
         case "const":
             return Const(draw(st.integers(1, 3)))
@@ -67,6 +67,10 @@ def layouts(draw, sizes, depth=2):
             return Cat(tuple(draw(st.lists(layouts(sizes, depth - 1), min_size=1, max_size=3))))
         case "prod":
             return Prod(tuple(draw(st.lists(layouts(sizes, depth - 1), min_size=1, max_size=2))))
+        case "pick":
+            base = draw(layouts(sizes, depth - 1))
+            positions = st.integers(0, size_of(base) - 1)
+            return picked(base, tuple(draw(st.lists(positions, min_size=1, max_size=4))))
         case _:
             return draw(overlays(sizes, depth))
 

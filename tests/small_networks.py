@@ -132,13 +132,13 @@ def patch_merging_with_norm():
     return Fn(forward, a=conv(3, 4), n=nn.LayerNorm(16), b=nn.Linear(16, 8), c=nn.Linear(8, 2))
 
 
-@case(why="its slots are put in another order")
+@case(4)
 def flipped_over_channels():
-    """Channel i is added to channel 7-i; whoever cuts i alone, or i and another, is wrong."""
+    """Channel i is added to channel 7-i: the two go together."""
     return Fn(lambda m, x: m.b((y := m.a(x)) + y.flip(1)), a=conv(3, 8), b=conv(8, 2))
 
 
-@case(why="its slots are put in another order")
+@case(why="tied to every other one of its axis")
 def rolled_over_channels():
     """Every channel is coupled to its neighbour, so to all: nothing can go alone."""
     return Fn(lambda m, x: m.b((y := m.a(x)) + y.roll(1, 1)), a=conv(3, 8), b=conv(8, 2))
@@ -390,9 +390,9 @@ def stacked_branches():
     return Fn(forward, a=conv(3, 5), b=conv(3, 5), c=conv(10, 2))
 
 
-@case(10, shape=FLAT)
+@case(7, 10, shape=FLAT)
 def chosen_by_index():
-    """Neurons picked by a list of positions, one of them twice, one never: only inputs can go."""
+    """Neurons picked by a list of positions, one of them twice, one never."""
     index = torch.tensor([0, 3, 3, 5, 1, 6, 2])
     return Fn(
         lambda m, x: m.b(torch.tanh(m.a(x))[:, m.i]), a=nn.Linear(10, 7), b=nn.Linear(7, 3), i=index

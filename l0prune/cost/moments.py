@@ -23,7 +23,19 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.gate_index import distinct, gate_table
-from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots, axes_of, children, leaves
+from l0prune.plan.layout import (
+    Both,
+    Cat,
+    Const,
+    Layout,
+    Pick,
+    Prod,
+    Slots,
+    axes_of,
+    children,
+    leaves,
+    size_of,
+)
 from l0prune.plan.plan import Plan
 
 Monomial = tuple[int, ...]
@@ -61,7 +73,7 @@ class Sums:
             self._positions[number] = torch.arange(start, stop).unsqueeze(1)
         for number, axis_number in enumerate(self._axis_of_each_range(), start=1):
             self._axes[number] = frozenset([axis_number])
-        self._boths: dict[Both, int] = {}
+        self._one_by_one: dict[Both | Pick, int] = {}
         self._cumulants: dict[Monomial, int] = {}
         self._expectations: dict[Monomial, Polynomial] = {}
 
@@ -86,7 +98,9 @@ class Sums:
             case Both(base, fine):
                 if not axes_of(fine):
                     return self.size(base)
-                return self.size(fine) if not axes_of(base) else {(self._both(layout),): 1.0}
+                return self.size(fine) if not axes_of(base) else {(self._counted(layout),): 1.0}
+            case Pick(base, _):
+                return self.size(base) if _is_order(layout) else {(self._counted(layout),): 1.0}
 
     def expectation(self, monomial: Monomial) -> Polynomial:
         """The expected product of counts as a polynomial in the table's sums."""
@@ -108,13 +122,13 @@ class Sums:
             if slots.start <= start and stop <= slots.stop:
                 yield self._ranges[offset + start, offset + stop]
 
-    def _both(self, layout: Both) -> int:
-        """The number of open positions of two layouts on top of each other."""
-        number = self._boths.get(layout)
+    def _counted(self, layout: Both | Pick) -> int:
+        """The number of open positions of a layout that is looked at position by position."""
+        number = self._one_by_one.get(layout)
         if number is None:
             positions = distinct(gate_table(self._plan, layout).T, self._plan.size)
             number = self._append(positions, torch.ones(len(positions), dtype=torch.float64))
-            self._boths[layout] = number
+            self._one_by_one[layout] = number
             self._axes[number] = axes_of(layout)
             self._positions[number] = positions
         return number
@@ -167,13 +181,20 @@ def _cuts(plan: Plan, layouts: Iterable[Layout]) -> list[list[int]]:
 
 
 def _counted_leaves(layout: Layout) -> Iterator[Slots]:
-    """The ranges of gates that are counted on their own; a ``Both`` counts positions instead."""
+    """The ranges of gates that are counted on their own; others count positions instead."""
+    if isinstance(layout, Pick) and not _is_order(layout):
+        return
     if isinstance(layout, Both) and axes_of(layout.base) and axes_of(layout.fine):
         return
     if isinstance(layout, Slots):
         yield from leaves(layout)
     for child in children(layout):
         yield from _counted_leaves(child)
+
+
+def _is_order(layout: Pick) -> bool:
+    """Is each position of what is picked from there once, so that they are as many?"""
+    return sorted(layout.index) == list(range(size_of(layout.base)))
 
 
 def _add(polynomials: Iterable[Polynomial]) -> Polynomial:

@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.decomposition import take_apart
+from l0prune.infer.expressions import COPIES, Cat, Const, Expr, Pick, Prod, Reason, Var, variables
 from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import pins
-from l0prune.infer.solver import COPIES, Cat, Const, Expr, Prod, Reason, Var, variables
 from l0prune.infer.zero_flow import zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.plan import Axis, Cost, Plan, Site
@@ -26,12 +26,13 @@ class Analysis:
     """A captured graph with its plan and a layout for each dim of each node.
 
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
-    with many outputs).
+    with many outputs); ``picks`` says for calls by a constant index which positions they pick.
     """
 
     captured: Captured
     plan: Plan
     layouts: dict[str, tuple]
+    picks: dict[str, tuple[int, ...]]
 
 
 def analyse(captured: Captured) -> Analysis:
@@ -44,7 +45,7 @@ def analyse(captured: Captured) -> Analysis:
     infer.run()
     builder = Builder(infer)
     plan = builder.build()
-    return Analysis(captured, plan, builder.node_layouts())
+    return Analysis(captured, plan, builder.node_layouts(), infer.picks)
 
 
 @dataclass
@@ -182,6 +183,8 @@ class Builder:
                 return data.Cat(tuple(self.layout(part) for part in parts))
             case Prod(factors, _):
                 return data.Prod(tuple(self.layout(factor) for factor in factors))
+            case Pick(base, index):
+                return data.picked(self.layout(base), index)
 
     def tensor_layouts(self, name: str) -> data.Layouts:
         """The layouts of a stored tensor, fine axes included."""
@@ -285,6 +288,8 @@ def _nested(expr: Expr) -> list[Var]:
             return twice + [v for f in factors for v in _nested(f)]
         case Cat(parts, _):
             return [v for part in parts for v in _nested(part)]
+        case Pick(base, _):
+            return _nested(base)
         case _:
             return []
 
@@ -297,6 +302,8 @@ def _has_positions(expr: Expr) -> bool:
             return any(positions) or any(map(_has_positions, factors))
         case Cat(parts, _):
             return any(map(_has_positions, parts))
+        case Pick(base, _):
+            return _has_positions(base)
         case _:
             return False
 

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.provenance import module_of, source_of
+from l0prune.infer.expressions import Const, Expr, variables
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
@@ -26,7 +27,7 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, Value, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
-from l0prune.infer.solver import Const, Expr, Solver, variables
+from l0prune.infer.solver import Solver
 from l0prune.infer.standardised_weights import has_statistics, standardised
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
@@ -101,6 +102,7 @@ class Inference:
     kinds: list[tuple[Expr, str]] = field(default_factory=list)
     names: list[tuple[Expr, str]] = field(default_factory=list)
     wider: list[tuple[Expr, Expr]] = field(default_factory=list)
+    picks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name of the node
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Write
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.solver import Expr, Var, variables
 
 _SUFFIX = {"head": "heads", "head_dim": "head_dim", "group": "groups"}
 

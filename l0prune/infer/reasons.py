@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from torch.fx import Node
 
 from l0prune.capture.provenance import class_of, module_of, source_of
+from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Reason, Var, variables
 from l0prune.infer.inference import Inference, Place
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.solver import Cat, Const, Expr, Prod, Reason, Var, variables
 from l0prune.plan.plan import Pin
 
 
@@ -91,6 +91,8 @@ def _left_over(expr: Expr, axes: Collection[Var]) -> Iterator[Const | Var]:
         case Cat(parts, _):
             for part in parts:
                 yield from _left_over(part, axes)
+        case Pick(base, _):
+            yield from _left_over(base, axes)
         case Prod(factors, _):
             each = [list(_left_over(factor, axes)) for factor in factors]
             if all(each):

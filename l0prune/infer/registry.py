@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.fx import Node
 
-from l0prune.infer.solver import Expr
+from l0prune.infer.expressions import Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

@@ -7,118 +7,24 @@ another factorisation, variables are split until both sides agree. Sizes only sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from math import prod as product
 
 from torch.fx import Node
 
-
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """Why a variable is pinned, and the node that pinned it."""
-
-    text: str
-    node: Node | None
-
-
-COPIES = "copies of a slot"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Const:
-    """``size`` positions that are no axis: batch, height, time, an image's colours."""
-
-    size: int
-    what: str = "a fixed dimension"
-    is_input: bool = False
-
-
-class Var:
-    """An axis variable: ``size`` slots that live or die one by one."""
-
-    __slots__ = ("binding", "pin", "size")
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.binding: Expr | None = None
-        self.pin: Reason | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cat:
-    """``parts``, one after another."""
-
-    parts: tuple[Expr, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prod:
-    """``factors`` nested in row-major order: the last varies fastest."""
-
-    factors: tuple[Expr, ...]
-    size: int
-
-
-Expr = Const | Var | Cat | Prod
-
-
-def cat(parts: Iterable[Expr]) -> Expr:
-    """A concatenation in normal form: flat, neighbouring constants merged."""
-    flat: list[Expr] = []
-    for part in parts:
-        for piece in part.parts if isinstance(part, Cat) else (part,):
-            last = flat[-1] if flat else None
-            if isinstance(piece, Const) and isinstance(last, Const):
-                flat[-1] = _merge(last, piece, last.size + piece.size)
-            elif piece.size:
-                flat.append(piece)
-    if not flat:
-        return Const(0)
-    return flat[0] if len(flat) == 1 else Cat(tuple(flat), sum(p.size for p in flat))
-
-
-def prod(factors: Iterable[Expr]) -> Expr:
-    """A product in normal form: flat, without ones, a leading concatenation distributed."""
-    flat: list[Expr] = []
-    for factor in factors:
-        for piece in factor.factors if isinstance(factor, Prod) else (factor,):
-            last = flat[-1] if flat else None
-            if isinstance(piece, Const) and isinstance(last, Const):
-                flat[-1] = _merge(last, piece, last.size * piece.size)
-            else:
-                flat.append(piece)
-    flat = [f for f in flat if f.size != 1] or flat[:1]
-    if not flat:
-        return Const(1)
-    if len(flat) == 1:
-        return flat[0]
-    if isinstance(flat[0], Cat):
-        return cat(prod((part, *flat[1:])) for part in flat[0].parts)
-    return Prod(tuple(flat), product(f.size for f in flat))
-
-
-def _merge(a: Const, b: Const, size: int) -> Const:
-    """Two constants as one; ones say nothing about what the positions are."""
-    if a.size == 1 or b.size == 1:
-        known = b if a.size == 1 else a
-        return Const(size, known.what, known.is_input)
-    both = a.is_input and b.is_input
-    return Const(size, a.what if a.what == b.what or both else "a fixed dimension", both)
-
-
-def variables(expr: Expr) -> Iterator[Var]:
-    """Every variable in a resolved expression, left to right."""
-    match expr:
-        case Var():
-            yield expr
-        case Cat(parts, _):
-            for part in parts:
-                yield from variables(part)
-        case Prod(factors, _):
-            for factor in factors:
-                yield from variables(factor)
+from l0prune.infer.expressions import (
+    Cat,
+    Const,
+    Expr,
+    Pick,
+    Prod,
+    Reason,
+    Var,
+    cat,
+    pick,
+    prod,
+    variables,
+)
+from l0prune.infer.meetings import inverse, is_order, meetings, transposed
 
 
 class Solver:
@@ -154,6 +60,9 @@ class Solver:
                 news = [self.resolve(f) for f in factors]
                 same = all(a is b for a, b in zip(news, factors, strict=True))
                 return expr if same else prod(news)
+            case Pick(base, index):
+                new = self.resolve(base)
+                return expr if new is base else pick(new, index)
 
     def pin(self, expr: Expr, text: str) -> None:
         """Forbid cutting any variable of the expression, for the reason given."""
@@ -178,14 +87,47 @@ class Solver:
             self._bind(a, b)
         elif isinstance(b, Var):
             self._bind(b, a)
+        elif isinstance(a, Cat) or isinstance(b, Cat):
+            self._unify_parts([a], [b])
         elif isinstance(a, Prod) and isinstance(b, Prod):
             self._unify_factors(list(a.factors), list(b.factors))
         else:
-            self._unify_parts([a], [b])
+            self._unify_picked(a, b)
+
+    def _unify_picked(self, a: Expr, b: Expr) -> None:
+        """Unify what is in another order with a product, or with another order."""
+        for one, other in ((a, b), (b, a)):
+            if isinstance(one, Pick) and isinstance(one.base, Var) and is_order(one.index):
+                self._bind(one.base, pick(other, inverse(one.index)))
+                return
+        for one, other in ((a, b), (b, a)):
+            view = transposed(one.index) if isinstance(one, Pick) else None
+            if view is not None and isinstance(one, Pick) and isinstance(one.base, Prod):
+                factors = self.regroup([one.base], view[0])
+                self.unify(prod([factors[dim] for dim in view[1]]), other)
+                return
+        self._tie(a, b)
+
+    def _tie(self, a: Expr, b: Expr) -> None:
+        """Unify position by position: slots that meet become one."""
+        met = meetings(a, b)
+        if met is None:
+            for expr in (a, b):
+                self.pin(expr, "its slots are put in another order across a reshape")
+            return
+        for var, const in met.fixed.items():
+            self.pin(var, f"it meets {const.what}")
+        for sizes, classes in met.groups:
+            # one slot for all of them can never be cut
+            new = (
+                Var(sizes) if sizes > 1 else Const(1, "a slot tied to every other one of its axis")
+            )
+            for var, index in classes.items():
+                self._bind(var, pick(new, index))
 
     def _bind(self, var: Var, expr: Expr) -> None:
         if any(var is other for other in variables(expr)):
-            self.pin(expr, "it would have to contain itself")
+            self._tie(var, expr)
             return
         var.binding = expr
         if var.pin:
@@ -252,6 +194,8 @@ class Solver:
                 return self._split_parts(parts, at)
             case Prod(factors, _):
                 return self._split_product(factors, at)
+            case Pick(base, index):
+                return [pick(base, index[:at]), pick(base, index[at:])]
 
     def _split_parts(self, parts: tuple[Expr, ...], at: int) -> list[Expr]:
         before = 0

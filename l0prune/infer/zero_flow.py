@@ -7,11 +7,11 @@ from math import isfinite, nan
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
 from l0prune.infer.nodes import is_pointwise, operator_name
 from l0prune.infer.registry import ZEROS, Zero, never, registered
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
-from l0prune.infer.solver import Expr, Var, variables
 
 
 class Zeros:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots
+from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
 from l0prune.plan.plan import Plan
 
 
@@ -26,6 +26,8 @@ def gate_table(plan: Plan, layout: Layout) -> Tensor:
             return _side_by_side([gate_table(plan, part) for part in parts], plan.size)
         case Prod(factors):
             return _nested([gate_table(plan, factor) for factor in factors])
+        case Pick(base, index):
+            return gate_table(plan, base)[:, torch.tensor(index, dtype=torch.int64)]
 
 
 def _side_by_side(tables: list[Tensor], one: int) -> Tensor:

@@ -2,7 +2,8 @@
 
 A layout reads like einops. ``Slots`` names slots of an axis, ``Const`` a dimension that is no
 axis (batch, height, time); ``Cat`` puts layouts one after another, ``Prod`` nests them in
-row-major order, and ``Both`` lays a second, finer axis over a layout, slot by slot.
+row-major order, ``Pick`` takes positions of a layout in any order, and ``Both`` lays a second,
+finer axis over a layout, slot by slot.
 """
 
 from __future__ import annotations
@@ -54,7 +55,15 @@ class Both:
     fine: Layout
 
 
-Layout = Const | Slots | Cat | Prod | Both
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Position ``index[i]`` of ``base`` at i: in another order, left out or several times."""
+
+    base: Layout
+    index: tuple[int, ...]
+
+
+Layout = Const | Slots | Cat | Prod | Both | Pick
 Layouts = tuple[Layout, ...]
 
 
@@ -71,6 +80,13 @@ def size_of(layout: Layout) -> int:
             return product(map(size_of, factors))
         case Both(base, _):
             return size_of(base)
+        case Pick(_, index):
+            return len(index)
+
+
+def picked(base: Layout, index: tuple[int, ...]) -> Layout:
+    """Positions of ``base``; of one without any axis they are a constant."""
+    return Pick(base, index) if axes_of(base) else Const(len(index))
 
 
 def children(layout: Layout) -> tuple[Layout, ...]:
@@ -82,6 +98,8 @@ def children(layout: Layout) -> tuple[Layout, ...]:
             return factors
         case Both(base, fine):
             return (base, fine)
+        case Pick(base, _):
+            return (base,)
         case _:
             return ()
 
@@ -112,6 +130,8 @@ def constant_positions(layout: Layout) -> int:
             return product(map(constant_positions, factors))
         case Both(base, fine):
             return min(constant_positions(base), constant_positions(fine))
+        case Pick():
+            return int(spread(layout, lambda slots: torch.zeros(slots.stop - slots.start)).sum())
 
 
 def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
@@ -125,6 +145,8 @@ def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
             return Prod(tuple(substitute(factor, leaf) for factor in factors))
         case Both(base, fine):
             return Both(substitute(base, leaf), substitute(fine, leaf))
+        case Pick(base, index):
+            return picked(substitute(base, leaf), index)
         case _:
             return layout
 
@@ -158,6 +180,9 @@ def spread(layout: Layout, values: Callable[[Slots], Tensor]) -> Tensor:
         case Both(base, fine):
             finer = spread(fine, values)
             return spread(base, values).to(finer.device, finer.dtype) * finer
+        case Pick(base, index):
+            whole = spread(base, values)
+            return whole[torch.tensor(index, device=whole.device)]
 
 
 def _spread_product(factors: Sequence[Layout], values: Callable[[Slots], Tensor]) -> Tensor:
@@ -195,6 +220,8 @@ def show(layout: Layout, names: Sequence[str]) -> str:
             return "×".join(f"({t})" if isinstance(f, Cat) else t for f, t in pairs)
         case Both(_, fine):
             return show(fine, names)
+        case Pick(base, _):
+            return f"({show(base, names)})[…]"
 
 
 def to_json(layout: Layout) -> Any:
@@ -210,6 +237,8 @@ def to_json(layout: Layout) -> Any:
             return ["prod", *map(to_json, factors)]
         case Both(base, fine):
             return ["both", to_json(base), to_json(fine)]
+        case Pick(base, index):
+            return ["pick", to_json(base), list(index)]
 
 
 def from_json(data: Any) -> Layout:
@@ -229,8 +258,14 @@ def from_json(data: Any) -> Layout:
             return Prod(tuple(map(from_json, factors)))
         case ["both", base, fine]:
             return Both(from_json(base), from_json(fine))
+        case ["pick", base, [*index]] if _are_positions(index, size_of(from_json(base))):
+            return Pick(from_json(base), tuple(index))
         case _:
             raise ValueError(f"not a layout: {data!r}")
+
+
+def _are_positions(index: Sequence[Any], size: int) -> bool:
+    return all(type(i) is int and 0 <= i < size for i in index)
 
 
 def outer(layout: Layout, size: int) -> Layout:

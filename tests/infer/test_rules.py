@@ -9,9 +9,10 @@ from averages import AVERAGES
 from deadness import randomise, relative_effect_of_dead_slots
 from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
+from reordered import REORDERED
 from torch import nn
 
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -8,7 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.infer.solver import Cat, Const, Expr, Prod, Solver, Var, cat, prod, variables
+from l0prune.infer.expressions import (
+    Cat,
+    Const,
+    Expr,
+    Pick,
+    Prod,
+    Var,
+    cat,
+    pick,
+    prod,
+    variables,
+)
+from l0prune.infer.solver import Solver
 
 
 def alive(solver: Solver, expr: Expr, dead: dict[Var, int]) -> list[bool]:
@@ -86,11 +98,51 @@ def test_meeting_a_constant_pins_with_its_description():
     assert var.pin.text == "it meets the image's colours"
 
 
-def test_a_variable_cannot_contain_itself():
+def test_slots_that_meet_in_another_order_become_one():
+    """Swapping 0 and 1 ties them; 2 and 3 stay on their own."""
     solver = Solver()
     var = solver.fresh(4)
-    solver.unify(var, Cat((var, Const(0)), 4))
-    assert var.pin is not None
+    solver.unify(var, pick(var, (1, 0, 2, 3)))
+    found = solver.resolve(var)
+    assert isinstance(found, Pick)
+    assert (found.base.size, found.index) == (3, (0, 0, 1, 2))
+
+
+def test_a_cycle_of_all_slots_leaves_one():
+    solver = Solver()
+    var = solver.fresh(4)
+    solver.unify(var, pick(var, (1, 2, 3, 0)))
+    found = solver.resolve(var)
+    assert isinstance(found, Const)
+    assert found.what == "a slot tied to every other one of its axis"
+
+
+def test_an_order_moves_to_the_other_side():
+    """c in another order is groups × channels: so c is these in the order before."""
+    solver = Solver()
+    var, group, channel = solver.fresh(4), solver.fresh(2), solver.fresh(2)
+    solver.unify(pick(var, (1, 3, 0, 2)), prod((group, channel)))
+    found = solver.resolve(var)
+    assert isinstance(found, Pick)
+    assert isinstance(found.base, Prod)
+    assert found.index == (2, 0, 3, 1)
+    assert isinstance(solver.resolve(pick(var, (1, 3, 0, 2))), Prod)
+
+
+def test_slots_of_two_axes_that_meet_are_one_axis():
+    """Four of eight slots, backwards, are another axis' four: eight are left, all told."""
+    solver = Solver()
+    long, short = solver.fresh(8), solver.fresh(4)
+    solver.unify(pick(long, (3, 2, 1, 0)), pick(short, (0, 1, 2, 3)))
+    assert solver.resolve(short).size == 4
+    assert set(variables(solver.resolve(short))) == set(variables(solver.resolve(long)))
+
+
+def test_a_product_in_an_order_that_mixes_its_factors_pins():
+    solver = Solver()
+    one = prod((solver.fresh(2), solver.fresh(3)))
+    solver.unify(prod((solver.fresh(3), solver.fresh(2))), pick(one, (1, 0, 2, 3, 4, 5)))
+    assert all(var.pin is not None for var in variables(solver.resolve(one)))
 
 
 def test_a_flattened_map_is_channels_times_positions():

@@ -50,6 +50,10 @@ def test_shows_like_einops():
     assert text == "conv1 + conv2×·49"
 
 
+def positions(size):
+    return st.lists(st.integers(0, size - 1), min_size=1, max_size=4).map(tuple)
+
+
 layouts = st.recursive(
     st.one_of(
         st.builds(L.Const, st.integers(1, 3)),
@@ -58,6 +62,9 @@ layouts = st.recursive(
     lambda inner: st.one_of(
         st.builds(L.Cat, st.lists(inner, min_size=1, max_size=3).map(tuple)),
         st.builds(L.Prod, st.lists(inner, min_size=1, max_size=3).map(tuple)),
+        inner.filter(L.axes_of).flatmap(
+            lambda base: st.builds(L.Pick, st.just(base), positions(L.size_of(base)))
+        ),
     ),
     max_leaves=5,
 )
@@ -73,6 +80,15 @@ def test_spread_has_the_layouts_size(layout):
     assert L.spread(layout, leaf).shape == (L.size_of(layout),)
 
 
-def test_nonsense_is_no_layout():
+def test_a_pick_takes_positions_in_any_order():
+    layout = L.Pick(L.Cat((A, L.Const(1))), (3, 1, 1, 0))
+    assert L.spread(layout, leaf).tolist() == [1, *(leaf(A)[[1, 1, 0]]).tolist()]
+    assert L.constant_positions(layout) == 1
+
+
+@pytest.mark.parametrize(
+    "data", [["spiral", 3], ["pick", ["slots", 0, 0, 3], [3]], ["pick", 2, [-1]], ["pick", 2, "01"]]
+)
+def test_nonsense_is_no_layout(data):
     with pytest.raises(ValueError, match="not a layout"):
-        L.from_json(["spiral", 3])
+        L.from_json(data)

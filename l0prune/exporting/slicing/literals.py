@@ -82,13 +82,18 @@ def entries_of_slots(sizes: Sizes, node: Node) -> None:
 
 def picked(source: Node, dim: int, kept: Tensor, name: str) -> Node:
     """The positions of a dim that are ``kept`` (bool); which they are is a buffer of this name."""
-    module = source.graph.owning_module
+    index = stored_index(source, kept.nonzero().flatten(), name)
+    return source.graph.call_function(torch.ops.aten.index_select.default, (source, dim, index))
+
+
+def stored_index(node: Node, index: Tensor, name: str) -> Node:
+    """A buffer of this name with an index, read where the graph of ``node`` inserts now."""
+    module = node.graph.owning_module
     assert module is not None
     while hasattr(module, name):  # from an earlier export, which is cut again
         name += "_again"
-    module.register_buffer(name, kept.nonzero().flatten())
-    index = source.graph.get_attr(name)
-    return source.graph.call_function(torch.ops.aten.index_select.default, (source, dim, index))
+    module.register_buffer(name, index)
+    return node.graph.get_attr(name)
 
 
 def _fit(sizes: Sizes, node: Node, position: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,15 @@ from l0prune.plan.plan import Plan
 
 @dataclass
 class Sizes:
-    """What each dim of each node of a captured graph measures once closed slots are gone."""
+    """What each dim of each node of a captured graph measures once closed slots are gone.
+
+    ``picks`` are the analysis' own.
+    """
 
     plan: Plan
     kept: Tensor
     layouts: dict[str, tuple]
+    picks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[Layout, int] = field(default_factory=dict)
 
     def of(self, layout: Layout) -> int:

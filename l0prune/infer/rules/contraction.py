@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Const, Expr, prod
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import Value, of_operand, rule, some
-from l0prune.infer.solver import Const, Expr, prod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -163,10 +163,11 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
         infer.read(inner_a, node, (b, weight_dim), a)
     else:
         infer.read(inner_a, node, (a, len(left)), b)
-    if infer.is_weight(a) and infer.is_weight(b):  # of low rank: columns write what rows read
-        infer.write(inner_a, node, a, len(left))
+    rank = len(left)
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
+    if rows and columns and infer.is_weight(a) and infer.is_weight(b):
+        infer.write(inner_a, node, a, rank)  # a weight of low rank: what columns write, rows read
     if not stored and not stored_a:
         name_heads(infer, left, [inner_a, *columns])
     if columns:

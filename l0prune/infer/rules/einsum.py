@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Expr
 from l0prune.infer.registry import Value, rule, some
 from l0prune.infer.rules.contraction import name_heads
-from l0prune.infer.solver import Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

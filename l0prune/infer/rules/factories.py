@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Const
 from l0prune.infer.nodes import shape_of
 from l0prune.infer.registry import Value, rule
-from l0prune.infer.solver import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import COPIES, Const, Expr, prod
 from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
 from l0prune.infer.registry import Value, each, of_operand, rule
-from l0prune.infer.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

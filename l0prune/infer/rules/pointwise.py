@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from l0prune.infer.expressions import Const, Expr
 from l0prune.infer.nodes import operands_of, shape_of
 from l0prune.infer.registry import Value, of_operand, rule
-from l0prune.infer.solver import Const, Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

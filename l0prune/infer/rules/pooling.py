@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import Node
 
+from l0prune.infer.expressions import Const
 from l0prune.infer.nodes import shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Const
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Const, Expr, cat, pick
+from l0prune.infer.known_values import known_positions
 from l0prune.infer.nodes import SLICES, SPLITS, argument, shape_of
 from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Const, Expr, cat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,26 +158,37 @@ def pad(infer: Inference, node: Node) -> Value:
     return tuple(dims)
 
 
-@rule("aten.roll", "aten.flip", zero=each)
-def reorder(infer: Inference, node: Node) -> Value:
-    """Slots in another order along some dims; those are not cut."""
-    dims = infer.dims(source(node))
-    named = node.args[2] if "roll" in str(node.target) and len(node.args) > 2 else node.args[1]
-    if "roll" in str(node.target) and len(node.args) < 3:
+@rule("aten.flip", zero=each)
+def flip(infer: Inference, node: Node) -> Value:
+    """Slots in the opposite order along some dims."""
+    dims = list(infer.dims(source(node)))
+    for dim in node.args[1]:  # type: ignore[union-attr]
+        dims[int(dim)] = pick(dims[int(dim)], tuple(reversed(range(dims[int(dim)].size))))
+    return tuple(dims)
+
+
+@rule("aten.roll", zero=each)
+def roll(infer: Inference, node: Node) -> Value:
+    """The last slots of some dims come first."""
+    dims = list(infer.dims(source(node)))
+    shifts, named = node.args[1], argument(node, 2, "dims")
+    if not named:
         infer.pin_all(source(node), "it is rolled over all its positions")
         return infer.opaque(node, "a rolled tensor")
-    moved = [int(d) % len(dims) for d in named]  # type: ignore[union-attr, arg-type]
-    for dim in moved:
-        infer.solver.pin(dims[dim], "its slots are put in another order")
-    return dims
+    for shift, dim in zip(shifts, named, strict=True):  # type: ignore[arg-type]
+        size = dims[dim].size
+        dims[dim] = pick(dims[dim], tuple((at - shift) % size for at in range(size)))
+    return tuple(dims)
 
 
 @rule("aten.index", zero=each)
 def index(infer: Inference, node: Node) -> Value:
-    """Positions chosen by index tensors: those dims stay whole, the others are carried."""
+    """Positions chosen by index tensors: by a constant one slots move, else dims stay whole."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     chosen = list(node.args[1])  # type: ignore[arg-type]
     indexed = [position for position, i in enumerate(chosen) if i is not None]
+    if len(indexed) == 1 and (picked := _picked(infer, node, indexed[0], chosen[indexed[0]])):
+        return (*dims[: indexed[0]], picked, *dims[indexed[0] + 1 :])
     for position in indexed:
         infer.solver.pin(dims[position], "its positions are chosen by an index tensor")
     for operand in (i for i in chosen if isinstance(i, Node)):
@@ -187,6 +199,19 @@ def index(infer: Inference, node: Node) -> Value:
     place = indexed[0] if adjacent else 0
     fresh = [Const(s, "indexed positions") for s in shape[place : place + count]]
     return (*rest[:place], *fresh, *rest[place:])
+
+
+def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
+    """A dim of which a constant index picks slots, in any order; None if that is not known."""
+    whole = infer.dims(source(node))[dim]
+    if isinstance(whole, Const) or not isinstance(index, Node):
+        return None
+    positions = known_positions(infer.captured, index, whole.size)
+    if positions is None or (infer.is_weight(source(node)) and len(positions) > whole.size):
+        return None  # the rows of a table, as of positions relative to each other, are no slots
+    infer.pin_all(index, "it is used as an index")
+    infer.picks[node.name] = positions
+    return pick(whole, positions)
 
 
 @rule("aten.gather", "aten.take_along_dim", zero=each)
@@ -201,6 +226,9 @@ def index_select(infer: Inference, node: Node) -> Value:
     """Positions of one dim chosen by values, the same everywhere."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
+    picked = _picked(infer, node, dim, node.args[2])
+    if picked is not None:
+        return (*dims[:dim], picked, *dims[dim + 1 :])
     infer.solver.pin(dims[dim], "its positions are chosen by an index tensor")
     whole = infer.solver.resolve(dims[dim])
     is_input = isinstance(whole, Const) and whole.is_input  # as exports begin that read less
