@@ -56,8 +56,9 @@ def _stored(captured: Captured, node: Node) -> Tensor | None:
     names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     name = names.get(node.name)
     found = program.state_dict.get(name, program.constants.get(name)) if name else None
-    is_real = isinstance(found, Tensor) and not isinstance(found, FakeTensor) and not found.is_meta
-    return found.cpu() if is_real and found.numel() <= _MOST else None
+    if not isinstance(found, Tensor) or isinstance(found, FakeTensor) or found.is_meta:
+        return None
+    return found.cpu() if found.numel() <= _MOST else None
 
 
 def _is_written(user: Node, node: Node) -> bool:

@@ -46,7 +46,9 @@ def transposed(index: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
 
     ``(0, 3, 1, 4, 2, 5)`` is ``2 × 3`` transposed, so ``([2, 3], [1, 0])``; None for other orders.
     """
-    left, strides, sizes = index, [], []
+    left = index
+    strides: list[int] = []
+    sizes: list[int] = []
     while len(left) > 1:
         stride, run = left[1] - left[0], 2
         while run < len(left) and left[run] - left[run - 1] == stride:

@@ -162,8 +162,9 @@ def pad(infer: Inference, node: Node) -> Value:
 def flip(infer: Inference, node: Node) -> Value:
     """Slots in the opposite order along some dims."""
     dims = list(infer.dims(source(node)))
-    for dim in node.args[1]:  # type: ignore[union-attr]
-        dims[int(dim)] = pick(dims[int(dim)], tuple(reversed(range(dims[int(dim)].size))))
+    named: Any = node.args[1]
+    for dim in named:
+        dims[dim] = pick(dims[dim], tuple(reversed(range(dims[dim].size))))
     return tuple(dims)
 
 
