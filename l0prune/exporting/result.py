@@ -22,6 +22,7 @@ from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.pieces import Piece, renewed
 from l0prune.files.atomic import atomic_write
+from l0prune.files.tensor_file import each_once, write_tensors
 
 
 @dataclass
@@ -129,7 +130,9 @@ class Export:
         The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
         tensor, attributes of each module that have changed, and under ``rebuild`` whether the
         model's own class, resized like that, was found to compute the same, or why not; and why
-        it fails in ``training`` mode, where it does.
+        it fails in ``training`` mode, where it does. ``.safetensors`` holds the same without a
+        pickle, the manifest among its metadata: each tensor once, and under ``tied`` of the
+        manifest the further names of tied ones.
 
         Returns:
             The files written; more than one program where the model was captured in parts.
@@ -142,6 +145,11 @@ class Export:
                 save = partial(torch.export.save, piece.program)
                 atomic_write(self._file_of(piece, path), save)
             return tuple(self._file_of(piece, path) for piece in self.pieces)
+        if Path(path).suffix == ".safetensors":
+            tensors, tied = each_once(self._state)
+            manifest = json.dumps({**self._manifest, "tied": tied})
+            write_tensors(path, tensors, {"format": "pt", "manifest": manifest})
+            return (Path(path),)
         content = {"state_dict": dict(self._state), "manifest": json.dumps(self._manifest)}
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)

@@ -1,70 +1,91 @@
 """Our own files: a gated model with its plan, gates and information, as tensors plus JSON.
 
-One ``torch.save`` archive that holds only tensors, numbers and text. The module's structure is in
-it as the bytes of a pickle without weights, which is only read where its classes can be trusted;
-where they cannot, the information may name the code that builds the module.
+A file of safetensors: the state_dict under its own names, the example inputs, and one JSON text
+with the rest. The module's structure is in it as the bytes of a pickle without weights, which is
+only read where its classes can be trusted; where they cannot, the information may name the code
+that builds the module.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, NotGated, UsageError
-from l0prune.files.atomic import PathLike, atomic_write
+from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
-from l0prune.files.loading import load_pickle
+from l0prune.files.content import Content, GatesContent, StructureContent, parsed
+from l0prune.files.loading import check_exists, check_whole
 from l0prune.files.model_sources import is_rebuildable, load_model
+from l0prune.files.plain_data import Stored, decode, encode, storable
+from l0prune.files.plan_check import check_plan
 from l0prune.files.structure import check_fits, fill, pack, unpack
+from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts, write_tensors
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
 from l0prune.plan.plan import Plan
 
-FORMAT = 1  # raised when older versions cannot read what this one writes
+FORMAT = 2  # raised when older versions cannot read what this one writes
 
+_TEXT = "l0prune"
 _LOG_ALPHA = "l0prune_gates.log_alpha"
-_TYPES = {"info": str, "state": dict, "training": list, "frozen": list}
-_GATE_TYPES = {"plan": str, "gate": str, "fixed": bool, "example": tuple}
+_OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
+_EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structure"
 
 
 def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None) -> None:
     """Write the model with its gates to one file, atomically. The model is left as it is.
 
-    ``info`` is free JSON data that ``read_info`` gives back. Where ``info["model"]`` names code
-    (``timm:NAME``, ``file.py:factory``), ``load`` builds by it a module whose classes it would
-    not unpickle.
+    The file is one of safetensors, the state_dict in it under its own names. ``info`` is free JSON
+    data that ``read_info`` gives back. Where ``info["model"]`` names code (``timm:NAME``,
+    ``file.py:factory``), ``load`` builds by it a module whose classes it would not unpickle.
 
     Raises:
         FileError: the file cannot be written, or the model cannot be stored in one.
         UsageError: ``info`` is no JSON data, or the gated model is only a part of ``model``.
     """
     try:
-        text = json.dumps(dict(info or {}))
+        facts: dict[str, Any] = json.loads(json.dumps(dict(info or {})))
     except (TypeError, ValueError) as error:
         raise UsageError(f"info must be data that JSON can hold: {error}") from error
     gates = _gates_or_none(model)
-    content = {
-        "l0prune": FORMAT,
-        "info": text,
-        "state": dict(model.state_dict()),
-        "training": [name for name, module in model.named_modules() if module.training],
-        "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        **pack(model, path, can_be_built=is_rebuildable(_spec(json.loads(text)))),
-    }
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        with _storing(f"the state_dict, under {name}, holds", path):
+            if isinstance(value, Tensor):
+                tensors[name] = storable(value)
+            else:
+                extra[name] = encode(value, tensors, f"{_EXTRA}.{name}")
+    section = None
     if gates is not None:
-        content["gates"] = {
-            "plan": gates.plan.to_json(),
-            "gate": json.dumps(gate_to_dict(gates.gate)),
-            "fixed": gates.fixed,
-            "example": gates.example,
-        }
-        _check_plain(gates.example, path)
-    atomic_write(path, lambda file: torch.save(content, file))
+        with _storing("the example inputs hold", path):
+            example = encode(gates.example, tensors, _EXAMPLE)
+        plan, kind = json.loads(gates.plan.to_json()), gate_to_dict(gates.gate)
+        section = GatesContent(plan=plan, gate=kind, fixed=gates.fixed, example=example)
+    packed = pack(model, path, can_be_built=is_rebuildable(_spec(facts)))
+    if packed is not None:
+        tensors[_STRUCTURE] = packed.pickle
+    stored = Stored.of(tensors)
+    content = Content(
+        version=FORMAT,
+        info=facts,
+        training=[name for name, module in model.named_modules() if module.training],
+        frozen=[name for name, p in model.named_parameters() if not p.requires_grad],
+        extra=extra,
+        ties=stored.ties,
+        notes=stored.notes,
+        gates=section,
+        structure=packed and StructureContent(is_ordinary=packed.is_ordinary, hollow=packed.hollow),
+    )
+    write_tensors(path, stored.tensors, {_TEXT: json.dumps(content.model_dump())})
 
 
 def load(
@@ -89,30 +110,33 @@ def load(
     if model is not None:
         check_ungated(model)
     try:
+        tensors = Stored(read_tensors(path), content.ties, content.notes).opened()
+        state = {name: t for name, t in tensors.items() if not name.startswith(_OWN)}
+        state |= {name: decode(value, tensors) for name, value in content.extra.items()}
         if model is None:
-            model = _built(content, path, trust_pickle)
-        state = {name: v for name, v in content["state"].items() if name != _LOG_ALPHA}
-        check_fits(state, model, path)
-        if "gates" in content:
-            attach(model, _gates(content))
+            model = _built(content, tensors, state, path, trust_pickle)
+        check_fits({name: v for name, v in state.items() if name != _LOG_ALPHA}, model, path)
+        if content.gates is not None:
+            attach(model, _gates(content.gates, tensors, model))
     except FileError:
         raise
     # What a file says of itself, and of the model, can be wrong in as many ways as there are.
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{path} is damaged: {error!r}") from error
     except UsageError as error:
         raise FileError(f"{path} does not fit this model: {error}") from error
     try:
-        fill(model, content["state"])
+        fill(model, state)
     except BaseException:
-        if "gates" in content:
+        if content.gates is not None:
             detach(model)
         raise
-    training, frozen = set(content["training"]), set(content["frozen"])
+    training, frozen = set(content.training), set(content.frozen)
     for name, module in model.named_modules():
         module.training = name in training
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
+        is_continuous = parameter.is_floating_point() or parameter.is_complex()
+        parameter.requires_grad_(is_continuous and name not in frozen)
     return model
 
 
@@ -122,65 +146,76 @@ def read_info(path: PathLike) -> dict[str, Any]:
     Raises:
         FileError: the file is missing, damaged, or none of ours.
     """
-    content = _read(path, mmap=True)
-    return _info(content, path)
+    return _read(path).info
 
 
-def _info(content: Mapping[str, Any], path: PathLike) -> dict[str, Any]:
+@contextmanager
+def _storing(what: str, path: PathLike) -> Iterator[None]:
+    """Within the context, what no file can hold raises a FileError in these words."""
     try:
-        return dict(json.loads(content["info"]))
-    except (ValueError, TypeError) as error:
-        raise FileError(f"{path} is damaged: {error}") from error
+        yield
+    except TypeError as error:
+        raise FileError(
+            f"{path} was not written: {what} {error}, and a file can only hold tensors, numbers "
+            "and text in tuples, lists and dicts."
+        ) from error
 
 
-def _read(path: PathLike, *, mmap: bool = False) -> dict[str, Any]:
-    """The content of an artifact, of a version and of types that this version knows."""
-    content = load_pickle(path, mmap=mmap)
-    version = content.get("l0prune") if isinstance(content, dict) else None
-    if not isinstance(version, int) or version < 1:
+def _read(path: PathLike) -> Content:
+    """The JSON part of an artifact, of a version and of types that this version knows."""
+    check_exists(Path(path))
+    if not is_tensor_file(path):
+        check_whole(Path(path))
         raise FileError(
             f"{path} holds no gated model. `l0prune gate {path} --input …` makes one of a "
-            "pickled module."
+            "pickled module. (Gated models from before version 0.1.0 have to be made anew.)"
         )
-    if version > FORMAT:
+    text = read_texts(path).get(_TEXT)
+    if text is None:
         raise FileError(
-            f"{path} was written by a newer l0prune (format {version}, this one reads up to "
-            f"{FORMAT}). Upgrade with: pip install --upgrade l0prune"
+            f"{path} holds tensors, but no gated model. `l0prune gate --model path.py:factory "
+            f"--weights {path} --input …` makes one."
         )
-    wrong = [key for key, kind in _TYPES.items() if not isinstance(content.get(key), kind)]
-    gates = content.get("gates", {key: kind() for key, kind in _GATE_TYPES.items()})
-    if not isinstance(gates, dict):
-        wrong.append("gates")
-    else:
-        wrong += [key for key, kind in _GATE_TYPES.items() if not isinstance(gates.get(key), kind)]
-    if wrong:
-        raise FileError(f"{path} is damaged: {', '.join(wrong)} missing or of the wrong type.")
-    return content  # type: ignore[no-any-return]
+    return parsed(text, FORMAT, path)
 
 
-def _built(content: dict[str, Any], path: PathLike, trust: bool) -> nn.Module:
+def _built(
+    content: Content,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    path: PathLike,
+    trust: bool,
+) -> nn.Module:
     """The ungated module, by the safest way that the file leaves."""
-    if "module" in content:
-        return unpack(content["module"], content, path)
-    spec = _spec(_info(content, path))
-    if is_rebuildable(spec):
+    structure, spec = content.structure, _spec(content.info)
+    by_code = is_rebuildable(spec)
+    if structure is None or (by_code and not structure.is_ordinary):
+        if not by_code:
+            raise ValueError("neither a module nor what builds it")
         if not trust:
             check_consent(spec, path)
         return load_model(spec)
-    return unpack(content["foreign_module"], content, path, trust=trust)
+    trusted = trust and not structure.is_ordinary
+    return unpack(tensors[_STRUCTURE], structure.hollow, state, path, trust=trusted)
 
 
 def _spec(info: Mapping[str, Any]) -> str:
     return str(info.get("model") or "")
 
 
-def _gates(content: Mapping[str, Any]) -> Gates:
-    saved, log_alpha = content["gates"], content["state"][_LOG_ALPHA]
-    plan = Plan.from_json(saved["plan"])
+def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module) -> Gates:
+    log_alpha = tensors[_LOG_ALPHA]
+    plan = Plan.from_json(json.dumps(saved.plan))
     if log_alpha.shape != (plan.size,):
         raise ValueError(f"{tuple(log_alpha.shape)} gates where the plan has {plan.size}")
-    gates = Gates(plan, gate_from_dict(json.loads(saved["gate"])), log_alpha, saved["example"])
-    gates.fixed = saved["fixed"]
+    if log_alpha.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"gates of {log_alpha.dtype}")
+    check_plan(plan, model)
+    args, kwargs = decode(saved.example, tensors)
+    if type(args) is not tuple or type(kwargs) is not dict:
+        raise ValueError("an example that is no arguments")
+    gates = Gates(plan, gate_from_dict(saved.gate), log_alpha, (args, kwargs))
+    gates.fixed = saved.fixed
     return gates
 
 
@@ -195,16 +230,3 @@ def _gates_or_none(model: nn.Module) -> Gates | None:
             "a DataParallel or DistributedDataParallel)"
         )
     return gates
-
-
-def _check_plain(example: Any, path: PathLike) -> None:
-    """Refuse example inputs that no file without pickled classes can hold."""
-    parts = (*example, *example.values()) if type(example) is dict else example
-    if type(example) in (tuple, list, dict):
-        for part in parts:
-            _check_plain(part, path)
-    elif type(example) not in (Tensor, nn.Parameter, int, float, complex, bool, str, type(None)):
-        raise FileError(
-            f"{path} was not written: the example inputs hold a {type(example).__name__}, and a "
-            "file can only hold tensors, numbers and text in tuples, lists and dicts."
-        )

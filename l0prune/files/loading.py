@@ -28,30 +28,29 @@ WAYS_ON = (
 _BEFORE_1_6 = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how files of torch before 1.6 begin
 
 
-def load_pickle(path: PathLike, *, trust: bool = False, mmap: bool = False) -> Any:
+def load_pickle(path: PathLike, *, trust: bool = False) -> Any:
     """What ``torch.save`` wrote, without running code from the file; tensors are on the CPU.
 
     Classes of torch.nn and torchvision.models are allowed besides tensors and plain data, and
     what the user allowed by ``torch.serialization.add_safe_globals``. With ``trust`` anything is
-    unpickled, which runs whatever code the file names. With ``mmap`` tensors are read from the
-    disk only when they are looked at.
+    unpickled, which runs whatever code the file names.
 
     Raises:
         FileError: the file is missing, truncated, no ``torch.save`` file, or names other classes.
     """
     source = Path(path)
-    try:
-        _check_kind(source)
-    except OSError as error:
-        raise FileError(f"{source} cannot be read: {error.strerror or error}.") from error
-    return _load(str(source), str(source), trust, mmap and not _is_old(str(source)))
+    check_whole(source)
+    return _load(str(source), str(source), trust)
 
 
-def load_bytes(content: bytes, name: str, *, trust: bool = False) -> Any:
-    """Like ``load_pickle`` for a file in memory; ``name`` stands for it in messages."""
+def load_bytes(content: bytes, name: str, *, trust: bool = False, room: int = 0) -> Any:
+    """Like ``load_pickle`` for a file in memory; ``name`` stands for it in messages.
+
+    Its tensors may look larger than ``content`` by so many bytes of ``room``.
+    """
     file = io.BytesIO(content)
     check_archive(file, name)
-    return _load(file, name, trust, mmap=False)
+    return _load(file, name, trust, room)
 
 
 def _is_name(source: Path) -> bool:
@@ -60,8 +59,8 @@ def _is_name(source: Path) -> bool:
     return bool(colon and name) and len(before) > 1  # one letter is a drive
 
 
-def _check_kind(source: Path) -> None:
-    """Say what the file is where it is none that ``torch.save`` wrote."""
+def check_exists(source: Path) -> None:
+    """Raise FileError where there is no ordinary file, which alone can be read without waiting."""
     if source.is_dir():
         raise FileError(f"{source} is a folder, not a model file.")
     if not source.exists():
@@ -69,11 +68,20 @@ def _check_kind(source: Path) -> None:
         raise FileError(f"{source} does not exist.{way_on if _is_name(source) else ''}")
     if not source.is_file():
         raise FileError(f"{source} is a pipe or a device, not a model file.")
-    with source.open("rb") as file:
-        head = file.read(len(_BEFORE_1_6))
+
+
+def check_whole(source: Path) -> None:
+    """Raise FileError where a file is none that ``torch.save`` wrote, or is only a part of one."""
+    check_exists(source)
+    try:
+        with source.open("rb") as file:
+            head = file.read(len(_BEFORE_1_6))
+        is_archive = zipfile.is_zipfile(source)
+    except OSError as error:
+        raise FileError(f"{source} cannot be read: {error.strerror or error}.") from error
     if not head:
         raise FileError(f"{source} is empty.")
-    if zipfile.is_zipfile(source):
+    if is_archive:
         check_archive(str(source), str(source))
     elif head[:2] == b"PK":
         raise FileError(f"{source} is damaged or truncated: the end of the archive is missing.")
@@ -81,13 +89,13 @@ def _check_kind(source: Path) -> None:
         raise FileError(f"{source} is not a model file: it was not written by torch.save. {SAVE}")
 
 
-def _load(file: str | io.BytesIO, name: str, trust: bool, mmap: bool) -> Any:
+def _load(file: str | io.BytesIO, name: str, trust: bool, room: int = 0) -> Any:
     if trust:
         return _load_trusted(file, name)
     try:
         with safe_globals(_needed(file, name)):
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
-        check_ordinary(found, _length(file))
+            found = torch.load(file, map_location="cpu", weights_only=True)
+        check_ordinary(found, _length(file) + room)
     except FileError:
         raise
     except pickle.UnpicklingError as error:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from l0prune.errors import FileError, UsageError
 from l0prune.files.consent import is_code, remember
 from l0prune.files.loading import load_pickle
+from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts
 from l0prune.files.user_code import called, named
 
 # What training scripts call the weights in their checkpoints.
@@ -64,7 +65,15 @@ def _build(spec: str, trust_pickle: bool) -> Any:
         return factory if isinstance(factory, nn.Module) else called(factory, spec)
     if not Path(spec).exists() and not Path(spec).suffix:
         raise UsageError(_no_source(spec))
-    return load_pickle(spec, trust=trust_pickle)
+    return _read(spec, trust_pickle)
+
+
+def _read(path: str, trust_pickle: bool) -> Any:
+    """What lies in a file of torch or of safetensors; a gated model has its mark beside tensors."""
+    if not is_tensor_file(path):
+        return load_pickle(path, trust=trust_pickle)
+    mark = {"l0prune": True} if "l0prune" in read_texts(path) else {}
+    return {**read_tensors(path), **mark}
 
 
 def _no_source(spec: str) -> str:
@@ -178,7 +187,7 @@ def _is_state(found: Any) -> bool:
 
 def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
     """Load a state_dict, bare or in a checkpoint, with or without the names' usual prefixes."""
-    found = load_pickle(path, trust=trust_pickle)
+    found = _read(path, trust_pickle)
     states = _states_in(found.state_dict() if isinstance(found, nn.Module) else found)
     if not states:
         raise FileError(f"{path} holds no state_dict.")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,24 @@ from l0prune.gating.attaching import detach
 from l0prune.gating.gated_class import is_gated
 
 
-def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> dict[str, Any]:
-    """The ungated structure of ``model`` as plain data for the artifact at ``path``.
+class Packed(NamedTuple):
+    """A module's structure.
 
-    Under ``module`` where the classes are those of ordinary models, else under
-    ``foreign_module``, or nowhere if it cannot be pickled but ``can_be_built`` by other means.
-    ``hollow`` names the tensors whose values are only in the model's state_dict.
+    Attributes:
+        pickle: the bytes of its pickle; uint8, 1-D.
+        is_ordinary: its classes are those of ordinary models.
+        hollow: names of the tensors whose values are only in the model's state_dict.
+    """
+
+    pickle: Tensor
+    is_ordinary: bool
+    hollow: list[str]
+
+
+def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> Packed | None:
+    """The ungated structure of ``model`` for the artifact at ``path``.
+
+    None if it cannot be pickled but ``can_be_built`` by other means.
 
     Raises:
         FileError: the model cannot be pickled, and not be built either.
@@ -37,30 +49,37 @@ def pack(model: nn.Module, path: PathLike, *, can_be_built: bool) -> dict[str, A
         torch.save(plain, buffer)
     except Exception as error:  # the user's classes run here, so anything can come out
         if can_be_built:
-            return {}
+            return None
         raise FileError(
             f"{path} was not written: the model cannot be pickled ({error}). Build it by a "
             "function in a file instead: --model path.py:factory."
         ) from error
     hollow = [name for name, _ in tensors_of(plain) if name in stored]
-    key = "module" if _is_ordinary(buffer.getvalue()) else "foreign_module"
     bytes_ = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-    return {key: bytes_, "hollow": hollow}
+    return Packed(bytes_, _is_ordinary(buffer.getvalue(), _bytes_of(stored.values())), hollow)
 
 
 def unpack(
-    module_bytes: Tensor, content: Mapping[str, Any], path: PathLike, *, trust: bool = False
+    pickle: Tensor,
+    hollow: Iterable[str],
+    state: Mapping[str, Any],
+    path: PathLike,
+    *,
+    trust: bool = False,
 ) -> nn.Module:
-    """The module that ``pack`` made these bytes of, with the state of ``content`` in it.
+    """The module that ``pack`` made these bytes of, with the state in it.
 
     Raises:
         FileError: it is damaged, or of classes that must not be unpickled.
+        KeyError, RuntimeError, ValueError: the state does not fit.
     """
-    module = load_bytes(module_bytes.numpy().tobytes(), str(path), trust=trust)
+    # What is hollow looks as large as the state, and takes no room.
+    room = _bytes_of(value for value in state.values() if isinstance(value, Tensor))
+    module = load_bytes(pickle.numpy().tobytes(), str(path), trust=trust, room=room)
     if not isinstance(module, nn.Module):
         raise FileError(f"{path} holds a {type(module).__name__} where a module should be.")
-    tensors, state = dict(tensors_of(module)), content["state"]
-    for name in content["hollow"]:
+    tensors = dict(tensors_of(module))
+    for name in hollow:
         if tensors[name].shape != state[name].shape:
             raise ValueError(f"{name} has the wrong shape")
         tensors[name].data = state[name]
@@ -92,7 +111,19 @@ def check_fits(state: Mapping[str, Any], model: nn.Module, path: PathLike) -> No
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {n: tuple(v.shape) if isinstance(v, Tensor) else "data" for n, v in state.items()}
+    return {n: _shape(v) if isinstance(v, Tensor) else "data" for n, v in state.items()}
+
+
+def _shape(tensor: Tensor) -> str:
+    """Shape, and what kind of numbers: a model may be filled with more precise ones, no others."""
+    if tensor.is_floating_point():
+        return str(tuple(tensor.shape))
+    kind = "complex" if tensor.is_complex() else str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} of {kind}"
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def fill(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -119,10 +150,10 @@ def _hollow(tensor: Tensor) -> Tensor:
     return parameter
 
 
-def _is_ordinary(content: bytes) -> bool:
+def _is_ordinary(content: bytes, room: int) -> bool:
     """Can anybody load it without running foreign code?"""
     try:
-        load_bytes(content, "")
+        load_bytes(content, "", room=room)
     except FileError:
         return False
     return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
+import safetensors.torch
 import torch
 import torchvision
 from hostile import Touch
@@ -12,6 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import AlreadyGated, FileError, UsageError
+from l0prune.files.tensor_file import read_tensors, read_texts, write_tensors
 
 
 def network():
@@ -266,60 +269,125 @@ def test_another_model_stays_as_it_is(gated, tmp_path, model):
     assert [m.training for m in model.modules()] == modes
 
 
-def change(path, **changes):
-    content = torch.load(path, weights_only=True)
+def content_of(path):
+    return json.loads(read_texts(path)["l0prune"])
+
+
+def change(path, tensors=None, **changes):
+    content = content_of(path)
     gates = {**content["gates"], **changes.pop("gates", {})}
-    torch.save({**content, "gates": gates, **changes}, path)
+    texts = {"l0prune": json.dumps({**content, "gates": gates, **changes})}
+    write_tensors(path, {**read_tensors(path), **(tensors or {})}, texts)
+
+
+def plan_with(path, **changes):
+    return {"plan": {**content_of(path)["gates"]["plan"], **changes}}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"l0prune": 99}, r"newer l0prune \(format 99.*pip install --upgrade"),
-        ({"l0prune": "1"}, "no gated model"),
+        ({"version": 99}, r"newer l0prune \(format 99.*pip install --upgrade"),
+        ({"version": "1"}, "damaged"),
+        ({"version": 0}, "damaged"),
         ({"info": 3}, "damaged: info missing or of the wrong type"),
-        ({"state": [1]}, "damaged: state"),
+        ({"training": [1]}, r"damaged: training\.0"),
         ({"frozen": None}, "damaged: frozen"),
-        ({"module": torch.zeros(9, dtype=torch.uint8)}, "damaged"),
-        ({"module": "text"}, "damaged"),
-        ({"hollow": ["no.such.tensor"]}, "damaged"),
-        ({"gates": {"plan": "{}"}}, "no plan"),
-        ({"gates": {"plan": 1}}, "damaged: plan"),
-        ({"gates": {"gate": '{"name": "of tomorrow"}'}}, "newer version"),
-        ({"gates": {"gate": '{"name": "hard_concrete", "speed": 3}'}}, "speed"),
+        ({"ties": {"1.bias": "nothing"}}, "damaged"),
+        ({"notes": {"1.bias": {"dtype": "load"}}}, "damaged"),
+        ({"notes": {"1.bias": {"dtype": "int64"}}}, "damaged|do not fit"),
+        ({"notes": {"0.weight": {"order": [3, 3, 3, 3]}}}, "damaged"),
+        ({"tensors": {"l0prune:structure": torch.zeros(9, dtype=torch.uint8)}}, "damaged"),
+        ({"tensors": {"1.weight": torch.zeros(6, dtype=torch.int64)}}, r"\(6,\) of int64 in the"),
+        ({"structure": None}, "damaged"),
+        ({"structure": {"is_ordinary": True, "hollow": ["no.such.tensor"]}}, "damaged"),
+        ({"gates": {"plan": {}}}, "no plan"),
+        ({"gates": {"plan": 1}}, r"damaged: gates\.plan"),
+        ({"gates": {"gate": {"name": "of tomorrow"}}}, "newer version"),
+        ({"gates": {"gate": {"name": "hard_concrete", "speed": 3}}}, "speed"),
         ({"gates": {"gate": "["}}, "damaged"),
-        ({"gates": {"example": torch.zeros(1)}}, "damaged: example"),
+        ({"gates": {"example": {"tensor": "1.weight"}}}, "damaged"),
+        ({"gates": {"example": {"tensor": "nothing"}}}, "damaged"),
+        ({"gates": {"example": {"tuple": [[], []]}}}, "damaged"),
+        ({"tensors": {"l0prune_gates.log_alpha": torch.zeros(6)}}, "gates where the plan has"),
     ],
 )
 def test_damaged_artifacts(gated, tmp_path, changes, message):
     l0prune.save(gated, tmp_path / "a.pt")
     change(tmp_path / "a.pt", **changes)
-    skeleton = None if {"module", "hollow", "info"} & set(changes) else network()
+    of_structure = "structure" in changes or "l0prune:structure" in changes.get("tensors", ())
+    skeleton = None if of_structure or "info" in changes else network()
     with pytest.raises(FileError, match=message):
         l0prune.load(tmp_path / "a.pt", skeleton)
     assert skeleton is None or repr(skeleton) == repr(network())
 
 
-def test_information_that_is_no_json(gated, tmp_path):
+ENDLESS = 10**12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"axes": [["a", "neuron", ENDLESS, 0, 1]]},
+        {"axes": [["a", "neuron", 8, 4, 1]]},
+        {"axes": [["a", "neuron", -8, 0, 1]]},
+        {"axes": [["a", "neuron", 8.0, 0, 1]]},
+        {"sites": [["4.weight", 1, ENDLESS, "read"]]},
+        {"sites": [["4.weight", 1, ["prod", 10**6, 10**6], "read"]]},
+        {"sites": [["4.weight", 1, ["cat"], "read"]]},
+        {"sites": [["4.weight", 1, ["slots", 0, 0, ENDLESS], "read"]]},
+        {"sites": [["4.weight", 1, ["slots", 99, 0, 1], "read"]]},
+        {"sites": [["4.weight", 1, ["slots", -1, 0, 1], "read"]]},
+        {"sites": [["4.weight", 1, ["both", 216, 2], "read"]]},
+        {"sites": [["4.weight", 1, ["prod", *[["cat", 216]] * 9], "read"]]},
+        {"sites": [["4.weight", -1, 216, "read"]]},
+        {"sites": [["4.weight", 1, 216, "burn"]]},
+        {"sites": [["4.weight", 1, ["prod", 216, *[["slots", 0, 0, 1]] * 10**6], "read"]]},
+        {"tensors": {"4.weight": [8, ENDLESS]}},
+        {"costs": [["4", "params", 1.0, [ENDLESS], "4.weight"]]},
+        {"costs": [["4", "params", float("nan"), [8], "4.weight"]]},
+        {"costs": [["4", "params", -1.0, [8], "4.weight"]]},
+        {"costs": [["4", "watts", 1.0, [8], "4.weight"]]},
+        {"aliases": {"a": 1}},
+    ],
+)
+def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):
     l0prune.save(gated, tmp_path / "a.pt")
-    for info in ("{", "3"):
-        change(tmp_path / "a.pt", info=info)
-        with pytest.raises(FileError, match="damaged"):
-            l0prune.read_info(tmp_path / "a.pt")
+    if "axes" in changes:
+        size = min(abs(int(changes["axes"][0][2])), 99)
+        tensors = {"l0prune_gates.log_alpha": torch.zeros(size)}
+    else:
+        tensors = {}
+    change(tmp_path / "a.pt", tensors, gates=plan_with(tmp_path / "a.pt", **changes))
+    with pytest.raises(FileError, match="damaged"):
+        l0prune.load(tmp_path / "a.pt")
+
+
+def test_lists_without_end_are_damage(gated, tmp_path):
+    l0prune.save(gated, tmp_path / "a.pt")
+    deep = "[" * 10**5 + "]" * 10**5
+    text = json.dumps({**content_of(tmp_path / "a.pt"), "info": {"a": 1}}).replace("1}", deep + "}")
+    write_tensors(tmp_path / "a.pt", read_tensors(tmp_path / "a.pt"), {"l0prune": text})
+    with pytest.raises(FileError, match="damaged"):
+        l0prune.read_info(tmp_path / "a.pt")
+
+
+def test_content_that_is_no_json(gated, tmp_path):
+    l0prune.save(gated, tmp_path / "a.pt")
+    for text in ("{", "3", "[]", "{}", '{"version": 2}'):
+        write_tensors(tmp_path / "a.pt", {}, {"l0prune": text})
+        for read in (l0prune.read_info, l0prune.load):
+            with pytest.raises(FileError, match="damaged"):
+                read(tmp_path / "a.pt")
 
 
 def test_gates_of_another_plan(gated, tmp_path):
     l0prune.save(gated, tmp_path / "a.pt")
-    state = torch.load(tmp_path / "a.pt", weights_only=True)["state"]
-    log_alpha = state["l0prune_gates.log_alpha"]
-    change(tmp_path / "a.pt", state={**state, "l0prune_gates.log_alpha": log_alpha[:-1]})
-    with pytest.raises(FileError, match="gates where the plan has"):
-        l0prune.load(tmp_path / "a.pt")
     plan = l0prune.survey(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(2, 3)).plan
     change(
         tmp_path / "a.pt",
-        state={**state, "l0prune_gates.log_alpha": torch.zeros(plan.size)},
-        gates={"plan": plan.to_json()},
+        {"l0prune_gates.log_alpha": torch.zeros(plan.size)},
+        gates={"plan": json.loads(plan.to_json())},
     )
     with pytest.raises(FileError, match=r"the plan was made for another model"):
         l0prune.load(tmp_path / "a.pt")
@@ -330,14 +398,70 @@ def test_a_hostile_artifact_runs_nothing(gated, tmp_path):
     l0prune.save(gated, tmp_path / "a.pt")
     torch.save(Touch(marker), tmp_path / "inner.pt")
     inner = torch.frombuffer(bytearray((tmp_path / "inner.pt").read_bytes()), dtype=torch.uint8)
-    change(tmp_path / "a.pt", module=inner)
-    with pytest.raises(FileError, match=r"a\.pt was not loaded: it names posix\.system"):
-        l0prune.load(tmp_path / "a.pt")
-    content = torch.load(tmp_path / "a.pt", weights_only=True)
-    torch.save({**content, "info": Touch(marker)}, tmp_path / "a.pt")
-    with pytest.raises(FileError, match="system"):
-        l0prune.read_info(tmp_path / "a.pt")
+    change(tmp_path / "a.pt", {"l0prune:structure": inner})
+    for trust in (False, True):  # what claims to be ordinary needs no trust, and gets none
+        with pytest.raises(FileError, match=r"a\.pt was not loaded: it names posix\.system"):
+            l0prune.load(tmp_path / "a.pt", trust_pickle=trust)
     assert not marker.exists()
+
+
+def test_the_same_model_gives_the_same_file(gated, tmp_path):
+    for name in ("a.pt", "b.pt"):
+        l0prune.save(gated, tmp_path / name, {"b": 1, "a": [float("inf")]})
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    assert l0prune.read_info(tmp_path / "a.pt") == {"b": 1, "a": [float("inf")]}
+
+
+def test_the_weights_in_a_file_can_be_read_by_anybody(gated, tmp_path):
+    l0prune.save(gated, tmp_path / "a.pt")
+    tensors = safetensors.torch.load_file(tmp_path / "a.pt")
+    for name, value in gated.state_dict().items():
+        assert torch.equal(tensors[name], value), name
+
+
+class Keeping(nn.Linear):
+    """What it adds to the state_dict is no tensor."""
+
+    kept: object = None
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+def test_what_modules_add_to_the_state_comes_back(tmp_path):
+    model = gate(nn.Sequential(Keeping(4, 5), nn.Linear(5, 2)), torch.randn(2, 4))
+    model[0].kept = {"n": (1, 2.5, None, True), 3: [torch.arange(3), 1 - 2j, float("-inf"), "ä"]}
+    l0prune.save(model, tmp_path / "a.pt")
+    skeleton = nn.Sequential(Keeping(4, 5), nn.Linear(5, 2))
+    kept = l0prune.load(tmp_path / "a.pt", skeleton)[0].kept
+    assert torch.equal(kept[3].pop(0), torch.arange(3))
+    assert kept == {"n": (1, 2.5, None, True), 3: [1 - 2j, float("-inf"), "ä"]}
+    assert type(kept["n"][3]) is bool
+    model[0].kept = object()
+    with pytest.raises(FileError, match=r"the state_dict, under 0\._extra_state, holds a object"):
+        l0prune.save(model, tmp_path / "b.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.float8_e4m3fn])
+def test_numbers_that_safetensors_does_not_know(dtype, tmp_path):
+    model = nn.Linear(3, 3)
+    model.register_buffer("rare", torch.arange(6.0).view(2, 3).to(dtype).t())
+    model.register_buffer("scalar", torch.tensor(1.0).to(dtype))
+    l0prune.save(model, tmp_path / "a.pt")
+    loaded = l0prune.load(tmp_path / "a.pt")
+    assert loaded.rare.stride() == (1, 3)
+    for name in ("rare", "scalar"):
+        mine, yours = getattr(model, name), getattr(loaded, name)
+        assert mine.dtype == yours.dtype
+        assert torch.equal(mine.to(torch.complex128), yours.to(torch.complex128))
+
+
+def test_a_model_of_meta_tensors_has_nothing_to_save(tmp_path):
+    with pytest.raises(FileError, match="tensor without ordinary entries"):
+        l0prune.save(nn.Linear(2, 2, device="meta"), tmp_path / "a.pt")
 
 
 def test_a_truncated_artifact_is_refused(gated, tmp_path):
@@ -349,7 +473,10 @@ def test_a_truncated_artifact_is_refused(gated, tmp_path):
             read(tmp_path / "a.pt")
 
 
-def test_another_torch_file_is_no_artifact(tmp_path):
+def test_other_files_are_no_artifacts(tmp_path):
     torch.save({"weight": torch.zeros(2)}, tmp_path / "a.pt")
-    with pytest.raises(FileError, match=r"no gated model.*l0prune gate"):
-        l0prune.load(tmp_path / "a.pt")
+    safetensors.torch.save_file({"weight": torch.zeros(2)}, tmp_path / "b.pt")
+    for name in ("a.pt", "b.pt"):
+        for read in (l0prune.load, l0prune.read_info):
+            with pytest.raises(FileError, match=r"no gated model.*l0prune gate"):
+                read(tmp_path / name)

@@ -6,6 +6,7 @@ import collections
 import sys
 
 import pytest
+import safetensors.torch
 import torch
 import torchvision
 from hypothesis import given
@@ -68,6 +69,22 @@ def test_weights_as_training_scripts_save_them(linear, tmp_path, content):
     model = load_model(f"{linear}:build", str(tmp_path / "w.pt"))
     assert torch.equal(model.weight, expected["weight"])
     assert torch.equal(model.bias, expected["bias"])
+
+
+def test_weights_in_safetensors(linear, tmp_path):
+    state = nn.Linear(3, 2).state_dict()
+    safetensors.torch.save_file({f"module.{n}": t for n, t in state.items()}, tmp_path / "w.bin")
+    model = load_model(f"{linear}:build", str(tmp_path / "w.bin"))
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(FileError, match=r"holds a state_dict.*--model path\.py:factory"):
+        load_model(str(tmp_path / "w.bin"))
+
+
+def test_a_gated_model_is_said_to_be_one(tmp_path):
+    model = l0prune.gate(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (torch.zeros(2, 3),))
+    l0prune.save(model, tmp_path / "a.pt")
+    with pytest.raises(FileError, match=r"is a gated model already.*l0prune\.load"):
+        load_model(str(tmp_path / "a.pt"))
 
 
 def test_a_model_may_have_a_part_called_module(tmp_path, monkeypatch):

@@ -1,0 +1,80 @@
+"""The JSON part of our own files: what it holds, and that it does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from l0prune.errors import FileError
+from l0prune.files.atomic import PathLike
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class GatesContent(_Strict):
+    """A bank of gates: its plan and kind as they write themselves, and the example as JSON."""
+
+    plan: dict[str, Any]
+    gate: dict[str, Any]
+    fixed: bool
+    example: Any
+
+
+class StructureContent(_Strict):
+    """Of the pickled module: whether anybody may read it, and the names of its empty tensors."""
+
+    is_ordinary: bool
+    hollow: list[str]
+
+
+class Content(_Strict):
+    """Everything but the tensors.
+
+    Attributes:
+        version: of the format.
+        info: what the user had to add.
+        training: names of the modules in training mode.
+        frozen: names of the parameters without a gradient.
+        extra: what modules put into the state_dict beside tensors.
+        ties: further names of tensors that are stored under another one.
+        notes: on tensors that are stored in another way.
+        gates, structure: None where there is none.
+    """
+
+    version: int
+    info: dict[str, Any]
+    training: list[str]
+    frozen: list[str]
+    extra: dict[str, Any]
+    ties: dict[str, str]
+    notes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    gates: GatesContent | None = None
+    structure: StructureContent | None = None
+
+
+def parsed(text: str, version: int, path: PathLike) -> Content:
+    """The content that the text of a file says.
+
+    Raises:
+        FileError: it is damaged, or of another version.
+    """
+    try:
+        data = json.loads(text)
+        found = data["version"]
+        if type(found) is not int or found < 1:
+            raise ValueError(f"version {found!r}")
+        if found > version:
+            raise FileError(
+                f"{path} was written by a newer l0prune (format {found}, this one reads up to "
+                f"{version}). Upgrade with: pip install --upgrade l0prune"
+            )
+        return Content.model_validate(data)
+    except ValidationError as error:
+        where = ", ".join(dict.fromkeys(".".join(map(str, e["loc"])) for e in error.errors()))
+        raise FileError(f"{path} is damaged: {where} missing or of the wrong type.") from error
+    except (KeyError, RecursionError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is damaged: {error!r}") from error

@@ -1,0 +1,106 @@
+"""Is a plan out of a file one that a survey could have made? Else a short text could ask for much.
+
+Gates, costs and masks make a vector for each layout, as long as the layout says it is. So nothing
+in a plan may be much larger than the model that it speaks of, whose tensors stand in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from torch import nn
+
+from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots
+from l0prune.plan.plan import Axis, Plan
+
+# Every entry of a parameter is a position of few layouts; the rest is for small models.
+_PER_ENTRY, _ALWAYS = 64, 2**24
+
+
+def check_plan(plan: Plan, model: nn.Module) -> None:
+    """Refuse a plan whose axes, layouts or costs make no sense, or are endless for this model.
+
+    Raises:
+        ValueError: they do not.
+    """
+    entries = sum(p.numel() for p in model.parameters() if not p.is_meta)
+    _check_axes(plan.axes)
+    limit, total = _PER_ENTRY * entries + _ALWAYS, 0
+    for layout in set(_layouts(plan)):
+        size, depth = _measured(layout, plan.axes, limit)
+        total += size * depth
+        if total > limit:
+            raise ValueError(f"layouts of more than {limit:,} positions for {entries:,} weights")
+    for site in plan.sites:
+        if not _is_count(site.dim) or site.role not in ("read", "write"):
+            raise ValueError(f"a site at dim {site.dim!r} that is to {site.role!r}")
+    for cost in plan.costs:
+        is_number = type(cost.scale) in (int, float) and math.isfinite(cost.scale)
+        if not is_number or cost.scale < 0 or cost.unit not in ("params", "macs"):
+            raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
+    names = [*plan.tensors, *(s.tensor for s in plan.sites), *(c.tensor for c in plan.costs)]
+    names += [*plan.parts, *plan.aliases, *plan.aliases.values(), *(c.owner for c in plan.costs)]
+    if not all(type(name) is str for name in names):
+        raise ValueError("a name that is no text")
+
+
+def _check_axes(axes: tuple[Axis, ...]) -> None:
+    start = 0
+    for axis in axes:
+        numbers = (axis.size, axis.start, axis.group_size)
+        if not all(map(_is_count, numbers)) or axis.start != start or not axis.size:
+            raise ValueError(f"an axis {axis.name!r} of {axis.size!r} slots from {axis.start!r}")
+        start += axis.size
+    if len({axis.name for axis in axes}) != len(axes):
+        raise ValueError("two axes of one name")
+
+
+def _layouts(plan: Plan) -> Iterator[Layout]:
+    for dims in plan.tensors.values():
+        yield from dims
+    for site in plan.sites:
+        yield site.layout
+    for cost in plan.costs:
+        yield from cost.dims
+
+
+def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, int]:
+    """Positions of a layout, and how many gates meet at one of them at most (1 for none)."""
+    match layout:
+        case Const(size):
+            found = size, 1
+        case Slots(axis, start, stop):
+            if not (_is_count(axis) and axis < len(axes) and 0 <= start < stop <= axes[axis].size):
+                raise ValueError(f"slots {start!r} to {stop!r} of axis {axis!r}")
+            found = stop - start, 1
+        case Cat(parts) | Prod(parts) if parts:
+            inner = [_measured(part, axes, limit) for part in parts]
+            sizes, depths = zip(*inner, strict=True)
+            if isinstance(layout, Cat):
+                found = sum(sizes), max(depths)
+            else:
+                found = _product(sizes, limit), sum(depths)
+        case Both(base, fine):
+            (size, depth), (other, more) = (_measured(x, axes, limit) for x in (base, fine))
+            if size != other:
+                raise ValueError(f"{size} positions over {other}")
+            found = size, depth + more
+        case _:
+            raise ValueError(f"a layout {layout!r}")
+    if not _is_count(found[0]) or found[0] > limit:
+        raise ValueError(f"a layout of {found[0]!r} positions")
+    return found
+
+
+def _product(sizes: tuple[int, ...], limit: int) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+        if result > limit:
+            raise ValueError(f"a layout of more than {limit:,} positions")
+    return result
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and number >= 0
