@@ -10,11 +10,10 @@ from torch import nn
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import GateValues
+from l0prune.gating.current import LINK, GateValues
 from l0prune.gating.gated_class import (
     CHILD,
     HOOKS,
-    LINK,
     Link,
     gated_class,
     is_gated,

@@ -141,12 +141,18 @@ class Gates(nn.Module):
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
         return x
 
-    def begin_forward(self, *_: Any) -> None:
+    def begin_forward(self, model: nn.Module | None = None, *_: Any) -> None:
         """Forward pre-hook of the model: from here on, new multipliers."""
         if not self.bypassed:
             self._now.noise = None
             self._compute()
             self._now.in_forward = True
+            if model is not None and not torch.compiler.is_compiling():
+                self._now.note_own(model)
+
+    def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
+        """Was this tensor the module's parameter when the model's forward began?"""
+        return self._now.is_own(module, name, parameter)
 
     def end_forward(self, *_: Any) -> None:
         """Forward hook of the model: from here on, look whether the multipliers still hold.
@@ -154,6 +160,7 @@ class Gates(nn.Module):
         A backward pass that computes parts of the forward again finds them as they were.
         """
         self._now.in_forward = False
+        self._now.own = None
         if torch.compiler.is_compiling():
             self._forget()  # a tracer's tensors mean nothing outside its graph
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
 
 
 class Current:
@@ -20,6 +22,7 @@ class Current:
         mode: what else they depend on.
         grad: whether gradients were on.
         in_forward: the model is in its forward, so that they hold without a further look.
+        own: by module and name, the parameters with which that forward began; None where unknown.
     """
 
     def __init__(self) -> None:
@@ -30,6 +33,27 @@ class Current:
         self.mode: tuple[object, ...] = ()
         self.grad = False
         self.in_forward = False
+        self.own: dict[tuple[int, str], Tensor] | None = None
+        self._gated: list[tuple[nn.Module, str]] | None = None
+
+    def note_own(self, model: nn.Module) -> None:
+        """Remember what stands in the place of each gated parameter of the model."""
+        if self._gated is None:
+            self._gated = [
+                (module, name)
+                for module in model.modules()
+                for name in getattr(module.__dict__.get(LINK), "sites", ())
+            ]
+        placed = ((module, name, module._parameters.get(name)) for module, name in self._gated)
+        self.own = {(id(module), name): t for module, name, t in placed if t is not None}
+
+    def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
+        """Did the forward begin with this parameter? One that was in shards has been put together.
+
+        True where it is unknown.
+        """
+        before = (self.own or {}).get((id(module), name))
+        return before is None or before is parameter or hasattr(before, "placements")
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
         return Current, ()

@@ -3,6 +3,11 @@
 A property on the class is a data descriptor, which Python asks before ``nn.Module.__getattr__``.
 So whoever reads ``module.weight`` gets the gated tensor, functional use included, while
 ``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original.
+
+Tensors may be put in the parameters' place for a call (``torch.func.functional_call``). Those that
+a call of the whole model is given are the model's weights, and are gated: fast weights, ensembles.
+What the model's own forward puts into one of its modules is used as it is, as the survey saw it:
+the gates are not its own. For a module that is called by itself nobody knows, so that is refused.
 """
 
 from __future__ import annotations
@@ -15,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import GateValues
+from l0prune.gating.current import LINK, GateValues
 from l0prune.gating.gated_parameter import Computed
 from l0prune.gating.kept_list import KeptList
 from l0prune.gating.scale import scale
@@ -25,9 +31,14 @@ _Names = tuple[str, ...]
 _classes: dict[tuple[type[nn.Module], _Names, _Names, bool], type[nn.Module]] = {}
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
-LINK = "_l0prune"  # the attribute by which a module finds the bank
 # Where the module that holds the bank keeps its hooks, and that the second is called in any case.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
+
+_WHOSE = (
+    "a tensor stands in the place of {0}.{1} (torch.func.functional_call), and l0prune cannot know "
+    "whether this layer's gates belong to it. Call the whole gated model so: they count; or the "
+    "layer of a copy that carries no gates (l0prune.ungate), and they do not."
+)
 
 
 @dataclass(slots=True)
@@ -112,6 +123,11 @@ def _gated_parameter(name: str) -> property:
             return parameter
         if not link.gates.in_forward and hasattr(parameter, "placements"):
             return parameter  # FSDP2 asks for the shard that it keeps between the forwards
+        if not torch.compiler.is_compiling():
+            if link.gates.in_forward and not link.gates.is_own(module, name, parameter):
+                return parameter
+            if not (link.gates.in_forward or isinstance(parameter, nn.Parameter)):
+                raise UsageError(_WHOSE.format(type(module).__name__, name))
         link.gates.refresh()
         result: Tensor = parameter
         for multiplier, dim in link.sites[name]:

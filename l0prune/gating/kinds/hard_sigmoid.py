@@ -20,10 +20,14 @@ def hard_sigmoid(
 ) -> Tensor:
     """``clamp(s·(ζ−γ) + γ, 0, 1)`` with ``s = σ((log α + logistic)·rate)``; by default s itself.
 
-    Its backward pass may run any number of times over, but cannot be differentiated.
+    Its backward pass may run any number of times over, but cannot be differentiated; within
+    transforms of torch.func (``vmap``, ``grad``) it is made of torch's own operations, and can.
 
     Shape: log_alpha, logistic and result ``(gates,)``.
     """
+    if torch._C._are_functorch_transforms_active():
+        logits = log_alpha if logistic is None else log_alpha + logistic
+        return torch.rsub((logits * rate).sigmoid(), gamma, alpha=gamma - zeta).clamp(0, 1)
     z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, gamma, zeta)
     return z
 
