@@ -67,10 +67,10 @@ def gate(
     data_spec = chosen(data, "data")
     source = l0prune.load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
-    found = l0prune.survey(module, example)
+    found = l0prune.survey(module, *example)
     l0prune.gate(
         module,
-        example,
+        *example,
         include=include or ("*",),
         exclude=exclude or (),
         open_probability=open_probability,

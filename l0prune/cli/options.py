@@ -63,10 +63,11 @@ def open_model(
     return spec, l0prune.load_model(spec, text, trust_pickle=trust_pickle)
 
 
-def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
+def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs from ``--input``, else from the first two examples of the data.
 
-    A batch of one is doubled: torch.export takes a size of one for a constant.
+    They are positional and keyword arguments. A batch of one is doubled: torch.export takes a size
+    of one for a constant.
 
     Raises:
         UsageError: there is neither.
@@ -77,15 +78,16 @@ def example_inputs(text: str | None, data: Any) -> tuple[Any, ...]:
 
         inputs = parse_input(text)
         if all(tensor.ndim and tensor.shape[0] == 1 for tensor in inputs):
-            return tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
-        return inputs
+            inputs = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
+        return inputs, {}
     if data is None:
         raise UsageError(
             "an example input is needed to look at the model: --input 1x3x224x224 (batch first), "
             "or --data NAME."
         )
-    example = data.train.example(2)
-    return example if isinstance(example, tuple) else (example,)
+    from l0prune.data.inputs import as_arguments  # loads torch
+
+    return as_arguments(data.train.example(2))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -38,5 +38,5 @@ def survey(
     _, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
     source = l0prune.load_data(spec, chosen(data_root, "data_root")) if spec else None
-    found = l0prune.survey(module, example_inputs(input, source))
+    found = l0prune.survey(module, *example_inputs(input, source))
     emit(found.to_dict(), json, found)

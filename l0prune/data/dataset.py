@@ -19,6 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from l0prune.data.inputs import moved
 from l0prune.errors import DataError, UsageError
 
 Batch = tuple[Any, Tensor]
@@ -189,12 +190,12 @@ class Loaded:
             pin_memory=torch.device(device).type == "cuda",
         )
         for inputs, targets in _read(loader):
-            yield _moved(inputs, device), torch.as_tensor(targets).to(device, non_blocking=True)
+            yield moved(inputs, device), torch.as_tensor(targets).to(device, non_blocking=True)
 
     def example(self, count: int) -> Any:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
-        return _moved(self.collate(examples)[0], "cpu")
+        return moved(self.collate(examples)[0], "cpu")
 
 
 class _Parts(Sampler[list[int]]):
@@ -234,16 +235,6 @@ def _wanted(augmentation: Any, augment: bool) -> Any:
             "dataset augment"
         )
     return augmentation if augment else None
-
-
-def _moved(inputs: Any, device: torch.device | str) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(device, non_blocking=True)
-    if isinstance(inputs, dict):
-        return {name: _moved(part, device) for name, part in inputs.items()}
-    if isinstance(inputs, list | tuple):
-        return tuple(_moved(part, device) for part in inputs)
-    return inputs
 
 
 @dataclass(frozen=True, eq=False)

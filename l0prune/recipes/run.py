@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.data import Data, load_data
+from l0prune.data.inputs import as_arguments
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import atomic_write
@@ -195,9 +196,8 @@ def _pruned(
 
 def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Data, path: Path) -> None:
     settings = part.model_dump(exclude={"kind", "settings"})
-    example = data.train.example(2)
-    args = example if isinstance(example, tuple) else (example,)
-    l0prune.gate(model, args, gate=part.made(), **settings)
+    args, kwargs = as_arguments(data.train.example(2))
+    l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 

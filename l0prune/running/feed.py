@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from l0prune.data.dataset import WHOLE, Share, Split
+from l0prune.data.inputs import as_arguments, moved, plain
 from l0prune.errors import DataError
 from l0prune.running.batch import Batch, weight_of
 from l0prune.running.task import Source, Task, batch_length, is_split
@@ -61,13 +61,16 @@ class Feed:
                 part=self.part,
             )
             weight = weight_of(min(self.batch_size, len(source)), self.part)
-            return (Batch(*batch, weight) for batch in islice(batches, self.steps))
+            return (
+                Batch(plain(batch[0]), plain(batch[1]), weight)
+                for batch in islice(batches, self.steps)
+            )
         set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         loaded = islice(self._in_one_order(source, epoch), self.steps)
         part = WHOLE if _is_shared_out(source) else self.part
-        return (Batch(*_on(_pair(batch), device)).part(part) for batch in loaded)
+        return (Batch(*moved(_pair(batch), device)).part(part) for batch in loaded)
 
     def _seed_of(self, epoch: int) -> int:
         return self._seed * 1_000_003 + epoch
@@ -103,12 +106,12 @@ def test_batches(task: Task, batch_size: int, device: torch.device, part: Share)
         lengths = _lengths(source, batch_size)
         batches = source.batches(batch_size, device=device, part=part)
         for (inputs, targets), length in zip(batches, lengths, strict=True):
-            yield Batch(inputs, targets, weight_of(length, part))
+            yield Batch(plain(inputs), plain(targets), weight_of(length, part))
         return
     if _is_shared_out(source):
         part = WHOLE
     for batch in source:
-        yield Batch(*_on(_pair(batch), device)).part(part)
+        yield Batch(*moved(_pair(batch), device)).part(part)
 
 
 def _lengths(source: Split, batch_size: int) -> Iterator[int]:
@@ -144,28 +147,19 @@ def _length(source: Any, way_on: str) -> int:
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    raise DataError(
-        f"a batch must be (inputs, targets), but the data gave a {type(batch).__name__}"
-        + (f" of {len(batch)}" if isinstance(batch, (tuple, list, dict)) else "")
-        + "; several inputs go into a tuple or a dict"
-    )
-
-
-def _on(part: Any, device: torch.device) -> Any:
-    """Every tensor in a batch on ``device``."""
-    if isinstance(part, Tensor):
-        return part.to(device, non_blocking=True)
-    if isinstance(part, dict):
-        return {key: _on(value, device) for key, value in part.items()}
-    if isinstance(part, (tuple, list)):
-        return tuple(_on(value, device) for value in part)
-    return part
+    text = f"a batch must be (inputs, targets), but the data gave a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        raise DataError(
+            f"{text} of {', '.join(map(str, batch))}: take the targets out of it, in the "
+            "DataLoader's collate_fn for instance: return batch, batch.pop('labels')"
+        )
+    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise DataError(f"{text}{length}; several inputs go into a tuple or a dict")
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """The model's outputs: a tuple is its positional arguments, a dict its keyword ones."""
-    if isinstance(inputs, (tuple, list)):
-        return model(*inputs)
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    """The model's outputs: a tuple is its positional arguments, a mapping its keyword ones."""
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing_extensions import TypeIs
 
 from l0prune.data import Data
 from l0prune.data.dataset import Split
+from l0prune.data.inputs import plain
 from l0prune.errors import DataError, UsageError
 
 Source = Split | Iterable[Any]
@@ -205,7 +206,7 @@ def scores_of(outputs: Any) -> Tensor:
 
 def batch_length(inputs: Any, targets: Any) -> int:
     """Number of examples in a batch."""
-    for leaf in torch.utils._pytree.tree_leaves((targets, inputs)):
+    for leaf in torch.utils._pytree.tree_leaves(plain((targets, inputs))):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,6 @@ def _shapes(part: Any) -> str:
         return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
     if isinstance(part, (tuple, list)):
         return f"({', '.join(map(_shapes, part))})"
-    if isinstance(part, dict):
+    if isinstance(part, Mapping):
         return ", ".join(f"{key}: {_shapes(value)}" for key, value in part.items())
     return type(part).__name__

@@ -258,3 +258,30 @@ def test_a_lambda_that_makes_no_sense(command, tmp_path, lam):
     assert code == 2
     assert "λ" in err
     assert not (tmp_path / "m.tuned.pt").exists()
+
+
+KEYWORDS = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, *, left, right):
+        return self.last(self.first(left - right).relu())
+
+def data():
+    examples = [({"left": torch.ones(4) * n, "right": torch.ones(4)}, n % 2) for n in range(8)]
+    return examples, examples
+"""
+
+
+def test_data_in_dicts_are_a_models_keyword_inputs(command, tmp_path):
+    (tmp_path / "two.py").write_text(KEYWORDS)
+    given = ("--data", "two.py:data")
+    code, _, err = command("gate", "two.py:Two", *given)
+    assert code == 0, err
+    code, _, err = command("finetune", *given, "--epochs", "2", "--batch-size", "4")
+    assert code == 0, err

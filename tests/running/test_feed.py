@@ -1,3 +1,5 @@
+from collections import UserDict
+
 import pytest
 import torch
 from shared_runs import OneByOne, doubled
@@ -10,7 +12,7 @@ from l0prune.data import Loaded
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
 from l0prune.running.feed import Feed, call, test_batches
-from l0prune.running.task import Task
+from l0prune.running.task import Task, batch_length
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
 CPU = torch.device("cpu")
@@ -90,6 +92,32 @@ def test_every_tensor_of_a_batch_goes_to_the_device():
     assert [inputs["a"].device.type, inputs["b"][0].device.type] == ["meta", "meta"]
     assert inputs["b"][1] == "text"
     assert target[0].device.type == "meta"
+
+
+class Encoding(UserDict):
+    """A mapping that is no dict, as tokenizers return it."""
+
+    def __getattr__(self, name):
+        raise AttributeError
+
+
+def test_a_mapping_that_is_no_dict_does_as_a_dict_does():
+    batches = [(Encoding(a=torch.ones(4, 2), b=torch.ones(4)), torch.zeros(4))] * 3
+    one = feed(batches)
+    assert one.size == 12
+    batch = next(one.train(0, CPU))
+    assert type(batch.inputs) is dict
+    first, _ = batch.parts(2)
+    assert (first.inputs["a"].shape, first.examples) == ((2, 2), 2)
+    assert batch_length(Encoding(a=torch.ones(4, 2)), None) == 4
+    found = call(lambda a, b: a.sum() + b.sum(), batches[0][0])
+    assert found == 12
+
+
+def test_a_batch_that_holds_its_targets_is_refused_with_the_way_on():
+    batch = Encoding(input_ids=torch.ones(2), labels=torch.ones(2))
+    with pytest.raises(DataError, match=r"Encoding of input_ids, labels: take .* batch\.pop"):
+        feed([batch])
 
 
 def test_generators_of_a_loader_are_found_once():
