@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from networks import Fn
 from torch import nn
 
 import l0prune
@@ -97,3 +98,19 @@ def test_a_program_made_of_it_refuses_the_same(graph):
     program = torch.export.export(copy.deepcopy(graph), (given(2), 3, None))
     with pytest.raises((RuntimeError, AssertionError)):
         program.module()(given(2), 5, None)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_a_graph_with_a_recurrent_cell_runs_with_gradients_recorded(kind):
+    def forward(m, x):
+        state = m.cell(torch.relu(m.a(x)))
+        return m.out(state[0] if isinstance(state, tuple) else state)
+
+    torch.manual_seed(0)
+    model = Fn(forward, a=nn.Linear(4, 8), cell=kind(8, 6), out=nn.Linear(6, 2)).eval()
+    l0prune.gate(model, torch.randn(2, 4))
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    module, x = l0prune.export(model).module, torch.randn(3, 4)
+    assert isinstance(module, DenseGraph)
+    torch.testing.assert_close(module(x), model(x))
