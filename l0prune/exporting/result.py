@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from l0prune.capture.copying import copied
-from l0prune.errors import UsageError
+from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.pieces import Piece, renewed
 from l0prune.files.atomic import atomic_write
 from l0prune.files.tensor_file import each_once, write_tensors
+from l0prune.infer.nodes import draws, operator_name
 
 
 @dataclass
@@ -102,11 +103,13 @@ class Export:
             The files written.
 
         Raises:
-            CertificateError: it does not; nothing is written.
+            CertificateError: it does not, or nobody can know, since it draws random numbers in
+                eval mode; nothing is written.
             FileError: a file cannot be written.
         """
         protos, checks = {}, []
         for piece in self.pieces:
+            _check_drawless(piece)
             proto, session = onnx_file.runnable(piece.single)
             protos[self._file_of(piece, path)] = proto
             onnx_file.describe(proto, {"batch": piece.batches})
@@ -194,3 +197,15 @@ class Export:
         yield proof
         if self.note:
             yield self.note
+
+
+def _check_drawless(piece: Piece) -> None:
+    """Raise CertificateError where the piece draws random numbers."""
+    found = [node for node in piece.single.graph.nodes if draws(node)]
+    if found:
+        raise CertificateError(
+            f"No ONNX file was written: in eval mode the model draws random numbers "
+            f"({operator_name(found[0].target)}), and ONNX Runtime draws others than torch, so "
+            "that the file cannot be compared with the model. Give the model its noise as an "
+            "input, or write it in torch's own formats: --pt2 or --state (Export.save)."
+        )

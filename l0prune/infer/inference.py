@@ -17,6 +17,7 @@ from l0prune.infer.nodes import (
     PIECES,
     RESHAPES,
     dim_order,
+    draws,
     has_tensor,
     hint,
     is_pointwise,
@@ -139,6 +140,12 @@ class Inference:
 
     def _call(self, node: Node) -> Value:
         name = operator_name(node.target)
+        if draws(node):
+            source = source_of(node)
+            place = f" at {source}" if source else ""
+            why = f"eval mode draws random numbers for it ({name}{place}): a cut would draw others"
+            for operand in operands_of(node):
+                self.pin_all(operand, why)
         known = registered(name)
         if known is None and not is_pointwise(node.target):
             return self._unfollowed(node, name)

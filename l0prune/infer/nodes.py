@@ -50,6 +50,22 @@ def is_pointwise(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
+def draws(node: Node) -> bool:
+    """Whether the call draws random numbers: noise, or a dropout that is on."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    operator = node.target
+    may = torch.Tag.nondeterministic_seeded in operator.tags
+    if not may and not any(word in str(operator) for word in ("dropout", "rrelu", "attention")):
+        return False
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    for switch in ("train", "training", "dropout_p"):
+        if switch in names:
+            return bool(given.get(switch, False))
+    return may
+
+
 def norm_dim(node: Node) -> int:
     """For _weight_norm: the dim whose slices have norms of their own."""
     return int(argument(node, 2, "dim", 0))

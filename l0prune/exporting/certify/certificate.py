@@ -72,8 +72,8 @@ class Certificate:
             raise CertificateError(
                 "The exported model does not compute what the gated one does, so nothing was "
                 "written:\n" + "\n".join(lines) + "\nThe usual cause is a model whose forward is "
-                "random in eval mode or depends on global state; otherwise it is a fault in "
-                "l0prune: please report it with the model's code."
+                "random in ways of its own (a generator, numpy) or depends on global state; "
+                "otherwise it is a fault in l0prune: please report it with the model's code."
             )
 
     def without(self, what: Compared) -> Certificate:
@@ -199,9 +199,12 @@ def _allowed(gated: nn.Module, given: Inputs, error: float, dtype: torch.dtype) 
 
 
 def _output(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
-    """What a model that is in ``dtype`` computes, in that dtype throughout."""
+    """What a model that is in ``dtype`` computes, in that dtype throughout.
+
+    The next one draws the same random numbers, if it draws any.
+    """
     args, kwargs = cast(given, dtype)
-    with torch.no_grad(), _running_in(dtype):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _running_in(dtype):
         return model(*args, **kwargs)
 
 
