@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export.unflatten import InterpreterModule, UnflattenedModule
 from torch.fx import GraphModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -36,6 +37,11 @@ def _objection(model: Any) -> str:
         return (
             "This is the graph of an ExportedProgram, which has no modes for training and testing: "
             "give the module that was exported."
+        )
+    if any(isinstance(each, InterpreterModule | UnflattenedModule) for each in model.modules()):
+        return (
+            "In this one there is what torch.export.unflatten made, which cannot be copied: give "
+            "the module that was exported."
         )
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for t in tensors):

@@ -48,8 +48,9 @@ def subject_of(model: nn.Module) -> Subject:
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: a module that carried gates has been replaced since.
+        UsageError: a module that carried gates has been replaced since, or there are no weights.
     """
+    _check_has_values(model)
     check_intact(model)
     gated = _copy(model).cpu().eval()
     plain = copied(gated)
@@ -57,6 +58,18 @@ def subject_of(model: nn.Module) -> Subject:
     dtype = dtype_of(plain)
     example = cast(bank.example, dtype)
     return Subject(gated, plain, bank.plan, bank.double().z(), example, dtype)
+
+
+def _check_has_values(model: nn.Module) -> None:
+    """Raise UsageError for a model on the meta device."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            f"{empty} is on the meta device: it has a shape and no values, so there is nothing to "
+            "export. survey and gate take such a model. For export, build it on the CPU, gate it in "
+            "the same way, and load the trained weights and gates: model.load_state_dict(...)."
+        )
 
 
 def _copy(model: nn.Module) -> nn.Module:
