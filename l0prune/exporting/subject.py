@@ -67,8 +67,8 @@ def _check_has_values(model: nn.Module) -> None:
     if empty is not None:
         raise UsageError(
             f"{empty} is on the meta device: it has a shape and no values, so there is nothing to "
-            "export. survey and gate take such a model. For export, build it on the CPU, gate it in "
-            "the same way, and load the trained weights and gates: model.load_state_dict(...)."
+            "export. survey and gate take such a model. For export, build it on the CPU, gate it "
+            "in the same way, and load the trained weights and gates: model.load_state_dict(...)."
         )
 
 

@@ -25,7 +25,8 @@ def test_what_unflatten_made_is_refused(act, inside):
 
 def test_a_model_without_values_is_gated_and_not_exported():
     with torch.device("meta"):
-        model = l0prune.gate(plain(), torch.randn(2, 4))
+        model, x = plain(), torch.randn(2, 4)
+    l0prune.gate(model, x)
     with pytest.raises(UsageError, match=r"0\.weight is on the meta device.*load_state_dict"):
         l0prune.export(model)
     real = l0prune.gate(plain(), torch.randn(2, 4))
