@@ -39,3 +39,29 @@ def test_a_copy_of_a_plain_model_is_in_the_dtype_and_the_original_as_it_was():
     other = converted(model, torch.float64)
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def hidden(m, x):
+    h = m.a(x)
+    return m.out(torch.tanh(m.b(h.masked_fill(h < 0, torch.finfo(h.dtype).min).softmax(-1))))
+
+
+def hidden_by_a_product(m, x):
+    rows = torch.finfo(x.dtype).min * (x[:, :1] > 9).to(x.dtype)
+    return m.out(torch.tanh(m.b(torch.tanh(m.a(x)) + rows.clamp(min=-1))))
+
+
+@pytest.mark.parametrize("forward", [hidden, hidden_by_a_product])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_limit_of_a_dtype_follows_the_model(forward, dtype, tmp_path):
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
+    model = Fn(forward, **layers).to(dtype).eval()
+    x = torch.randn(3, 4, dtype=dtype)
+    with torch.no_grad():
+        l0prune.gates(l0prune.gate(model, x)).log_alpha[::2] = -9
+    dense = l0prune.export(model)
+    assert dense.params < dense.params_before
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(dense.module(x), model(x), atol=close, rtol=close)
+    dense.save_onnx(tmp_path / "model.onnx")

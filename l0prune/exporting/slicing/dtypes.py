@@ -53,8 +53,17 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def _replace(module: GraphModule, old: torch.dtype, new: torch.dtype) -> None:
+    """Ask for ``new`` where the graph asks for ``old``, also for its limits where they are less.
+
+    What hides something (``torch.finfo(x.dtype).min``) is a number in the graph.
+    """
+    most, limit = torch.finfo(old).max, torch.finfo(new).max
+    limits = {most: limit, -most: -limit} if most > limit else {}
+
     def other(leaf: Any) -> Any:
-        return new if leaf is old else leaf
+        if leaf is old:
+            return new
+        return limits.get(leaf, leaf) if type(leaf) is float else leaf
 
     for node in module.graph.nodes:
         node.args = map_aggregate(node.args, other)
