@@ -142,13 +142,13 @@ def read(folder: Path) -> Checkpoint | None:
     version = content.pop("format", None) if isinstance(content, dict) else None
     if version != _FORMAT:
         raise FileError(
-            f"{path} is no checkpoint that this version can read; move it away, or start the run "
-            "anew with resume=False (--no-resume)"
+            f"{path} is not a checkpoint that this version can read; move it away, or start the "
+            "run anew with resume=False (--no-resume)"
         )
     try:
         return Checkpoint(**content)
     except TypeError as error:
-        raise FileError(f"{path} is no whole checkpoint: {error}") from error
+        raise FileError(f"{path} is not a complete checkpoint: {error}") from error
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -98,7 +98,7 @@ class Doctor:
                 "out of reach",
                 f"no gate can close in this run: they start {self._way:.1f} above where they "
                 f"close (in log α), and {self._phases.learning} steps at gate_lr={self._rate:g}"
-                f"{gradient} move them by {reach:.2g}. Give gate_lr={enough:.1g} or more"
+                f"{gradient} move them by {reach:.2g} at most. Give gate_lr={enough:.1g} or more"
                 + (", or Adam for the gates" if plain else ", or more epochs"),
             )
 
@@ -109,13 +109,13 @@ class Doctor:
         if self._way and moved < _STUCK * self._way:
             yield (
                 "stuck",
-                f"the gates have hardly moved: by {moved:.2g} of the {self._way:.1f} to where "
-                f"they close. Give a larger gate_lr (now {self._rate:g}), or more epochs",
+                f"the gates have hardly moved: by {moved:.2g} in log α, and they close after "
+                f"{self._way:.1f}. Give a larger gate_lr (now {self._rate:g}), or more epochs",
             )
         elif bool((now > self._threshold).all()) and self._controller.budget is None:
             yield (
                 "nothing closes",
-                "no gate has closed: to this task every slot is worth more than λ asks for it. "
+                "no gate has closed: closing any of them would cost more loss than λ saves. "
                 "Give a larger λ, or a budget such as params=0.5",
             )
 
@@ -127,10 +127,10 @@ class Doctor:
             if axis.size > _DYING and (axis.name in record["dead"] or expected < _DYING):
                 yield (
                     f"dying: {axis.name}",
-                    f"{axis.name} is about to die whole: of {axis.size} slots {expected:.1f} are "
-                    "expected to stay. Unless there is a path around it, nothing will pass. "
-                    f"Protect it: lam={{'{axis.name}': 0, '*': …}}, or exclude it from the gates, "
-                    "or ask for less",
+                    f"{axis.name} is about to lose all its slots: {expected:.1f} of {axis.size} "
+                    "are expected to stay open. Unless there is a path around it, the network then "
+                    f"passes nothing on. Protect it: lam={{'{axis.name}': 0, '*': …}}, or exclude "
+                    "it from the gates, or give a smaller λ or a larger budget",
                 )
 
     def _undecided(self, record: Record) -> Iterator[Complaint]:
@@ -143,9 +143,9 @@ class Doctor:
                 yield (
                     "undecided",
                     f"{count} of {len(p)} gates have not decided: {expected / dense:.0%} of the "
-                    f"{unit} are expected to stay, {real / dense:.0%} do. What settles is another "
-                    "network than the one that learned. Give more epochs, or a larger gate_lr "
-                    f"(now {self._rate:g})",
+                    f"{unit} are expected to stay, {real / dense:.0%} do. So the network that "
+                    "settles differs from the one that was trained. Give more epochs, or a larger "
+                    f"gate_lr (now {self._rate:g})",
                 )
                 return
 

@@ -180,7 +180,7 @@ def _placed(
     with ExitStack() as stack:
         if world.is_shared and settings.distributed == "fsdp":
             if settings.channels_last:
-                raise UsageError("FSDP keeps weights as they are: no channels_last with it")
+                raise UsageError("channels_last cannot be used with FSDP (distributed='fsdp')")
             if settings.autocast == "fp16":
                 raise UsageError("FSDP has no loss scaling for fp16: use autocast='bf16'")
             trained = stack.enter_context(sharded(model, device, settings.backend, world))
@@ -219,7 +219,7 @@ def _prepare(
     loop.go_on_from(state)
     if not finished:
         changes = f", with changes: {', '.join(changed)}" if changed else ""
-        loop.note(f"going on in epoch {state.epoch + 1}, step {state.step} of {folder}{changes}")
+        loop.note(f"resuming in epoch {state.epoch + 1}, step {state.step} from {folder}{changes}")
 
 
 def _made(folder: Path) -> Path:

@@ -275,11 +275,11 @@ class Settings(BaseModel):
     def _go_together(self) -> Self:
         if not self.learn and (self.lam is not None or self.budget is not None):
             raise UsageError(
-                "with learn=False gates stand as they are, so that λ and budgets have nothing to "
-                "act on; meet a budget with l0prune.fit before"
+                "with learn=False the gates do not change, so that λ and budgets have no effect; "
+                "meet a budget with l0prune.fit before"
             )
         if self.teacher is not None and not self.distill:
-            raise UsageError("a teacher teaches nothing with distill=0; try distill=0.5")
+            raise UsageError("a teacher is not used with distill=0; try distill=0.5")
         if self.accumulate > self.batch_size:
             raise UsageError(
                 f"accumulate={self.accumulate} micro-batches are more than the "

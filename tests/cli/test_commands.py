@@ -117,7 +117,7 @@ def test_a_stopped_run_goes_on(command, tmp_path):
 
     code, _, err = command("finetune")
     assert code == 0, err
-    assert "going on in epoch" in err
+    assert "resuming in epoch" in err
     after = [json.loads(line) for line in checkpoint.read_text().splitlines()]
     assert [record["epoch"] for record in after] == list(range(1, 7))
     assert (tmp_path / "model.tuned.pt").exists()

@@ -81,7 +81,7 @@ def test_another_format_is_refused(tmp_path):
     with pytest.raises(FileError, match="this version can read"):
         read(tmp_path)
     torch.save({"format": 2, "epoch": 3}, tmp_path / checkpoint.NAME)
-    with pytest.raises(FileError, match="no whole checkpoint"):
+    with pytest.raises(FileError, match="not a complete checkpoint"):
         read(tmp_path)
 
 

@@ -133,6 +133,14 @@ def test_a_function_in_the_model_speaks_of_the_teacher_in_the_teacher():
     torch.testing.assert_close(teacher._network(INPUTS), before, atol=0, rtol=0)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_teacher_follows_the_model_to_the_gpu_and_comes_back():
+    teacher = network()
+    settings = {"distill": 0.5, "teacher": teacher, "epochs": 2, "device": "cuda"}
+    l0prune.finetune(gated(), data(), **settings, **QUIET)
+    assert {p.device.type for p in teacher.parameters()} == {"cpu"}
+
+
 def test_what_the_dense_network_knew_is_learned_without_its_targets():
     model = network()
     l0prune.train_dense(model, data(), epochs=15, **QUIET)

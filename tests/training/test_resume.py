@@ -288,7 +288,7 @@ def test_after_it_the_run_goes_on_more_slowly_from_its_checkpoint(tmp_path, caps
     history = finetune(gated(), data(), out=tmp_path, resume=True, **slower)
     assert history.last["epoch"] == EPOCHS
     told = capsys.readouterr().err
-    assert f"going on in epoch {good + 1}" in told
+    assert f"resuming in epoch {good + 1}" in told
     assert "lr 1.0 → 1e-20" in told
 
 

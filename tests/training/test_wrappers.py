@@ -187,7 +187,7 @@ def test_what_is_wrong_ends_all_and_is_said_once(tmp_path):
     reasons = [
         "UsageError: the processes were given models whose parameters differ",
         "UsageError: this model is in DDP or FSDP already",
-        "UsageError: FSDP keeps weights as they are: no channels_last with it",
+        "UsageError: channels_last cannot be used with FSDP (distributed='fsdp')",
         "UsageError: FSDP has no loss scaling for fp16",
         "TrainingError: training stopped in epoch 1, step 2: the loss is nan",
         "FileError: the folder",
