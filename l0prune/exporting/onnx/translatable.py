@@ -43,7 +43,10 @@ def without_projections(program: ExportedProgram) -> ExportedProgram:
     """
     if not any(map(_is_projected, program.graph.nodes)):
         return program
-    return program.run_decompositions(get_decompositions([_ATEN.lstm.input]))
+    written_out: ExportedProgram = program.run_decompositions(
+        get_decompositions([_ATEN.lstm.input])
+    )
+    return written_out
 
 
 def _is_projected(node: Node) -> bool:
