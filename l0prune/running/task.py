@@ -188,10 +188,16 @@ def is_split(source: Any) -> TypeIs[Split]:
     return hasattr(source, "batches")
 
 
+def tensor_in(outputs: Any) -> Tensor | None:
+    """What a model returns if that is a tensor, or its ``.logits`` if those are one."""
+    found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
+    return found if isinstance(found, Tensor) else None
+
+
 def scores_of(outputs: Any) -> Tensor:
     """The class scores in what a model returns."""
-    scores = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(scores, Tensor):
+    scores = tensor_in(outputs)
+    if scores is None:
         raise UsageError(
             f"the model returns a {type(outputs).__name__}, not a tensor of class scores; give a "
             "Task with a loss (and a metric) that knows what to do with it"

@@ -17,6 +17,7 @@ from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.device import device_of, on_device
 from l0prune.running.feed import Feed, call
+from l0prune.running.task import tensor_in
 from l0prune.running.trial import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
@@ -135,8 +136,8 @@ class Teacher:
 
 def _answer(outputs: Any) -> Tensor:
     """What of a network's outputs is compared."""
-    answer = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(answer, Tensor):
+    answer = tensor_in(outputs)
+    if answer is None:
         raise UsageError(
             f"the network returns a {type(outputs).__name__}; distill needs one that returns a "
             "tensor, or has one as .logits"
