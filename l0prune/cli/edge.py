@@ -62,7 +62,7 @@ def run_command(command: Callable[[], Any]) -> int:
 def complain(text: str) -> None:
     """A message for the user on stderr; no markup, paths may hold brackets."""
     err.print("[bold red]error:[/] ", end="")
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(text)
 
 
 def unexpected(error: Exception) -> None:
@@ -75,8 +75,9 @@ def unexpected(error: Exception) -> None:
 
 
 def say(text: str) -> None:
-    """A remark for a person, on stderr."""
-    err.print(text, highlight=False, soft_wrap=True)
+    """A remark for a person, on stderr, without what a terminal would take for commands."""
+    plain = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    err.print("".join(plain), markup=False, highlight=False, soft_wrap=True)
 
 
 def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:

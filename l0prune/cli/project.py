@@ -41,7 +41,7 @@ def newest(*patterns: str, command: str) -> Path:
     Raises:
         UsageError: there is none; ``command`` is what makes one.
     """
-    found = [path for pattern in patterns for path in Path().glob(pattern)]
+    found = [path for pattern in patterns for path in Path().glob(pattern) if path.is_file()]
     if not found:
         raise UsageError(
             f"no file is named and there is no {' or '.join(patterns)} here; `{command}` makes one."

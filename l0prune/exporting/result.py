@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -162,7 +164,8 @@ class Export:
         """The file of a part: its name before the ending, and after the first form its number."""
         whole = Path(path)
         form = f"-{piece.form}" if piece.form > 1 else ""
-        return whole.with_stem(f"{whole.stem}.{piece.path}{form}") if piece.path else whole
+        part = re.sub(r"[/\\\0]", "_", piece.path)  # a name in a ModuleDict may hold anything
+        return whole.with_stem(f"{whole.stem}.{part}{form}") if part else whole
 
     def to_dict(self) -> dict[str, Any]:
         """Sizes and certificate as plain data."""
@@ -193,10 +196,12 @@ class Export:
         for c, batches in self.certificate.summary():
             what = f"gated and {c.what}" + (f" of {c.part}" if c.part else "")
             sizes_of_batches = ", ".join(map(str, batches))
-            proof.add_row(what, c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}")
+            proof.add_row(
+                Text(what), c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}"
+            )
         yield proof
         if self.note:
-            yield self.note
+            yield Text(self.note)
 
 
 def _check_drawless(piece: Piece) -> None:

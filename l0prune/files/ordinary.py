@@ -14,7 +14,7 @@ from l0prune.files.allow_list import ModulePartial, StandIn, resolved
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
-_MAX_NAMES = 10**6
+_MAX_NAMES, _MAX_DEPTH = 10**6, 200
 # Tensors may share their memory, so that all together look larger than the file.
 _SHARING, _ALWAYS = 8, 64 * 2**20
 
@@ -103,13 +103,15 @@ def _check_module(module: nn.Module) -> None:
 def _wrong_entries(state: dict[str, Any]) -> Iterator[str]:
     for table, wanted in zip(_TABLES, (nn.Module, nn.Parameter, Tensor), strict=True):
         for name, entry in state[table].items():
-            if not isinstance(name, str) or not (entry is None or isinstance(entry, wanted)):
+            is_name = isinstance(name, str) and name.isprintable()  # terminals obey the rest
+            if not is_name or not (entry is None or isinstance(entry, wanted)):
                 yield f"entry {name!r} in {table}"
 
 
 def _check_tree(modules: list[nn.Module]) -> None:
-    """Refuse a module inside itself, and shared modules of shared modules with endless names."""
+    """Refuse a module inside itself, and endless names: of shared modules, or modules so deep."""
     names: dict[int, int] = {}
+    heights: dict[int, int] = {}
     for module in modules:
         open_: dict[int, nn.Module] = {}
         waiting = [module]
@@ -127,5 +129,8 @@ def _check_tree(modules: list[nn.Module]) -> None:
                 waiting.pop()
                 tensors = len(current._parameters) + len(current._buffers)
                 names[id(current)] = 1 + tensors + sum(names[id(c)] for c in children)
+                heights[id(current)] = 1 + max((heights[id(c)] for c in children), default=0)
+                if heights[id(current)] > _MAX_DEPTH:
+                    raise UnpicklingError(f"modules more than {_MAX_DEPTH} levels deep")
                 if names[id(current)] > _MAX_NAMES:
                     raise UnpicklingError(f"a model with more than {_MAX_NAMES:,} names")

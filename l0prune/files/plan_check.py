@@ -41,8 +41,9 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
     names = [*plan.tensors, *(s.tensor for s in plan.sites), *(c.tensor for c in plan.costs)]
     names += [*plan.parts, *plan.aliases, *plan.aliases.values(), *(c.owner for c in plan.costs)]
-    if not all(type(name) is str for name in names):
-        raise ValueError("a name that is no text")
+    names += [axis.name for axis in plan.axes]
+    if not all(type(name) is str and name.isprintable() for name in names):
+        raise ValueError("a name that is no text, or holds control characters")
 
 
 def _check_axes(axes: tuple[Axis, ...]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 from torch import nn
 
 from l0prune.cost.model import CostModel, Unit
@@ -92,7 +93,7 @@ class Survey:
             "MACs"
         )
         if self.plan.parts != ("",):
-            yield (
+            yield Text(
                 "torch.export cannot follow the whole model, so it is captured in parts: "
                 f"{', '.join(self.plan.parts)}. The code between them runs on as it is, and its "
                 "MACs are not counted."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Axis, Plan
@@ -12,7 +14,9 @@ from l0prune.report.layers import UNUSED, Layer, Side
 from l0prune.report.name_patterns import grouped, pattern, several, together
 
 
-def tables(plan: Plan, layers: Sequence[Layer], params: int, macs: int) -> Iterator[Table | str]:
+def tables(
+    plan: Plan, layers: Sequence[Layer], params: int, macs: int
+) -> Iterator[Table | Text | str]:
     """What can be cut; every layer, those that are alike in one row; and how to go on."""
     if plan.axes:
         yield _axes(plan)
@@ -25,7 +29,7 @@ def tables(plan: Plan, layers: Sequence[Layer], params: int, macs: int) -> Itera
             "with weights that the forward computes."
         )
     hints = [s.reason.partition("; ")[2] for x in layers for s in (x.input, x.output)]
-    yield from dict.fromkeys(hint for hint in hints if hint)
+    yield from map(Text, dict.fromkeys(hint for hint in hints if hint))
 
 
 def _axes(plan: Plan) -> Table:
@@ -67,8 +71,15 @@ def _layers(layers: Sequence[Layer], params: int, macs: int) -> Table:
     return table
 
 
+class _PlainTable(Table):
+    """A table whose cells are shown as they are: names may hold brackets, which rich reads."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(Text(cell) for cell in cells), **options)
+
+
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title)
+    table = _PlainTable(title=title)
     for column in columns:
         table.add_column(column, overflow="fold")  # names are there to be copied: never cut short
     return table

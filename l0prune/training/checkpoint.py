@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -146,9 +147,20 @@ def read(folder: Path) -> Checkpoint | None:
             "run anew with resume=False (--no-resume)"
         )
     try:
-        return Checkpoint(**content)
+        found = Checkpoint(**content)
     except TypeError as error:
         raise FileError(f"{path} is not a complete checkpoint: {error}") from error
+    hints = get_type_hints(Checkpoint)
+    wrong = [name for name, hint in hints.items() if not _is_of(getattr(found, name), hint)]
+    if wrong:
+        raise FileError(f"{path} is damaged: {', '.join(wrong)} of the wrong type")
+    return found
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Is the value of this type, as far as its outermost part goes?"""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -216,7 +216,11 @@ def _prepare(
         )
     finished = state.epoch >= settings.epochs
     changed = state.check(fingerprint, model, finished)
-    loop.go_on_from(state)
+    try:
+        loop.go_on_from(state)
+    # What a file says of itself can be wrong in as many ways as there are.
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is damaged: {error!r}") from error
     if not finished:
         changes = f", with changes: {', '.join(changed)}" if changed else ""
         loop.note(f"resuming in epoch {state.epoch + 1}, step {state.step} from {folder}{changes}")

@@ -349,6 +349,7 @@ ENDLESS = 10**12
         {"costs": [["4", "params", -1.0, [8], "4.weight"]]},
         {"costs": [["4", "watts", 1.0, [8], "4.weight"]]},
         {"aliases": {"a": 1}},
+        {"parts": ["a\x1b[2J"]},
     ],
 )
 def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torchvision.models.feature_extraction import DualGraphModule
 from l0prune.errors import FileError
 from l0prune.files.allow_list import allowed
 from l0prune.files.loading import load_bytes, load_pickle
+from l0prune.files.ordinary import check_ordinary
 
 
 @pytest.fixture
@@ -103,6 +105,20 @@ def test_shared_modules_of_shared_modules(refused):
     for _ in range(40):
         module = nn.Sequential(module, module)
     assert "more than 1,000,000 names" in refused(module)
+
+
+def test_modules_without_end():
+    module = nn.Sequential(nn.Linear(1, 1))
+    for _ in range(250):
+        module = nn.Sequential(module)
+    with pytest.raises(UnpicklingError, match="more than 200 levels deep"):
+        check_ordinary(module, 10**6)
+
+
+def test_names_that_a_terminal_would_obey(refused):
+    assert r"unusable entry 'a\x1b[2J' in _modules" in refused(
+        nn.ModuleDict({"a\x1b[2J": nn.ReLU()})
+    )
 
 
 def rewritten(path, write):

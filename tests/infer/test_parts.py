@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import onnxruntime
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CaptureError, UsageError
+from l0prune.exporting.result import Export
 
 
 class Stem(nn.Module):
@@ -118,6 +120,15 @@ def test_the_file_of_a_part_takes_inputs_of_any_size(tmp_path):
     with torch.no_grad():
         expected = model.stem(x)
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_whose_name_is_no_file_name_is_written_beside_the_others(tmp_path):
+    model = detector()
+    piece = l0prune.export(l0prune.gate(model, (torch.stack(images()),))).pieces[0]
+    for path in ("layers.a/b", "layers./etc/x", "layers.a\\b"):
+        file = Export._file_of(replace(piece, path=path), tmp_path / "model.onnx")
+        assert file.parent == tmp_path
+        assert file.name.startswith("model.layers.")
 
 
 def test_gates_survive_a_file_and_a_training_step(tmp_path):

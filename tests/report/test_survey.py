@@ -83,6 +83,13 @@ def test_json_and_text_tell_the_same():
     assert all(axis["name"] in text for axis in data["axes"])
 
 
+@pytest.mark.parametrize("name", ["[/x]", "[red]a", "[link=file:///etc]b"])
+def test_names_with_brackets_are_shown_as_they_are(name):
+    layers = nn.ModuleDict({name: nn.Linear(4, 5), "last": nn.Linear(5, 2)})
+    model = Fn(lambda self, x: self.layers["last"](self.layers[name](x).relu()), layers=layers)
+    assert name in str(l0prune.survey(model, torch.randn(2, 4)))
+
+
 def test_parameters_that_eval_never_uses_are_named():
     class Auxiliary(nn.Module):
         def __init__(self):

@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_task import differing, gated, network, tensors
+from small_task import data, differing, gated, network, tensors
 from torch import nn
 
 from l0prune.errors import FileError, UsageError
@@ -17,6 +17,7 @@ from l0prune.training.checkpoint import (
     read,
     snapshot,
 )
+from l0prune.training.run import finetune
 from l0prune.training.settings import Settings
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def made(model, **changes):
         "optimizers": [optimizer.state_dict()], "budget": {}, "teacher": {},
         "average": {"a": torch.ones(2)}, "updates": 3,
         "scaler": {}, "epoch": 1, "step": 2, "losses": (1.5, 0.25, 2, 0.1), "rng_epoch": None,
-        "rng": rng.capture(CPU), "records": [{"epoch": 1, "open": {"fc": 3}, "dead": []}],
+        "rng": [rng.capture(CPU)], "records": [{"epoch": 1, "open": {"fc": 3}, "dead": []}],
     }  # fmt: skip
     return Checkpoint(**{**values, **changes})
 
@@ -83,6 +84,32 @@ def test_another_format_is_refused(tmp_path):
     torch.save({"format": 2, "epoch": 3}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="not a complete checkpoint"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"epoch": "1"}, {"losses": [1.5]}, {"model": []}, {"rng_epoch": 3}, {"rng": None}]
+)
+def test_parts_of_the_wrong_type_are_damage(tmp_path, changes):
+    state = made(network())
+    vars(state).update(changes)
+    state.write(tmp_path)
+    with pytest.raises(FileError, match=f"damaged: {next(iter(changes))} of the wrong type"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rng": []}, {"optimizers": [{}]}, {"losses": ()}, {"rng": [{"torch": 1}]}]
+)
+def test_a_run_does_not_go_on_from_damage(tmp_path, changes):
+    settings = {"epochs": 1, "out": tmp_path, "progress": False}
+    finetune(gated(), data(), **settings)
+    path = tmp_path / checkpoint.NAME
+    torch.save({**torch.load(path, weights_only=True), **changes}, path)
+    model = gated()
+    before = tensors(model)
+    with pytest.raises(FileError, match=r"checkpoint\.pt is damaged"):
+        finetune(model, data(), **settings, resume=True)
+    assert differing(before, tensors(model)) == []
 
 
 def test_the_same_run_may_go_on():
