@@ -16,7 +16,7 @@ from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import pins
-from l0prune.infer.zero_flow import zeroing
+from l0prune.infer.zero_flow import Zeros, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 
@@ -26,13 +26,16 @@ class Analysis:
     """A captured graph with its plan and a layout for each dim of each node.
 
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
-    with many outputs); ``picks`` says for calls by a constant index which positions they pick.
+    with many outputs); ``picks`` says for calls by a constant index which positions they pick;
+    ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
+    summed follows there (none where that is zero itself).
     """
 
     captured: Captured
     plan: Plan
     layouts: dict[str, tuple]
     picks: dict[str, tuple[int, ...]]
+    closed: dict[str, frozenset[str]]
 
 
 def analyse(captured: Captured) -> Analysis:
@@ -45,7 +48,7 @@ def analyse(captured: Captured) -> Analysis:
     infer.run()
     builder = Builder(infer)
     plan = builder.build()
-    return Analysis(captured, plan, builder.node_layouts(), infer.picks)
+    return Analysis(captured, plan, builder.node_layouts(), infer.picks, infer.closed)
 
 
 @dataclass
@@ -134,12 +137,28 @@ class Builder:
                     var, f"{missed.why}, and it is not zero there, or has no gradient", missed.node
                 )
                 return
+            if not self._agrees(zeros, weightless):
+                self._pin(var, "it is summed up together with slots that end otherwise", None)
+                return
             weighted = [read for read in self.reads[var] if read.place]
             places = dict.fromkeys(written, "write")
             for read in weighted:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")
         self.acting[var] = {place: role for place, role in places.items() if place}
+
+    def _agrees(self, zeros: Zeros, reads: list[Read]) -> bool:
+        """Do other axes in the same dims lose their slots in the same way? Notes how they do."""
+        told = {read.node.name: zeros.told(read) for read in reads}
+        names = {
+            node: frozenset(zero.name for zero in zeros_of)
+            for node, zeros_of in told.items()
+            if zeros_of is not None
+        }
+        if any(self.infer.closed.get(node, of) != of for node, of in names.items()):
+            return False
+        self.infer.closed |= names
+        return True
 
     def _add_fine_axes(self) -> None:
         """One gate per column of a Linear that reads a flattened map or the model's input."""

@@ -104,6 +104,7 @@ class Inference:
     names: list[tuple[Expr, str]] = field(default_factory=list)
     wider: list[tuple[Expr, Expr]] = field(default_factory=list)
     picks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name of the node
+    closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:

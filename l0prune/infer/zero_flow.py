@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections.abc import Collection, Iterable, Iterator
-from math import isfinite, nan
+from math import nan
+from typing import Any
 
+import torch
 from torch.fx import Node
 
 from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
-from l0prune.infer.nodes import is_pointwise, operator_name
+from l0prune.infer.nodes import IDENTITIES, argument, is_pointwise, operator_name
 from l0prune.infer.registry import ZEROS, Zero, never, registered
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
+from l0prune.infer.rules.reduction import TELLING, reduced_dims
 
 
 class Zeros:
@@ -29,6 +33,8 @@ class Zeros:
         self.summed = {(o, read.node) for read in reads if not read.stays for o in read.operands}
         self.known: dict[Node, bool | None] = {}
         self.numbers: dict[Node, float] = {}
+        # nodes whose closed slots are all alike, with the nodes of zeros that this follows from
+        self.alike: dict[Node, frozenset[Node]] = {}
         self.counts: dict[Node, int] = {}
 
     def at(self, node: Node) -> bool | None:
@@ -52,7 +58,22 @@ class Zeros:
         """
         is_zero = [self.at(operand) is True for operand in read.operands]
         is_number = all(isfinite(self.numbers.get(o, 0.0)) for o in read.operands)
-        return is_number and (any(is_zero) or read.place is not None)
+        is_told = self.told(read) is not None
+        return is_number and (any(is_zero) or read.place is not None or is_told)
+
+    def told(self, read: Read) -> frozenset[Node] | None:
+        """The zeros from which an export can tell what closed slots added to a sum or a variance.
+
+        They are none where the slots are zero. None where what they added cannot be told.
+        """
+        if operator_name(read.node.target) not in TELLING or len(read.operands) != 1:
+            return None
+        (operand,) = read.operands
+        if self.at(operand) is True:
+            return frozenset()
+        reduced = reduced_dims(argument(read.node, 1, "dim"), len(self.infer.dims(operand)))
+        varying = [d for d in reduced if any(variables(self.infer.dims(operand)[d]))]
+        return self.alike.get(operand) if len(varying) == 1 else None
 
     def _of(self, node: Node) -> bool | None:
         count = self._count(node)
@@ -61,14 +82,26 @@ class Zeros:
         if node.op == "placeholder":
             if self.infer.captured.names.get(node.name) in self.gated:
                 self.numbers[node] = 0.0
+                self.alike[node] = frozenset([node])
             return node in self.numbers
         operands = [self._reaching(operand, node) for operand in node.all_input_nodes]
         if any(0 < self._count(operand) < count for operand in node.all_input_nodes):
             return False  # x_i + x_j: what is known of an operand holds along one of the dims
         number = self._number(node, operands)
-        if number is not None and not self._is_overwritten(node):
-            self.numbers[node] = number
+        if not self._is_overwritten(node):
+            if number is not None:
+                self.numbers[node] = number
+            if number == 0:
+                self.alike[node] = frozenset([node])
+            elif count == 1 and _is_slot_by_slot(node):
+                self._follow_alike(node)
         return self.numbers.get(node) == 0
+
+    def _follow_alike(self, node: Node) -> None:
+        """Of operands that are alike at closed slots, or have no slots, the result is, too."""
+        carrying = [operand for operand in node.all_input_nodes if self._count(operand)]
+        if carrying and all(operand in self.alike for operand in carrying):
+            self.alike[node] = frozenset().union(*(self.alike[operand] for operand in carrying))
 
     def _number(self, node: Node, operands: list[bool | None]) -> float | None:
         """What the node is at a closed slot: zero, another number, or None where it depends."""
@@ -148,6 +181,15 @@ class Zeros:
 
     def _carries(self, dim: Expr) -> bool:
         return any(self.var is v for v in variables(self.infer.solver.resolve(dim)))
+
+
+def _is_slot_by_slot(node: Node) -> bool:
+    """Is each slot of the result made of the same slots of the operands, each time alike?"""
+    target: Any = node.target
+    is_same = zero_of(node) is zero_when_tried or operator_name(target) in IDENTITIES
+    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    is_random = torch.Tag.nondeterministic_seeded in tags
+    return is_same and not is_random and schema is not None and not schema.is_mutable
 
 
 def _viewed(node: Node) -> Node | None:

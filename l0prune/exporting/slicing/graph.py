@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from l0prune.exporting.slicing import layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
+from l0prune.exporting.slicing import averages, layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
 from l0prune.exporting.slicing.dtypes import marked
@@ -56,7 +56,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
-    sizes = Sizes(analysis.plan, kept, layouts, analysis.picks)
+    sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)
     rewrite_literals(module, sizes)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)

@@ -67,6 +67,6 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
                 for _ in range(len(over) - 1 if by_channel else 0):
                     operand = call(_ATEN.unsqueeze.default, operand, -1)
                 result = call(operator, result, operand)
-    sizes.layouts[result.name] = dims
+    sizes.stands_for(result, node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

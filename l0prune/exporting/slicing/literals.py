@@ -17,7 +17,6 @@ from torch.fx import GraphModule, Node
 from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.nodes import SLICES, SPLITS, argument, operator_name
 from l0prune.infer.rules.factories import PATTERNS
-from l0prune.infer.rules.reduction import reduced_dims
 from l0prune.plan.layout import Layout, outer, size_of
 
 Rewrite: TypeAlias = Callable[[Sizes, Node], None]
@@ -161,14 +160,6 @@ def convolution(sizes: Sizes, node: Node) -> None:
         node.update_kwarg("groups", groups)
 
 
-@rewrites("aten.mean")
-def mean(sizes: Sizes, node: Node) -> None:
-    """The divisor must stay that of the whole: what was cut away were zeros."""
-    dims = sizes.dims(_source(node))
-    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
-    _scale_output(sizes, node, 1 / shrinkage(sizes, [dims[d] for d in reduced]))
-
-
 @rewrites("aten.rms_norm")
 def rms_norm(sizes: Sizes, node: Node) -> None:
     """``x / √(Σx²/n + ε)`` from k of n positions: ``√(n/k) · x / √(Σx²/k + ε·n/k)``.
@@ -220,7 +211,7 @@ def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
     with node.graph.inserting_after(node):
         scaled = node.graph.call_function(torch.ops.aten.mul.Tensor, (node, by))
     node.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
-    sizes.layouts[scaled.name] = sizes.layouts[node.name]
+    sizes.stands_for(scaled, node)
 
 
 @rewrites("aten.scaled_dot_product_attention")

@@ -20,13 +20,15 @@ from l0prune.plan.plan import Plan
 class Sizes:
     """What each dim of each node of a captured graph measures once closed slots are gone.
 
-    ``picks`` are the analysis' own.
+    ``picks`` and ``closed`` are the analysis' own.
     """
 
     plan: Plan
     kept: Tensor
     layouts: dict[str, tuple]
     picks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    closed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    _origins: dict[str, str] = field(default_factory=dict)
     _known: dict[Layout, int] = field(default_factory=dict)
 
     def of(self, layout: Layout) -> int:
@@ -40,6 +42,15 @@ class Sizes:
     def dims(self, node: Node) -> tuple[Layout, ...]:
         """The layouts of a tensor node's dims."""
         return self.layouts[node.name]
+
+    def stands_for(self, new: Node, old: Node) -> None:
+        """A rewrite put ``new`` in the place of ``old``: it has its layouts."""
+        self.layouts[new.name] = self.layouts[old.name]
+        self._origins[new.name] = self.origin(old)
+
+    def origin(self, node: Node) -> str:
+        """What the capture calls the node, or that in whose place it is."""
+        return self._origins.get(node.name, node.name)
 
     def mask(self, layout: Layout) -> Tensor:
         """Which positions of a dim stay: bool, shape (old size,)."""

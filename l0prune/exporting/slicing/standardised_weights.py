@@ -62,7 +62,7 @@ def norm_of_weight(sizes: Sizes, node: Node) -> None:
                     operand = graph.call_function(_ATEN.unsqueeze.default, (operand, -1))
                 result = graph.call_function(operator, (result, operand))
     assert isinstance(result, Node)
-    sizes.layouts[result.name] = sizes.dims(node)
+    sizes.stands_for(result, node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 

@@ -10,8 +10,10 @@ from l0prune.infer.rules import (  # noqa: F401
     normalisation,
     pointwise,
     pooling,
+    quantisation,
     recurrent,
     reduction,
     slicing,
+    spectra,
     windows,
 )

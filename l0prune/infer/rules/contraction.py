@@ -210,6 +210,15 @@ def embedding(infer: Inference, node: Node) -> Value:
     return (*infer.dims(index), _chosen_rows(infer, node, weight))
 
 
+@rule("aten.embedding_renorm")
+def embedding_renorm(infer: Inference, node: Node) -> Value:
+    """Rows that are longer than ``max_norm`` are scaled down, in the table itself."""
+    weight = node.args[0]
+    assert isinstance(weight, Node)
+    infer.pin_all(weight, "{who} scales its rows in place (max_norm)")
+    return infer.dims(weight)
+
+
 def _chosen_rows(infer: Inference, node: Node, weight: Node) -> Expr:
     """The dim of the rows of a table, of which the input chooses some."""
     table, dim = infer.dims(weight)

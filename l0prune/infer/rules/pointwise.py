@@ -51,7 +51,7 @@ def tried(node: Node, at: Mapping[Node, float]) -> float | None:
 
     def number(operand: Node) -> Tensor:
         known = _numbers(operand, at.get(operand), numbers)
-        if operand in at and known.is_floating_point():
+        if operand in at and (known.is_floating_point() or known.is_complex()):
             leaves.append(known.requires_grad_())
             return known * 1  # in-place operators do not write into leaves
         return known
@@ -74,7 +74,8 @@ def _one_number(result: Any, leaves: Sequence[Tensor]) -> float | None:
     if not torch.equal(result, torch.full_like(result, first)):
         return None if bool(result.isfinite().all()) else nan
     if result.requires_grad:
-        slopes = torch.autograd.grad(result.sum(), leaves, allow_unused=True)
+        parts = torch.view_as_real(result) if result.is_complex() else result
+        slopes = torch.autograd.grad(parts.sum(), leaves, allow_unused=True)
         if any(slope is not None and not bool(slope.isfinite().all()) for slope in slopes):
             return nan
     return first

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
+# Slots that are gone and all had one value are made up for (exporting/slicing/averages.py).
+TELLING = tuple(f"aten.{name}" for name in ("sum", "mean", "var", "std", "var_mean", "std_mean"))
+
+
 def reduced_dims(dims: Any, rank: int) -> list[int]:
     """Which dims an operator's argument names; all where it names none."""
     if dims is None or dims == [] or isinstance(dims, bool):
@@ -94,8 +98,22 @@ def _rootlike(node: Node, operands: Sequence[bool | None]) -> float | bool:
     return nan if each(node, operands) else False
 
 
-@rule("aten.var", "aten.var_mean", "aten.max", "aten.min", zero=each)
+@rule("aten.var", "aten.var_mean", zero=each)
 @rule("aten.std", "aten.std_mean", zero=_rootlike)
+def variance(infer: Inference, node: Node) -> Value:
+    """What zeros add to it is known: the square of the mean, each."""
+    dims = infer.dims(source(node))
+    reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
+    why = f"{operator_name(node.target)} goes over it"
+    for position in reduced if 0 in reduced and len(dims) > 1 else ():
+        infer.solver.pin(dims[position], f"{why} and over the batch")  # whose size is not known
+    kept = _without_weight(infer, node, argument(node, 1, "dim"), why)
+    assert isinstance(kept, tuple)
+    value = node.meta["val"]
+    return kept if isinstance(value, Tensor) else [kept for _ in value]
+
+
+@rule("aten.max", "aten.min", zero=each)
 @rule("aten.argmax")
 def statistic(infer: Inference, node: Node) -> Value:
     """A statistic over some dims: those stay whole."""
@@ -110,4 +128,31 @@ def statistic(infer: Inference, node: Node) -> Value:
         infer.solver.pin(dims[position], f"{operator_name(node.target)} goes over it")
     kept = keep(infer, node, reduced)
     value = node.meta["val"]
+    return kept if isinstance(value, Tensor) else [kept for _ in value]
+
+
+# Which argument names the dim, for operators that put the slots of one in order.
+_ORDERED = {"sort": 1, "argsort": 1, "msort": 9, "topk": 2, "kthvalue": 2, "median": 1}
+_ORDERED |= {"nanmedian": 1, "mode": 1, "cummax": 1, "cummin": 1}
+
+
+@rule(*(f"aten.{name}" for name in _ORDERED))
+def ordered(infer: Inference, node: Node) -> Value:
+    """The slots of one dim by their values: that dim stays whole, the others are carried."""
+    name, dims = operator_name(node.target), infer.dims(source(node))
+    last = -1 if name.split(".")[-1] in ("sort", "argsort", "topk", "kthvalue", "mode") else None
+    dim = argument(node, _ORDERED[name.removeprefix("aten.")], "dim", last)
+    dim = next((a for a in [dim] if isinstance(a, int) and not isinstance(a, bool)), last)
+    over = reduced_dims(dim, len(dims))
+    for position in over:
+        infer.solver.pin(dims[position], f"{name} compares its slots with one another")
+    value = node.meta["val"]
+    shape = (value if isinstance(value, Tensor) else value[0]).shape
+    if len(shape) != len(dims):
+        kept = tuple(dim for p, dim in enumerate(dims) if p not in over)
+    else:
+        kept = tuple(
+            Const(int(s)) if p in over else d
+            for p, (d, s) in enumerate(zip(dims, shape, strict=True))
+        )
     return kept if isinstance(value, Tensor) else [kept for _ in value]

@@ -215,6 +215,14 @@ def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
     return pick(whole, positions)
 
 
+@rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.masked_scatter")
+def scatter(infer: Inference, node: Node) -> Value:
+    """Put where an index says, for each position another place."""
+    for operand in node.all_input_nodes:
+        infer.pin_all(operand, "values decide which positions it is scattered to or from")
+    return infer.opaque(node, "scattered positions")
+
+
 @rule("aten.gather", "aten.take_along_dim", zero=each)
 def gather(infer: Inference, node: Node) -> Value:
     """Positions of one dim chosen by values, others for each position of the other dims."""
