@@ -18,6 +18,52 @@ def rms_by_hand(x, weight, eps=1e-2):
     return weight * hidden.to(x.dtype)
 
 
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+
+def scaled(m, x):
+    """A norm's own scale and shift."""
+    return m.w * x + m.s
+
+
+def layer_norm_by_moments(m, h):
+    """As many vision models write it, with the mean of the squares."""
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    return scaled(m, (h - mean) / torch.sqrt(variance + 1e-5))
+
+
+def layer_norm_in_float32(m, h):
+    """A sum by the width, in another dtype, and a mean that lost its dim."""
+    x = h.to(torch.float32)
+    d = x - x.mean(-1)[..., None]
+    return scaled(m, (d * torch.rsqrt((d * d).sum(-1, keepdim=True) / 8 + 1e-5)).to(h.dtype))
+
+
+def layer_norm_of_both(m, h):
+    variance, mean = torch.var_mean(h, -1, correction=0, keepdim=True)
+    return scaled(m, (h - mean) * (variance + 1e-5).rsqrt())
+
+
+def layer_norm_of_channels(m, x):
+    """ConvNeXt's, over dim 1."""
+    h = m.a(x)
+    mean = h.mean(1, keepdim=True)
+    h = (h - mean) / ((h - mean).pow(2).mean(1, keepdim=True) + 1e-6).sqrt()
+    return m.b(F.gelu(m.w[:, None, None] * h + m.s[:, None, None]))
+
+
+def group_norm_by_hand(m, x):
+    deviation, mean = torch.std_mean(h := m.a(x), (1, 2, 3), keepdim=True)
+    return m.b((h - mean) / (deviation + 1e-3))
+
+
+def norm_of_a_concat(m, x):
+    h = torch.cat([m.a(x), m.c(x)], -1)
+    return m.b(centred(h) / (h.var(-1, keepdim=True) + 0.01).sqrt())
+
+
 def stream(norm, **layers):
     """A residual stream that everybody reads through the norm, with one branch."""
 
@@ -69,6 +115,15 @@ def under_a_concat(m, x):
     """Two GroupNorms that see one axis in groups of 2 and of 4, in part after a concat."""
     a = m.a(x)
     return m.c(m.second(torch.cat([m.first(a), m.b(a)], 1)))
+
+
+def affine():
+    return {name: nn.Parameter(torch.rand(8)) for name in ("w", "s")}
+
+
+def standardised(weight):
+    deviation, mean = torch.std_mean(weight, (1, 2, 3), keepdim=True)
+    return (weight - mean) / (deviation + 1e-5)
 
 
 torch.manual_seed(0)  # the networks below are the same in every run
@@ -153,6 +208,43 @@ AVERAGES = {
         nn.Sequential(conv(3, 8), nn.LayerNorm((8, 6, 6)), nn.ReLU(), conv(8, 2)),
         IMAGE,
         {"0": 8},
+    ),
+    "layer_norm_by_variance": stream(
+        lambda m, h: scaled(m, centred(h) / (h.var(-1, False, keepdim=True) + 1e-5).sqrt()),
+        **affine(),
+    ),
+    "layer_norm_by_deviation": stream(
+        lambda m, h: scaled(m, centred(h) / (h.std(-1, keepdim=True) + 1e-3)), **affine()
+    ),
+    "layer_norm_by_moments": stream(layer_norm_by_moments, **affine()),
+    "layer_norm_in_float32": stream(layer_norm_in_float32, **affine()),
+    "layer_norm_of_both": stream(layer_norm_of_both, **affine()),
+    "layer_norm_of_channels": (
+        Fn(layer_norm_of_channels, a=conv(3, 8), b=conv(8, 2), **affine()),
+        IMAGE,
+        {"a": 8},
+    ),
+    "group_norm_by_hand": (
+        Fn(group_norm_by_hand, a=conv(3, 8), b=conv(8, 2)),
+        IMAGE,
+        {"a": 8},
+    ),
+    "norm_of_a_concat": (
+        Fn(norm_of_a_concat, a=nn.Linear(10, 6), c=nn.Linear(10, 4), b=nn.Linear(10, 3)),
+        FLAT,
+        {"a": 6, "c": 4, "a.in": 10, "c.in": 10},
+    ),
+    "mean_of_what_is_never_zero": stream(lambda m, h: h * h.sigmoid().mean(-1, keepdim=True)),
+    "softmax_by_hand": stream(lambda m, h: h.exp() / h.exp().sum(-1, keepdim=True)),
+    "standardised_by_hand": (
+        Fn(
+            lambda m, x: m.c(F.conv2d(F.relu(m.a(x)), standardised(m.b.weight)).relu()),
+            a=conv(3, 8),
+            b=conv(8, 6),
+            c=conv(6, 2),
+        ),
+        IMAGE,
+        {"a": 8, "b": 6},
     ),
     "group_norms_of_several_sizes": (
         Fn(

@@ -14,13 +14,14 @@ from deadness import close_some, randomise
 from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
 from reordered import REORDERED
+from spectra import SPECTRA
 from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
 from l0prune.exporting.certify.float64 import InFloat64
 
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
 WITH_ONNX += [
     "mean_over_channels",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,28 @@ def test_a_mean_keeps_its_divisor():
     dense = cut(model, torch.randn(2, 1), [2])
     assert dense.module(torch.ones(1, 1)).item() == pytest.approx(7 / 4, abs=1e-7)
     assert [axis.size for axis in l0prune.gates(model).axes] == [4]
+
+
+@pytest.mark.parametrize(
+    ("statistic", "answer"),
+    [
+        (lambda h: h.var(1, keepdim=True), 35 / 12),
+        (lambda h: h.std(1, unbiased=False, keepdim=True), (35 / 16) ** 0.5),
+        (lambda h: torch.var_mean(h, 1, correction=0)[0][:, None], 35 / 16),
+        (lambda h: torch.std_mean(h, 1, keepdim=True)[1], 7 / 4),
+        (lambda h: h.exp().sum(1, keepdim=True), sum(math.exp(x) for x in (1, 2, 0, 4))),
+        (lambda h: h.cos().mean(1, keepdim=True), sum(math.cos(x) for x in (1, 2, 0, 4)) / 4),
+        (lambda h: (h - h.mean(1, keepdim=True)).abs().sum(1, keepdim=True), 5.0),
+        (lambda h: (h - 1).var(1, keepdim=True), 35 / 12),
+    ],
+)
+def test_a_statistic_counts_what_went(statistic, answer):
+    """Of 1, 2, 3 and 4 without 3: a zero stands in its place."""
+    layer = nn.Linear(1, 4, bias=False)
+    layer.weight.data = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    dense = cut(Fn(lambda m, x: statistic(m.a(x)), a=layer), torch.randn(2, 1), [2])
+    assert dense.params == 3
+    assert dense.module(torch.ones(1, 1)).item() == pytest.approx(answer, rel=1e-6)
 
 
 def test_a_mean_over_whole_dims_is_left_alone():

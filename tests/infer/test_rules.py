@@ -10,9 +10,10 @@ from deadness import randomise, relative_effect_of_dead_slots
 from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
 from reordered import REORDERED
+from spectra import SPECTRA
 from torch import nn
 
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -74,12 +75,23 @@ def test_pins_name_the_users_line():
 
 PINNED = {
     "layer_norm in the model's forward averages": lambda h: F.layer_norm(h + 1, (8,)),
-    "a mean is taken": lambda h: h * h.sigmoid().mean(-1, keepdim=True),
+    "a mean is taken": lambda h: h * (h + torch.arange(8.0)).mean(-1, keepdim=True),
     "rms_norm in the model's forward averages": lambda h: F.rms_norm(h + 1, (8,)),
     "a norm is taken": lambda h: F.normalize(h.exp(), dim=-1),
     "vector_norm reduces": lambda h: h * torch.linalg.vector_norm(h, -1, dim=-1, keepdim=True),
     "amax reduces": lambda h: h * h.abs().amax(-1, keepdim=True),
-    "var goes over": lambda h: h * h.var(-1, keepdim=True),
+    "a mean is taken over it, and it is not zero": lambda h: (
+        h * torch.cat([h, h.sigmoid()], -1).mean(-1, keepdim=True)
+    ),
+    "var goes over": lambda h: h * (h + torch.arange(8.0)).var(-1, keepdim=True),
+    "var goes over it and over the batch": lambda h: h * h.var(),
+    "median compares its slots": lambda h: h * h.median(-1, keepdim=True)[0],
+    "kthvalue compares its slots": lambda h: h * h.kthvalue(2, -1, keepdim=True)[0],
+    "sort compares its slots": lambda h: h * h.sort(-1)[0],
+    "values decide which positions": lambda h: (
+        h + h.scatter_add(1, torch.arange(16).view(2, 8) % 7, h)
+    ),
+    "a Fourier transform goes over it": lambda h: h * torch.fft.fft(h).real,
     "group_norm in the model's forward averages": lambda h: F.group_norm(h + 1, 1),
 }
 

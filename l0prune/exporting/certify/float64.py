@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_LESS = (torch.float32, torch.bfloat16, torch.float16)
+_LESS = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
+_LESS |= dict.fromkeys((torch.complex64, torch.complex32), torch.complex128)
 
 
 class InFloat64(TorchDispatchMode):
@@ -37,8 +38,8 @@ class InFloat64(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, with ``dtype=torch.float64`` where the dtype is a smaller float."""
+        """Run the operator in float64, or its complex numbers, where the dtype is a smaller one."""
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _LESS:
-            kwargs["dtype"] = torch.float64
+            kwargs["dtype"] = _LESS[kwargs["dtype"]]
         return func(*args, **kwargs)

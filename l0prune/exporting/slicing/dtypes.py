@@ -59,10 +59,13 @@ def _replace(module: GraphModule, old: torch.dtype, new: torch.dtype) -> None:
     """
     most, limit = torch.finfo(old).max, torch.finfo(new).max
     limits = {most: limit, -most: -limit} if most > limit else {}
+    dtypes = {old: new}
+    if torch.bfloat16 not in (old, new):  # which has no complex numbers
+        dtypes[old.to_complex()] = new.to_complex()
 
     def other(leaf: Any) -> Any:
-        if leaf is old:
-            return new
+        if isinstance(leaf, torch.dtype):
+            return dtypes.get(leaf, leaf)
         return limits.get(leaf, leaf) if type(leaf) is float else leaf
 
     for node in module.graph.nodes:

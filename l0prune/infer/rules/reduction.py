@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from l0prune.infer.expressions import Const, Expr
-from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
 
@@ -146,13 +146,10 @@ def ordered(infer: Inference, node: Node) -> Value:
     over = reduced_dims(dim, len(dims))
     for position in over:
         infer.solver.pin(dims[position], f"{name} compares its slots with one another")
+    why = f"a result of {name}"
     value = node.meta["val"]
     shape = (value if isinstance(value, Tensor) else value[0]).shape
-    if len(shape) != len(dims):
-        kept = tuple(dim for p, dim in enumerate(dims) if p not in over)
-    else:
-        kept = tuple(
-            Const(int(s)) if p in over else d
-            for p, (d, s) in enumerate(zip(dims, shape, strict=True))
-        )
+    stays = over if len(shape) == len(dims) else []
+    sizes = {position: Const(hint(shape[position]), why) for position in stays}
+    kept = tuple(sizes.get(p, dim) for p, dim in enumerate(dims) if p in sizes or p not in over)
     return kept if isinstance(value, Tensor) else [kept for _ in value]
