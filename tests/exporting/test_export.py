@@ -6,11 +6,11 @@ import copy
 import json
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from averages import AVERAGES
 from deadness import close_some, randomise
+from differences import difference, in_float64, onnx_difference, run_onnx
 from made_weights import MADE_WEIGHTS
 from networks import CASES, Fn
 from reordered import REORDERED
@@ -19,7 +19,6 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
-from l0prune.exporting.certify.float64 import InFloat64
 
 ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
@@ -32,38 +31,32 @@ WITH_ONNX += [
 ]
 
 
-def gated_case(name: str, seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+def gated_case(
+    name: str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(seed)
     module, shape, _ = ALL[name]
-    model = randomise(copy.deepcopy(module)).eval()
-    x = torch.randn(shape)
+    model = randomise(copy.deepcopy(module)).eval().to(dtype)
+    x = torch.randn(shape).to(dtype)
     return close_some(l0prune.gate(model, (x,)), seed), x
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_dense_computes_what_gated_does(name):
-    model, x = gated_case(name)
+    model, x = gated_case(name, dtype=torch.float64)
     dense = l0prune.export(model)
     assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
-    model.double(), dense.module.double()
-    fresh = torch.randn_like(x, dtype=torch.float64)
-    with torch.no_grad(), InFloat64():
-        expected, found = model(fresh), dense.module(fresh)
-    scale = expected.abs().max()
-    assert expected.std() > 0
-    # The module's weights went through float32 once, on the way to what is written.
-    assert (expected - found).abs().max() <= 1e-5 * scale
-    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert difference(model, dense, x) <= 1e-10
 
 
 @pytest.mark.parametrize("name", WITH_ONNX)
 def test_onnx_file(name, tmp_path):
-    model, _ = gated_case(name, seed=1)
+    model, x = gated_case(name, seed=1)
     dense = l0prune.export(model)
     path = tmp_path / "model.onnx"
     dense.save_onnx(path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
-    assert dense.certificate.worst("onnx", "float32") <= 1e-5
+    assert onnx_difference(model, dense, path, x) <= 1e-5
     facts = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
     assert json.loads(facts["l0prune.certificate"]) == dense.certificate.to_dict()
     assert {c.batch for c in dense.certificate.checks} == {1, 2, 5}
@@ -215,7 +208,7 @@ def test_float32_inside_a_model_is_no_error_of_the_cut(name):
     model = close_some(l0prune.gate(copy.deepcopy(module), (x,)))
     dense = l0prune.export(model)
     assert dense.params < dense.params_before
-    assert dense.certificate.worst("dense", "float64") <= 1e-10
+    assert difference(model, dense, x) <= 1e-5
     assert torch.get_default_dtype() == torch.float32
 
 
@@ -245,7 +238,7 @@ def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
     """No column of the Linear reads it any more, but the norm's statistics still count it."""
     layers = {"a": nn.Conv2d(3, 4, 1), "norm": nn.LayerNorm(4), "b": nn.Linear(4 * 36, 3)}
     model = Fn(lambda m, x: m.b(m.norm(m.a(x).movedim(1, -1)).flatten(1)), **layers)
-    x = torch.randn(2, 3, 6, 6)
+    model, x = in_float64(model.eval(), torch.randn(2, 3, 6, 6))
     l0prune.gate(model, (x,))
     bank = l0prune.gates(model)
     assert [axis.name for axis in bank.axes] == ["a", "b.in"]
@@ -253,7 +246,7 @@ def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
         bank.log_alpha.fill_(5)
         bank.log_alpha[4:].view(36, 4)[:, 2] = -9
     dense = l0prune.export(model)
-    assert dense.certificate.worst("dense", "float64") <= 1e-12
+    assert difference(model, dense, x) <= 1e-12
     assert "a.weight" in dict(dense.module.named_parameters())
     assert dense.module.a.weight.shape[0] == 4
 
@@ -275,10 +268,8 @@ def test_what_has_learned_on_is_written_as_it_is_now(name, tmp_path):
         expected = module.eval()(fresh)
     limit = 1e-5 * expected.abs().max()
     renewed.save_onnx(tmp_path / "model.onnx")
-    assert renewed.certificate.worst("onnx", "float32") <= 1e-5
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (found,) = session.run(None, {session.get_inputs()[0].name: fresh.numpy()})
-    assert (expected - torch.from_numpy(found)).abs().max() <= limit
+    (found,) = run_onnx(tmp_path / "model.onnx", fresh)
+    assert (expected - found).abs().max() <= limit
     renewed.save(tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2").module()
     assert (expected - program(fresh)).abs().max() <= limit
@@ -297,13 +288,14 @@ AGAIN = [
 
 @pytest.mark.parametrize("name", AGAIN)
 def test_an_export_can_be_cut_again(name):
-    first = l0prune.export(gated_case(name)[0])
+    model, x = gated_case(name, dtype=torch.float64)
+    first = l0prune.export(model)
     assert not first.module.training
-    again = close_some(l0prune.gate(first.module, (gated_case(name)[1],)), 1)
+    again = close_some(l0prune.gate(first.module, (x,)), 1)
     second = l0prune.export(again)
     assert second.params < first.params
     assert second.params_before == first.params
-    assert second.certificate.worst("dense", "float64") <= 1e-10
+    assert difference(again, second, x) <= 1e-10
 
 
 def test_inputs_that_an_export_picks_can_be_picked_from():

@@ -1,0 +1,107 @@
+"""How far what was exported is from the gated model: measured by a few lines of the tests' own.
+
+A certificate exists only where it passed, so that no assertion about its numbers can fail. Here the
+two models run on inputs that no certificate has seen, with other numbers of examples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import fields, is_dataclass
+
+import onnxruntime
+import torch
+from torch.utils import _pytree as pytree
+
+from l0prune.exporting.certify.float64 import InFloat64
+
+
+def in_float64(module, args):
+    """The model and its example inputs in float64: what is cut is then exact to 1e-10."""
+    return module.double(), pytree.tree_map(
+        lambda leaf: leaf.double() if is_floating(leaf) else leaf, args
+    )
+
+
+@torch.no_grad()
+def difference(gated, dense, args, kwargs=None):
+    """Of any output, as a part of its scale; nan where one is no number.
+
+    ``gated`` is the model in eval mode, ``dense`` what ``l0prune.export`` made of it, and the
+    example inputs say what others may look like.
+    """
+    found = []
+    for inputs, named in others(dense, args, kwargs):
+        with InFloat64() if is_float64(gated) else contextlib.nullcontext():
+            pair = gated(*inputs, **named), dense.module.eval()(*inputs, **named)
+        found += [of_scale(*each) for each in zip(*map(tensors, pair), strict=True)]
+    return float(torch.stack(found).max())
+
+
+@torch.no_grad()
+def onnx_difference(gated, dense, path, args, kwargs=None):
+    """The same of the ONNX file at ``path``, through ONNX Runtime in float32."""
+    found = []
+    for inputs, named in others(dense, args, kwargs, kind="onnx"):
+        expected = tensors(gated(*inputs, **named))
+        written = run_onnx(path, *tensors((inputs, named)))
+        found += [of_scale(*each) for each in zip(expected, written, strict=True)]
+    return float(torch.stack(found).max())
+
+
+def run_onnx(path, *inputs):
+    """What the file computes in ONNX Runtime."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    values = [(each.float() if is_floating(each) else each).numpy() for each in inputs]
+    feed = dict(zip([given.name for given in session.get_inputs()], values, strict=True))
+    return [torch.from_numpy(each) for each in session.run(None, feed)]
+
+
+def others(dense, args, kwargs, kind="dense"):
+    """Inputs with other floats than the example, in 1, 3 and 7 examples where that is free."""
+    tried = {check.batch for check in dense.certificate.checks if check.what == kind}
+    sizes = [size for size in (1, 3, 7) if size > 1 or 1 in tried] if len(tried) > 1 else [None]
+    example = (args if isinstance(args, tuple) else (args,), kwargs or {})
+    for size in sizes:
+        yield changed(example, size)
+
+
+def changed(example, size):
+    generator = torch.Generator().manual_seed(17)
+    count = tensors(example)[0].shape[0]
+    rows = torch.randint(count, (size or count,), generator=generator)
+
+    def change(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.ndim and leaf.shape[0] == count:
+            leaf = leaf[rows]
+        if not is_floating(leaf):
+            return leaf
+        return leaf * (torch.rand(leaf.shape, generator=generator) + 0.5).to(leaf.dtype)
+
+    return pytree.tree_map(change, example)
+
+
+def of_scale(expected, found):
+    assert expected.shape == found.shape
+    expected, found = expected.double(), found.double()
+    apart = torch.where(expected == found, 0.0, (expected - found).abs())  # infinities are equal
+    scale = expected[expected.isfinite()].abs().max()
+    assert scale > 0
+    return apart.max() / scale
+
+
+def tensors(tree):
+    leaves = pytree.tree_leaves(tree)
+    if len(leaves) == 1 and is_dataclass(leaves[0]):
+        leaves = [getattr(leaves[0], field.name) for field in fields(leaves[0])]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def is_floating(leaf):
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def is_float64(model):
+    return all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())
