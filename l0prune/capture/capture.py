@@ -5,8 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import logging
-import os
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -19,15 +17,15 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.failures import explained
 from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
+from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.spelling import respell
 from l0prune.errors import CaptureError
 
-_LIBRARY = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.dirname(__file__))
 _CONTRACTIONS = {
     getattr(torch.ops.aten, name).default
     for name in ("linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm")
@@ -93,6 +91,7 @@ def capture(
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
+        UsageError: its forward uses parameters that it does not own.
     """
     kwargs = kwargs or {}
     batch = batch_of(args, kwargs)
@@ -107,7 +106,9 @@ def capture(
             try:
                 program = torch.export.export(part, args, kwargs, strict=False)
             except Exception as error:
-                raise CaptureError(_explain(error)) from error
+                raise CaptureError(explained(error, part)) from error
+    constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()
+    check_owned(part, [program.constants[name] for name in constants])
     _check_dtypes(program.graph)
     _check_shapes(program.graph)
     return _index(model, program, batch or 1, dynamic, path)
@@ -265,17 +266,3 @@ def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     for name, tensor in every:
         canonical[name] = first.setdefault(id(tensor), name)
     return canonical, {name: to for name, to in canonical.items() if name != to}
-
-
-def _explain(error: Exception) -> str:
-    """What broke and where in the user's source, from a torch.export failure."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
-    where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return (
-        f"torch.export could not follow the model{where}: {type(error).__name__}: {first.strip()}\n"
-        "Usual causes: the example input has another shape or dtype than the model expects, or "
-        "forward() branches on tensor values. Check that model(*args) runs on this example; "
-        "data-dependent branches have to leave forward() or be written with torch.where."
-    )

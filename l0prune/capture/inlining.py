@@ -77,6 +77,7 @@ def put_in_line(
     """
     inputs = inner.graph.find_nodes(op="placeholder")
     new: dict[Node, Any] = dict(zip(inputs, operands, strict=True))
+    taken = {each.name for each in module.graph.nodes}  # torch.export renames behind fx's back
     results: Any = None
     with module.graph.inserting_before(node):
         for each in inner.graph.nodes:
@@ -84,6 +85,9 @@ def put_in_line(
                 results = pytree.tree_map_only(Node, lambda old: new[old], each.args[0])
             elif each.op != "placeholder":
                 new[each] = module.graph.node_copy(each, lambda old: new[old])
+                while new[each].name in taken:
+                    new[each]._rename(f"{new[each].name}_1")
+                taken.add(new[each].name)
     if isinstance(results, Node):
         replaced = [(node, results)]
     else:

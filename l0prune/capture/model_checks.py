@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export.unflatten import InterpreterModule, UnflattenedModule
 from torch.fx import GraphModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
 
@@ -46,4 +48,41 @@ def _objection(model: Any) -> str:
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for t in tensors):
         return "This one has lazy layers without sizes yet: call it once on an example first."
+    if any(t.is_inference() for t in tensors):
+        return (
+            "This one was made under torch.inference_mode, so that nothing in it can ever learn: "
+            "build it outside of that, or copy its state_dict into one that was."
+        )
     return ""
+
+
+def check_owned(model: nn.Module, used: Iterable[Tensor]) -> None:
+    """Raise UsageError where the forward uses a parameter that the model keeps but does not own.
+
+    Layers in a plain list are no part of the module: nothing moves, converts, trains or saves them.
+
+    Args:
+        model: the model.
+        used: tensors that its forward uses and that are neither its parameters nor its buffers.
+    """
+    places = {tensor.data_ptr() for tensor in used} - {0}  # without values there is no place
+    for path, module in model.named_modules() if places else ():
+        for name, parameter in _kept_aside(module):
+            if parameter.data_ptr() in places:
+                where = f"{path}.{name}" if path else name
+                raise UsageError(
+                    "The forward uses parameters that the model does not own: they are in "
+                    f"{where}, a plain attribute of Python, so that state_dict, .to(), optimizers "
+                    "and gates do not see them. Keep layers in an nn.ModuleList or nn.ModuleDict, "
+                    "and parameters in an nn.ParameterList."
+                )
+
+
+def _kept_aside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters in the module's plain attributes, each with the attribute's name."""
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        for leaf in pytree.tree_leaves(value):
+            found = leaf.parameters() if isinstance(leaf, nn.Module) else (leaf,)
+            yield from ((name, each) for each in found if isinstance(each, nn.Parameter))

@@ -223,7 +223,8 @@ class _Sides:
         size, whole = (prod(map(count, layouts)) for count in (size_of, constant_positions))
         numbers = dict.fromkeys(leaf.axis for each in layouts for leaf in leaves(each))
         names = tuple(self.plan.axes[number].name for number in numbers)
-        return Side(size, names, 1 - whole / size, self._reason(dims, size) if whole else "")
+        share = 1 - whole / size if size else 0.0
+        return Side(size, names, share, self._reason(dims, size) if whole else "")
 
     def _layout(self, dim: int) -> Layout:
         of = self.plan.tensors.get(self.tensor, ())

@@ -88,3 +88,18 @@ def test_what_cannot_be_taken_apart_for_good_stays(of):
     before = str(program.graph)
     take_apart(program)
     assert str(program.graph) == before
+
+
+def test_an_input_may_be_called_as_a_new_node_would_be():
+    class Differing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, sub, sub_1):
+            return self.b(torch.diff(self.a(sub), dim=0) + torch.diff(self.a(sub_1), dim=0))
+
+    x = torch.randn(4, 6), torch.randn(4, 6)
+    model = l0prune.gate(randomise(Differing()).double().eval(), tuple(t.double() for t in x))
+    dense = l0prune.export(close_some(model))
+    assert dense.params < dense.params_before

@@ -179,3 +179,10 @@ def test_every_process_makes_the_same_plan():
     plans.add("".join(f"{plan.to_json()}\n" for plan in here))
     assert len(plans) == 1
     assert plans.pop().count('"sites"') == 3
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_any_neurons_are_surveyed():
+    found = l0prune.survey(nn.Sequential(nn.Linear(6, 0), nn.Linear(0, 4)), torch.randn(3, 6))
+    assert [layer.name for layer in found.layers] == ["0", "1"]
+    assert "0" in str(found)

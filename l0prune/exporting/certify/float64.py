@@ -19,6 +19,8 @@ class InFloat64(TorchDispatchMode):
     comparison in float64 that would show rounding where an error of the cut is looked for.
     """
 
+    supports_higher_order_operators = True  # torch.cond chooses one of its branches, as it does
+
     def __enter__(self) -> InFloat64:
         """Also what is made without a dtype (``torch.ones(8)``) is float64 from here."""
         self._default = torch.get_default_dtype()

@@ -51,7 +51,9 @@ def grid_sampler(infer: Inference, node: Node) -> Value:
     assert isinstance(x, Node)
     assert isinstance(grid, Node)
     batch, channel, *spatial = infer.dims(x)
-    for dim in (*spatial, *infer.dims(grid)):
+    of_grid, *positions = infer.dims(grid)
+    infer.solver.unify(batch, of_grid)
+    for dim in (*spatial, *positions):
         infer.solver.pin(dim, "its positions are sampled on a grid")
     places = [Const(size, "a spatial dimension") for size in (shape_of(node) or [])[2:]]
     return (batch, channel, *places)

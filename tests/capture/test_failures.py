@@ -1,0 +1,89 @@
+"""What no look at a graph can mend is said where the model is given, in words that help."""
+
+import pytest
+import torch
+from models import small
+from torch import nn
+
+import l0prune
+from l0prune.errors import CaptureError, UsageError
+
+X = torch.randn(3, 4)
+
+
+class Aside(nn.Module):
+    """Keeps a part of itself where nn.Module does not look."""
+
+    def __init__(self, aside):
+        super().__init__()
+        self.aside, self.own = aside, nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.own(self.through(x))
+
+    def through(self, x):
+        return self.aside[0](x)
+
+
+class Scaled(Aside):
+    def through(self, x):
+        return x * self.aside["scale"]
+
+
+class Remembering(Aside):
+    def through(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Aside([small()]), Scaled({"scale": nn.Parameter(torch.ones(4))})],
+    ids=["layers in a list", "a parameter in a dict"],
+)
+@pytest.mark.parametrize("look", [l0prune.survey, l0prune.gate])
+def test_what_the_model_uses_and_does_not_own_is_named(model, look):
+    with pytest.raises(UsageError, match=r"they are in inner\.aside,.*nn\.ModuleList"):
+        look(Wrapped(model), X)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_what_is_kept_aside_and_not_used_is_no_matter():
+    l0prune.survey(Remembering([small()]), X)
+
+
+def test_a_module_compiled_by_torchscript_is_named():
+    with pytest.warns(FutureWarning):  # torch's own, of torch.jit
+        model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.ReLU()), nn.Linear(8, 2))
+    with pytest.raises(CaptureError, match=r"^1 is compiled by TorchScript"):
+        l0prune.survey(model, X)
+
+
+def test_a_model_made_under_inference_mode_is_refused_in_these_words():
+    with torch.inference_mode():
+        model = small()
+    with pytest.raises(UsageError, match=r"made under torch\.inference_mode.*build it outside"):
+        l0prune.survey(model, X)
+
+
+def test_packed_sequences_are_said_to_be_the_cause():
+    class Packing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 2)
+
+        def forward(self, x):
+            lengths = torch.tensor([5, 3])
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+            _, last = self.rnn(packed)
+            return self.out(last[0])
+
+    with pytest.raises(CaptureError, match=r"^The forward packs sequences"):
+        l0prune.survey(Packing(), torch.randn(2, 5, 4))
