@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
-from l0prune.exporting.certify.certificate import difference
+from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.inputs import fresh_inputs
 from l0prune.exporting.onnx.file import Session

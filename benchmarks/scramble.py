@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import l0prune
-from l0prune.exporting.certify.certificate import difference
+from l0prune.exporting.certify.difference import difference
 
 # How much an output must depend on the input, relative to its scale, to prove anything.
 SIGNAL = 2e-3

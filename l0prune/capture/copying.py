@@ -32,6 +32,22 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
     return result
 
 
+def copied_around(model: Model) -> Model:
+    """A copy on the CPU around the model's own weights, which are shared: to be read only.
+
+    Buffers are copied, since a forward writes into them; and so is a parameter of a class of its
+    own, which may hold more than a tensor.
+    """
+    shared = {id(p): _sharing(p) for p in model.parameters() if type(p) is nn.Parameter}
+    return copied(model, shared).cpu()
+
+
+def _sharing(parameter: nn.Parameter) -> nn.Parameter:
+    result = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+    vars(result).update(vars(parameter))
+    return result
+
+
 class _Renewal:
     """Functions that came into a copy as they were, made anew over what was copied.
 

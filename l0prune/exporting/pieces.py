@@ -12,9 +12,10 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import copied
-from l0prune.capture.recording import Inputs, examples_in, filled, record
+from l0prune.capture.recording import examples_in
+from l0prune.exporting.certify.answers import Answer, answers_of
 from l0prune.exporting.certify.proof import Proven
-from l0prune.exporting.slicing.dtypes import cast, dtype_of
+from l0prune.exporting.slicing.dtypes import dtype_of
 from l0prune.exporting.slicing.program import programs, reexport, reexport_part
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
@@ -32,8 +33,8 @@ class Piece:
         program: the dense part as a ``torch.export`` program, in the model's dtype.
         single: the same in float32, which is what ONNX files are in.
         dynamic: whether its batch size is free.
-        gated: the gated part that it stands for, or the dense one that has learned on.
-        inputs: what they are compared on, in float32.
+        answers: what the gated part computes, or the dense one that has learned on; its files
+            are compared with that.
         least: the smallest batch that they are for, where its size is free.
         form: a part that its model calls in several ways, such as with tensors of two and of three
             dims, is a piece for each of them; they are counted from 1.
@@ -43,8 +44,7 @@ class Piece:
     program: ExportedProgram
     single: ExportedProgram
     dynamic: bool
-    gated: nn.Module
-    inputs: tuple[Inputs, ...]
+    answers: tuple[Answer, ...]
     least: int = 1
     form: int = 1
 
@@ -53,7 +53,7 @@ class Piece:
         """The batch sizes that program and file take."""
         if self.dynamic:
             return f"{self.least} or more"
-        return f"{examples_in(self.inputs[0])} only"
+        return f"{examples_in(self.answers[0].inputs)} only"
 
 
 def pieces_of(subject: Subject, parts: Parts, proven: Proven) -> tuple[Piece, ...]:
@@ -68,37 +68,35 @@ def _whole(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
     captured = parts.found[0].analysis.captured
     export = partial(reexport, dynamic=captured.dynamic, least=captured.least)
     made = programs(proven.graphs[""], subject.dtype, subject.example, export)
-    yield Piece("", *made, subject.gated, proven.inputs, captured.least)
+    yield Piece("", *made, proven.answers[""], captured.least)
 
 
 def _islands(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
     """Each part of the dense model, on what it receives in the gated one."""
-    paths = [part.path for part in parts.found]
-    received: dict[str, list[Inputs]] = {path: [] for path in paths}
-    for given in proven.inputs:
-        for call in record(subject.gated, paths, cast(given, subject.dtype)):
-            received[call.path].append(filled(call.inputs))
     for part in parts.found:
-        for form, alike in enumerate(_forms(received[part.path] or [part.example]), start=1):
+        answers = proven.answers[part.path] or answers_of(
+            subject.gated.get_submodule(part.path), [part.example]
+        )
+        for form, alike in enumerate(_forms(answers), start=1):
             yield _island(subject, proven, part.path, alike, form)
 
 
 def _island(
-    subject: Subject, proven: Proven, path: str, inputs: tuple[Inputs, ...], form: int
+    subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...], form: int
 ) -> Piece:
-    dense, gated = (model.get_submodule(path) for model in (proven.module, subject.gated))
-    program, single, is_free = programs(dense, subject.dtype, inputs[0], reexport_part)
+    dense = proven.module.get_submodule(path)
+    made = programs(dense, subject.dtype, answers[0].inputs, reexport_part)
     is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
-    return Piece(path, program, single, is_free and not is_graph, gated, inputs, form=form)
+    return Piece(path, *made[:2], made[2] and not is_graph, answers, form=form)
 
 
-def _forms(calls: Sequence[Inputs]) -> list[tuple[Inputs, ...]]:
-    """The inputs of which one program takes all: of one structure, with as many dims."""
-    forms: dict[Any, list[Inputs]] = {}
-    for given in calls:
-        leaves, structure = pytree.tree_flatten(given)
+def _forms(answers: Sequence[Answer]) -> list[tuple[Answer, ...]]:
+    """The answers to inputs of which one program takes all: of one structure, as many dims."""
+    forms: dict[Any, list[Answer]] = {}
+    for answer in answers:
+        leaves, structure = pytree.tree_flatten(answer.inputs)
         ranks = [leaf.ndim if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-        forms.setdefault((str(structure), *ranks), []).append(given)
+        forms.setdefault((str(structure), *ranks), []).append(answer)
     return [tuple(alike) for alike in forms.values()]
 
 
@@ -115,8 +113,8 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
 def renewed(piece: Piece, module: nn.Module) -> Piece:
     """The same part of the module as it is now."""
     part = module.get_submodule(piece.path)
-    dtype = dtype_of(part)
+    inputs = [answer.inputs for answer in piece.answers]
     whole = partial(reexport, dynamic=piece.dynamic, least=piece.least)
     export = reexport_part if piece.path else whole
-    made = programs(copied(part), dtype, cast(piece.inputs[0], dtype), export)
-    return Piece(piece.path, *made, part, piece.inputs, piece.least, piece.form)
+    made = programs(copied(part), dtype_of(part), inputs[0], export)
+    return Piece(piece.path, *made, answers_of(part, inputs), piece.least, piece.form)

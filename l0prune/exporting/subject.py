@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import capture
-from l0prune.capture.copying import copied
+from l0prune.capture.copying import copied_around
 from l0prune.capture.modes import evaluating
 from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
@@ -26,7 +26,7 @@ class Subject:
     """A gated model as it is when its export begins, on the CPU and in eval mode.
 
     Attributes:
-        gated: a copy of it.
+        gated: a copy of it around its own weights, which nobody may write into.
         plain: another one, without its gates.
         plan: where its gates act.
         z: their values in float64, flat, so that the certificate sees the cut and not the
@@ -52,8 +52,8 @@ def subject_of(model: nn.Module) -> Subject:
     """
     _check_has_values(model)
     check_intact(model)
-    gated = _copy(model).cpu().eval()
-    plain = copied(gated)
+    gated = _copy(model).eval()
+    plain = copied_around(gated)
     bank = detach(plain)
     dtype = dtype_of(plain)
     example = cast(bank.example, dtype)
@@ -73,20 +73,20 @@ def _check_has_values(model: nn.Module) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A deep copy, also of a model that keeps tensors of its last forward.
+    """A copy around its weights, also of a model that keeps tensors of its last forward.
 
     The hook of torch's old ``weight_norm`` leaves the weight that it computed on the module, and
     torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
     """
     try:
-        return copied(model)
+        return copied_around(model)
     except RuntimeError:
         args, kwargs = gates_of(model).example
         place = next(model.parameters()).device
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
         with evaluating(model), torch.no_grad():
             model(*args, **kwargs)
-        return copied(model)
+        return copied_around(model)
 
 
 def surveyed(subject: Subject) -> Parts:

@@ -3,7 +3,9 @@ import torch
 from torch import nn
 
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.certificate import Certificate, compare, compare_onnx, difference
+from l0prune.exporting.certify.answers import answers_of
+from l0prune.exporting.certify.certificate import Certificate, compare, compare_onnx
+from l0prune.exporting.certify.difference import difference
 
 INPUTS = (((torch.linspace(-1, 1, 12).reshape(2, 6),), {}),)
 
@@ -21,7 +23,7 @@ class Plus(nn.Module):
 
 
 def certified(gated, dense):
-    return Certificate(tuple(compare(gated, dense, INPUTS)))
+    return Certificate(tuple(compare(answers_of(gated, INPUTS), dense)))
 
 
 def float32(certificate):
@@ -43,7 +45,7 @@ def test_a_model_that_rounds_is_allowed_its_rounding_and_the_others():
     check = float32(certified(rounding, Plus(0.0)))
     assert check.error == pytest.approx(own, rel=1e-2)
     assert check.tolerance == pytest.approx(2 * own, rel=1e-2)
-    (again,) = compare_onnx(rounding, lambda leaves: leaves, INPUTS)
+    (again,) = compare_onnx(answers_of(rounding, INPUTS), lambda leaves: leaves)
     assert (again.error, again.tolerance) == (check.error, check.tolerance)
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from torch import nn
 from torch.fx import GraphModule
 
 from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
+from l0prune.exporting.certify.answers import Answer, answers_of, is_valid
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
     compare,
     compare_in_parts,
-    is_valid,
 )
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
@@ -26,7 +27,9 @@ from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 
-BATCHES = (2, 5, 1)  # beside one example, which torch.export takes for a case of its own
+Answers = TypeVar("Answers")
+
+BATCHES = (2, 3, 1)  # beside one example, which torch.export takes for a case of its own
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Proven:
     Attributes:
         module: the dense model: of its own class, or with its captured graphs.
         graphs: by path, the captured parts at their new sizes.
-        inputs: what it was compared on.
+        answers: by path, what each part of the gated model computes on what it was given.
         checks: the comparisons.
         comparisons: by path, whether each part could be of its own class.
         changes: attributes of the own class that follow the new sizes.
@@ -44,7 +47,7 @@ class Proven:
 
     module: nn.Module
     graphs: Mapping[str, GraphModule]
-    inputs: tuple[Inputs, ...]
+    answers: Mapping[str, tuple[Answer, ...]]
     checks: tuple[Check, ...]
     comparisons: dict[str, Comparison]
     changes: Changes
@@ -86,16 +89,20 @@ def _prove_whole(
     _check_count(graph, parts, predicted)
     free = tuple(size for size in BATCHES if size >= captured.least)
     batches = free if captured.dynamic else (captured.batch,)
-    against = partial(compare, subject.gated, graph)
-    inputs, certificate = _certified(subject.gated, subject.example, batches, against)
+
+    def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
+        answers = answers_of(subject.gated, inputs)
+        return answers, compare(answers, graph)
+
+    answers, certificate = _certified(subject, batches, against)
     module: nn.Module = graph
     changes, comparison = own.candidates[0], Comparison(own.impossible)
     if not own.impossible:
-        choice = choose(own, [Reference("", subject.gated, inputs)])
+        choice = choose(own, [Reference("", subject.gated, answers)])
         changes, comparison = choice.changes, choice.comparisons[""]
         module = graph if comparison.reason else choice.module
     checks = (*certificate.checks, *comparison.checks)
-    return Proven(module, graphs, inputs, checks, {"": comparison}, changes)
+    return Proven(module, graphs, {"": answers}, checks, {"": comparison}, changes)
 
 
 def _prove_parts(
@@ -108,7 +115,12 @@ def _prove_parts(
     """A model of which only islands were captured: their own classes, or else their graphs."""
     paths = list(graphs)
     # one candidate for all parts, so that what they share stays shared
-    references = [Reference(p.path, graphs[p.path], [p.example]) for p in parts.found]
+    references = [
+        Reference(
+            p.path, subject.plain.get_submodule(p.path), answers_of(graphs[p.path], [p.example])
+        )
+        for p in parts.found
+    ]
     choice = choose(own, references)
     dense, changes = choice.module, choice.changes
     for path, comparison in choice.comparisons.items():
@@ -118,33 +130,33 @@ def _prove_parts(
     _check_count(dense, parts, predicted)
     against = partial(compare_in_parts, subject.gated, dense, paths)
     try:
-        inputs, certificate = _certified(subject.gated, subject.example, (None, None), against)
+        answers, certificate = _certified(subject, (None, None), against)
     except CertificateError as error:
         raise CertificateError(
             f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
             "code around them may read what was cut off them (a weight, a size). What it reads has "
             f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
         ) from error
-    return Proven(dense, graphs, inputs, certificate.checks, choice.comparisons, changes)
+    return Proven(dense, graphs, answers, certificate.checks, choice.comparisons, changes)
 
 
 def _certified(
-    gated: nn.Module,
-    example: Inputs,
+    subject: Subject,
     batches: Sequence[int | None],
-    against: Callable[[Sequence[Inputs]], list[Check]],
-) -> tuple[tuple[Inputs, ...], Certificate]:
-    """The certificate, and the inputs that it was given on: the first kind that the model takes.
+    against: Callable[[Sequence[Inputs]], tuple[Answers, Sequence[Check]]],
+) -> tuple[Answers, Certificate]:
+    """The certificate, and the answers that it was given on: to inputs that the model takes.
 
     Raises:
         CertificateError: the comparison failed, or the model takes not even its example.
     """
     failures = []
-    for inputs in trials(example, batches):
+    for inputs in trials(subject.example, batches):
         try:
-            return inputs, Certificate(tuple(against(inputs)))
+            answers, checks = against(inputs)
+            return answers, Certificate(tuple(checks))
         except CertificateError as error:
-            if all(is_valid(gated, given) for given in inputs):
+            if all(is_valid(subject.gated, given) for given in inputs):
                 raise
             failures.append(error)
     raise CertificateError(

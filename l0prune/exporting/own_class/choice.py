@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
-from l0prune.capture.recording import Inputs
+from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.own_class.comparison import (
     Comparison,
+    InTraining,
     compare_class,
-    has_gates,
     training_fault,
 )
 from l0prune.exporting.own_class.remembered_sizes import remembered_sizes
 from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.graph import KEPT_INPUTS
+from l0prune.exporting.slicing.tensors import under_all_names
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,6 @@ def own_class(
     plain: nn.Module,
     chosen: Chosen,
     tensors: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
     graphs: Mapping[str, nn.Module],
 ) -> OwnClass:
     """What the resized model may be.
@@ -55,10 +56,9 @@ def own_class(
         plain: the ungated model at its old sizes.
         chosen: the slots that stay.
         tensors: the cut tensors in float64, by name.
-        state: the cut tensors under every key of the state_dict.
         graphs: by path, the captured parts at the new sizes.
     """
-    sure = changed_attributes(plain, state)
+    sure = changed_attributes(plain, under_all_names(plain, chosen.plan, tensors))
     candidates = [sure]
     for largest in (False, True):
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
@@ -71,11 +71,22 @@ def own_class(
 
 @dataclass(frozen=True)
 class Reference:
-    """What the submodule at ``path`` of the resized model has to compute, on which inputs."""
+    """What the submodule at ``path`` of the resized model has to compute.
+
+    Attributes:
+        path: of the submodule; empty for the whole model.
+        module: the one before the cut, as it can be trained: a captured graph has no such mode.
+        answers: what has to come out in eval mode.
+    """
 
     path: str
     module: nn.Module
-    inputs: Sequence[Inputs]
+    answers: Sequence[Answer]
+
+    @cached_property
+    def in_training(self) -> InTraining | None:
+        """What has to come out in training mode; None where that cannot be tried."""
+        return InTraining.of(self.module, self.answers[0].inputs)
 
 
 @dataclass(frozen=True)
@@ -115,12 +126,10 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
     module = own.build(changes)
     comparisons = {}
     for each in references:
-        # a captured graph has no training mode of its own
-        old = each.module if has_gates(each.module) else own.plain.get_submodule(each.path)
         new = module.get_submodule(each.path)
-        comparison = compare_class(new, each.module, each.inputs)
+        comparison = compare_class(new, each.answers)
         if not comparison.reason:
-            comparison = replace(comparison, training=training_fault(old, new, each.inputs[0]))
+            comparison = replace(comparison, training=training_fault(each.in_training, new))
         comparisons[each.path] = comparison
     return Choice(module, changes, comparisons)
 

@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.certificate import Check, compare, difference
+from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.certificate import Check, compare
+from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.float64 import InFloat64
-from l0prune.exporting.slicing.dtypes import cast, converted
+from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.slicing.dtypes import cast
 from l0prune.gating.bank import Gates
 
 # In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
@@ -36,14 +39,14 @@ class Comparison:
     checks: tuple[Check, ...] = ()
 
 
-def compare_class(module: nn.Module, reference: nn.Module, inputs: Sequence[Inputs]) -> Comparison:
-    """Does the resized module compute what ``reference`` does?
+def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
+    """Does the resized module compute what it should?
 
     It does not where its forward has sizes written into it, or where it derives one size from
     another (as ``nn.MultiheadAttention`` does).
     """
     try:
-        checks = compare(reference, module, inputs, "class")
+        checks = compare(answers, module, "class")
     except CertificateError as error:  # its forward raised: that is the reason
         cause = error.__cause__ or error
         first = next(iter(str(cause).splitlines()), "")
@@ -55,31 +58,51 @@ def compare_class(module: nn.Module, reference: nn.Module, inputs: Sequence[Inpu
     return Comparison(checks=tuple(checks))
 
 
-def training_fault(old: nn.Module, new: nn.Module, inputs: Inputs) -> str:
-    """Why the resized module is not to be trained on; empty if it is, or neither can be.
+@dataclass(frozen=True)
+class InTraining:
+    """What a module computes in training mode on one input, gates at their eval values.
 
-    The gated model stands for comparison with its gates at their eval values. Where it computes
-    something else each time in training mode, as with dropout, only shapes can be compared.
+    Attributes:
+        inputs: the input.
+        output: the tensors that it returns.
+        is_exact: whether a resized module has to compute the same. It cannot where the module
+            carries no gates, or computes something else each time, as with dropout.
     """
-    try:
-        expected = _in_training(old, inputs)
-    except Exception:  # it wants more than it is given here, such as targets
+
+    inputs: Inputs
+    output: list[Tensor]
+    is_exact: bool
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Inputs) -> InTraining | None:
+        """None where it wants more than it is given here, such as targets."""
+        try:
+            output = _in_training(module, inputs)
+            is_exact = has_gates(module) and _is_same(_in_training(module, inputs, seed=1), output)
+        except Exception:
+            return None
+        return cls(inputs, output, is_exact)
+
+
+def training_fault(expected: InTraining | None, module: nn.Module) -> str:
+    """Why the resized module is not to be trained on; empty if it is, or neither can be."""
+    if expected is None:
         return ""
     try:
-        found = _in_training(new, inputs)
+        found = _in_training(module, expected.inputs)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
-    if [leaf.shape for leaf in found] != [leaf.shape for leaf in expected]:
+    if [leaf.shape for leaf in found] != [leaf.shape for leaf in expected.output]:
         return "its output has another shape at these sizes"
-    if not has_gates(old) or not _is_same(_in_training(old, inputs, seed=1), expected):
-        return ""
-    return "" if _is_same(found, expected) else "it computes something else there at these sizes"
+    if expected.is_exact and not _is_same(found, expected.output):
+        return "it computes something else there at these sizes"
+    return ""
 
 
 def _in_training(module: nn.Module, inputs: Inputs, seed: int = 0) -> list[Tensor]:
     """The output's tensors in training mode, gates at their eval values."""
-    again = converted(module, torch.float64).train()
+    again = lent(module, torch.float64).train()
     for bank in again.modules():
         if isinstance(bank, Gates):
             bank.fixed = True

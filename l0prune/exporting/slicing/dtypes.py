@@ -21,6 +21,11 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def marked(module: GraphModule, dtype: torch.dtype) -> GraphModule:
     """The graph of a model of this dtype, which knows it from here on."""
     module.meta[_OWN] = dtype
@@ -32,12 +37,16 @@ def converted(model: Model, dtype: torch.dtype) -> Model:
 
     A capture writes down as a constant what the code calls ``x.dtype``.
     """
-    result = copied(model)
-    for part in result.modules():
+    return follow(copied(model), dtype)
+
+
+def follow(module: Model, dtype: torch.dtype) -> Model:
+    """The module itself, moved to the CPU and into ``dtype`` with all that its graphs ask for."""
+    for part in module.modules():
         if isinstance(part, GraphModule) and part.meta.get(_OWN, dtype) != dtype:
             _replace(part, part.meta[_OWN], dtype)
             marked(part, dtype)
-    return result.to("cpu", dtype)
+    return module.to("cpu", dtype)
 
 
 def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,25 +18,28 @@ from l0prune.infer.standardised_weights import dims_of_statistics, weight_behind
 _ATEN = torch.ops.aten
 
 
-def with_statistics_taken(
-    analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
-) -> dict[str, Tensor]:
-    """The whole tensors, with those standardised of which columns will be cut.
+def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
+    """By name, the weights that are standardised and of which columns will be cut.
 
     Args:
         analysis: of the ungated model.
-        tensors: folded, in float64, by name.
         kept: the slots that stay, bool, flat.
+
+    Returns:
+        For each what standardises it while it is whole.
     """
-    taken = dict(tensors)
+    found: dict[str, Callable[[Tensor], Tensor]] = {}
     sizes = Sizes(analysis.plan, kept, analysis.layouts)
     for node in analysis.captured.graph.nodes:
         stored = weight_behind(node)
         if stored is not None and _is_cut(sizes, node):
-            name = analysis.captured.names[stored.name]
-            whole = taken[name].reshape(shape_of(node) or [])
-            taken[name] = _standardised(node, whole).reshape(taken[name].shape)
-    return taken
+            found[analysis.captured.names[stored.name]] = partial(_standardised_as_stored, node)
+    return found
+
+
+def _standardised_as_stored(node: Node, whole: Tensor) -> Tensor:
+    """The weight in the shape that it is stored in; the node may have another."""
+    return _standardised(node, whole.reshape(shape_of(node) or [])).reshape(whole.shape)
 
 
 def _standardised(node: Node, whole: Tensor) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.slicing.standardised_weights import with_statistics_taken
+from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.infer.parts import Part, Parts
-from l0prune.plan.layout import axes_of
-from l0prune.plan.plan import Plan
+from l0prune.plan.layout import Layouts, axes_of
+from l0prune.plan.plan import Plan, Site
 
 _TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
 
@@ -24,55 +25,62 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
     return tensors
 
 
+@torch.no_grad()
 def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
+    """One tensor after the other, so that no more than one is held whole in float64."""
     plan = part.analysis.plan
     captured = part.analysis.captured
     stored = {captured.stored(name): value for name, value in captured.program.constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    tensors = {n: t.detach() for n, t in stored.items() if n in plan.tensors}
-    folded = fold(plan, doubled(tensors), chosen.z)
-    return cut(plan, with_statistics_taken(part.analysis, folded, chosen.kept), chosen.kept)
+    standardise = standardised_weights(part.analysis, chosen.kept)
+    sites: dict[str, list[Site]] = defaultdict(list)
+    for site in plan.sites:
+        sites[site.tensor].append(site)
+    tensors = {}
+    for name, tensor in stored.items():
+        if name in plan.tensors:
+            whole = fold(plan, sites[name], doubled(tensor.detach()), chosen.z)
+            if name in standardise:
+                whole = standardise[name](whole)
+            tensors[name] = cut(plan, plan.tensors[name], whole, chosen.kept)
+    return tensors
 
 
-def cut_state(plain: nn.Module, plan: Plan, exact: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The cut tensors under every key of the model's own state_dict, in their own dtypes."""
-    state = {}
-    for key, old in plain.state_dict().items():
-        name = plan.aliases.get(key, key)
-        state[key] = exact[name].to(old.dtype) if name in exact else old
-    return state
+def under_all_names(
+    plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The cut tensors under every key of the model's own state_dict, and what was not cut."""
+    names = {key: plan.aliases.get(key, key) for key in plain.state_dict()}
+    return {key: tensors.get(names[key], old) for key, old in plain.state_dict().items()}
 
 
-def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with floating-point ones in float64."""
-    return {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's own state_dict at the new sizes, in its own dtypes: copies."""
+    cut_ones, state = under_all_names(plain, plan, tensors), plain.state_dict()
+    return {key: cut_ones[key].to(old.dtype, copy=True) for key, old in state.items()}
 
 
-@torch.no_grad()
-def fold(plan: Plan, tensors: Mapping[str, Tensor], z: Tensor) -> dict[str, Tensor]:
-    """Every tensor of the plan, those at sites multiplied by their gates.
+def doubled(tensor: Tensor) -> Tensor:
+    """A copy; of floating-point numbers in float64."""
+    return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
+def fold(plan: Plan, sites: Iterable[Site], tensor: Tensor, z: Tensor) -> Tensor:
+    """A tensor multiplied by its gates, in place.
 
     Products too small for a normal number become zero: they slow CPUs down manyfold.
     """
-    folded = dict(tensors)
-    for site in plan.sites:
-        tensor = folded[site.tensor]
-        shape = [1] * tensor.ndim
-        shape[site.dim] = -1
-        scale = plan.spread(site.layout, z).to(tensor.dtype).view(shape)
-        product = tensor * scale
-        folded[site.tensor] = torch.where(product.abs() < _TINY, 0, product)
-    return folded
+    for site in sites:
+        scale = plan.spread(site.layout, z).to(tensor.dtype)
+        tensor *= scale.view([-1 if dim == site.dim else 1 for dim in range(tensor.ndim)])
+        tensor.masked_fill_(tensor.abs() < _TINY, 0)
+    return tensor
 
 
-@torch.no_grad()
-def cut(plan: Plan, tensors: Mapping[str, Tensor], kept: Tensor) -> dict[str, Tensor]:
-    """Every tensor with the slots that are not kept sliced out of each of its dims."""
-    out = {}
-    for name, tensor in tensors.items():
-        for dim, layout in enumerate(plan.tensors.get(name, ())):
-            if axes_of(layout):
-                index = plan.mask(layout, kept).nonzero().flatten()
-                tensor = tensor.index_select(dim, index)
-        out[name] = tensor.clone()
-    return out
+def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
+    """A tensor with the slots that are not kept sliced out of each of its dims."""
+    for dim, layout in enumerate(dims):
+        if axes_of(layout):
+            index = plan.mask(layout, kept).nonzero().flatten()
+            tensor = tensor.index_select(dim, index)
+    return tensor

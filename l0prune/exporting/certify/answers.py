@@ -1,0 +1,104 @@
+"""What the gated model computes on the inputs of a certificate: run once, compared often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.recording import Inputs
+from l0prune.errors import CertificateError
+from l0prune.exporting.certify.difference import comparable, difference
+from l0prune.exporting.certify.float64 import InFloat64
+from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.slicing.dtypes import cast, name_of
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model computes on one input.
+
+    Attributes:
+        inputs: the input.
+        exact: the tensors and numbers of its output in float64.
+        single: the same in float32.
+    """
+
+    inputs: Inputs
+    exact: Sequence[Any]
+    single: Sequence[Any]
+
+    def at(self, dtype: torch.dtype) -> Sequence[Any]:
+        """The output in one of the two."""
+        return self.exact if dtype == torch.float64 else self.single
+
+    @property
+    def rounding(self) -> float:
+        """What rounding alone does to the model in float32."""
+        return difference(self.exact, self.single)
+
+    def of_tensors(self) -> Answer:
+        """The same without the numbers beside the tensors."""
+        exact, single = (
+            [leaf for leaf in output if isinstance(leaf, Tensor)]
+            for output in (self.exact, self.single)
+        )
+        return replace(self, exact=exact, single=single)
+
+
+def answers_of(model: nn.Module, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
+    """What the model computes on each of these inputs, on the CPU.
+
+    Raises:
+        CertificateError: it cannot be run.
+    """
+    exact, single = (_outputs(model, inputs, dtype) for dtype in (torch.float64, torch.float32))
+    return tuple(Answer(*each) for each in zip(inputs, exact, single, strict=True))
+
+
+def _outputs(model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype) -> list[list[Any]]:
+    again = lent(model, dtype)
+    outputs = (comparable(output_of(again, given, dtype)) for given in inputs)
+    # copies, as it may return what its next forward writes into
+    return [pytree.tree_map_only(Tensor, torch.clone, output) for output in outputs]
+
+
+def is_valid(model: nn.Module, given: Inputs) -> bool:
+    """Does the model take these inputs, and make numbers of them? Asked in float64."""
+    try:
+        (output,) = _outputs(model, [given], torch.float64)
+    except CertificateError:
+        return False
+    return not any(leaf.isnan().any() for leaf in output if isinstance(leaf, Tensor))
+
+
+def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
+    """What a model that is in ``dtype`` computes, in that dtype throughout.
+
+    The next one draws the same random numbers, if it draws any.
+    """
+    args, kwargs = cast(given, dtype)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), running_in(dtype):
+        torch.default_generator.manual_seed(0)
+        return model(*args, **kwargs)
+
+
+@contextmanager
+def running_in(dtype: torch.dtype) -> Iterator[None]:
+    """Whatever a model raises while it runs in ``dtype``, as a CertificateError."""
+    try:
+        with InFloat64() if dtype == torch.float64 else nullcontext():
+            yield
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CertificateError(
+            f"The exported model could not be compared with the gated one, because running in "
+            f"{name_of(dtype)} failed with {type(error).__name__}: {first}. Nothing was written. "
+            "The usual cause is a tensor that model.double() does not convert: a plain attribute "
+            "that should be a buffer (register_buffer), or a dtype fixed in code the model calls."
+        ) from error

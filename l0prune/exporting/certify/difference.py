@@ -1,0 +1,39 @@
+"""How far two outputs are apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_NUMBERS = (bool, int, str)  # what an output may hold beside tensors, and must be the same
+
+
+def difference(expected: Any, found: Any) -> float:
+    """Largest difference over all output tensors, each relative to its own largest value.
+
+    Infinite where shapes, or numbers that are no tensors, are not the same.
+    """
+    firsts, seconds = comparable(expected), comparable(found)
+    if len(firsts) != len(seconds) or any(
+        a != b if isinstance(a, _NUMBERS) or isinstance(b, _NUMBERS) else a.shape != b.shape
+        for a, b in zip(firsts, seconds, strict=True)
+    ):
+        return float("inf")
+    errors = []
+    for a, b in zip(firsts, seconds, strict=True):
+        if isinstance(a, _NUMBERS):
+            continue
+        if a.numel():
+            a, b = a.double(), b.double()
+            gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
+            largest = torch.where(a.isinf(), 0, a).abs().max()
+            errors.append(float(gap.max() / largest.clamp(min=torch.finfo(torch.float32).tiny)))
+    return max(errors, default=0.0) if not any(e != e for e in errors) else float("nan")
+
+
+def comparable(output: Any) -> list[Any]:
+    """What can be compared of an output: its tensors and numbers."""
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]
