@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, say
+from l0prune.cli.edge import emit, err, say
 from l0prune.cli.options import Json, TrustPickle
 from l0prune.cli.project import newest, output_path
+from l0prune.cli.stages import shown
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 
@@ -44,17 +45,20 @@ def export(
     path = file or newest("*.tuned.pt", "*.gated.pt", command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     say(f"exporting {path}")
-    dense = l0prune.export(model)
+    with shown(err):
+        dense = l0prune.export(model)
     stem = output_path(None, str(path), "") if out is None else _without_ending(out)
     if stem.is_dir():  # a folder: the model's own name in it
         stem = stem / output_path(None, str(path), "").name
     files: list[Path] = []
-    if onnx or not (pt2 or state):
-        files += dense.save_onnx(f"{stem}{ONNX}")
-    # of a model in parts the ONNX files leave out the code between them: its class needs its state
-    for wanted, ending in ((pt2, PT2), (state or len(dense.pieces) > 1, STATE)):
-        if wanted:
-            files += dense.save(f"{stem}{ending}")
+    with shown(err):
+        if onnx or not (pt2 or state):
+            files += dense.save_onnx(f"{stem}{ONNX}")
+        # of a model in parts the ONNX files leave out the code between them: its class needs its
+        # state
+        for wanted, ending in ((pt2, PT2), (state or len(dense.pieces) > 1, STATE)):
+            if wanted:
+                files += dense.save(f"{stem}{ending}")
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     emit(result, json, dense)
     if not json:

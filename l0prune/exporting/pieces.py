@@ -19,6 +19,7 @@ from l0prune.exporting.slicing.dtypes import dtype_of
 from l0prune.exporting.slicing.program import programs, reexport, reexport_part
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
+from l0prune.running.stages import stage
 
 _FIXED = "with a free batch size torch.export finds no graph that is right for it"
 _FROM_TWO = "the model's forward treats a single example in another way"
@@ -56,6 +57,7 @@ class Piece:
         return f"{examples_in(self.answers[0].inputs)} only"
 
 
+@stage("making a program of the smaller model")
 def pieces_of(subject: Subject, parts: Parts, proven: Proven) -> tuple[Piece, ...]:
     """The programs of what was proven; its modules are in the model's dtype afterwards."""
     whole_or_islands = _whole if subject.plan.parts == ("",) else _islands

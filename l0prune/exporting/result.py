@@ -26,6 +26,7 @@ from l0prune.exporting.pieces import Piece, renewed
 from l0prune.files.atomic import atomic_write
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import draws, operator_name
+from l0prune.running.stages import stage
 
 
 @dataclass
@@ -115,7 +116,8 @@ class Export:
             proto, session = onnx_file.runnable(piece.single)
             protos[self._file_of(piece, path)] = proto
             onnx_file.describe(proto, {"batch": piece.batches})
-            checks += compare_onnx(piece.answers, session, piece.path)
+            with stage("comparing its ONNX file"):
+                checks += compare_onnx(piece.answers, session, piece.path)
         certificate = self.certificate.without("onnx").with_checks(checks)
         facts = {
             "certificate": json.dumps(certificate.to_dict()),

@@ -19,6 +19,7 @@ from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
 from l0prune.infer.parts import Part, Parts, parts_of
 from l0prune.plan.plan import Plan
+from l0prune.running.stages import stage
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _copy(model: nn.Module) -> nn.Module:
         return copied_around(model)
 
 
+@stage("capturing the model")
 def surveyed(subject: Subject) -> Parts:
     """The model's parts, the whole with a free batch size where that finds the same plan.
 

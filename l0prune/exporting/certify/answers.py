@@ -17,6 +17,7 @@ from l0prune.exporting.certify.difference import comparable, difference
 from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.lending import lent
 from l0prune.exporting.slicing.dtypes import cast, name_of
+from l0prune.running.stages import stage
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Answer:
         return replace(self, exact=exact, single=single)
 
 
+@stage("running the gated model in float64 and float32")
 def answers_of(model: nn.Module, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
     """What the model computes on each of these inputs, on the CPU.
 

@@ -14,7 +14,6 @@ from l0prune.capture.recording import Inputs, examples_in
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
-from l0prune.exporting.slicing.dtypes import dtype_of
 
 
 def with_free_batch(model: nn.Module, example: Inputs) -> Captured:
@@ -60,7 +59,7 @@ def _first(example: Inputs) -> Inputs:
 
 
 def _output(module: nn.Module, given: Inputs) -> Any:
-    """What a copy in the model's dtype computes, as a forward may leave traces; draws of random numbers are alike."""
+    """What a copy computes, as a forward may leave traces; draws of random numbers are alike."""
     args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return lent(module, dtype_of(module))(*args, **kwargs)
+        return lent(module)(*args, **kwargs)

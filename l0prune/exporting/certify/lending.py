@@ -19,13 +19,16 @@ from l0prune.exporting.slicing.dtypes import follow
 _DETACH = torch.ops.aten.detach.default
 
 
-def lent(model: Model, dtype: torch.dtype) -> Model:
-    """A copy on the CPU that computes in ``dtype``, to be run and thrown away.
+def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
+    """A copy on the CPU that computes in ``dtype`` or as it is, to be run and thrown away.
 
     Its parameters are the model's own to read; what it writes into them it keeps to itself.
     """
-    borrowed = {id(p): _borrowed(p, dtype) for p in model.parameters() if _can_be_lent(p)}
-    return follow(copied(model, borrowed), dtype)
+    borrowed = {
+        id(p): _borrowed(p, dtype or p.dtype) for p in model.parameters() if _can_be_lent(p)
+    }
+    result = copied(model, borrowed)
+    return result.cpu() if dtype is None else follow(result, dtype)
 
 
 def _can_be_lent(parameter: nn.Parameter) -> bool:
@@ -80,7 +83,7 @@ class Lent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,

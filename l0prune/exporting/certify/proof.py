@@ -26,6 +26,7 @@ from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
+from l0prune.running.stages import stage
 
 Answers = TypeVar("Answers")
 
@@ -92,7 +93,8 @@ def _prove_whole(
 
     def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
         answers = answers_of(subject.gated, inputs)
-        return answers, compare(answers, graph)
+        with stage("comparing the smaller model with it"):
+            return answers, compare(answers, graph)
 
     answers, certificate = _certified(subject, batches, against)
     module: nn.Module = graph

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from l0prune.errors import FileError, L0pruneError
 from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
 from l0prune.files.atomic import atomic_write
+from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
     import onnx
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
+@stage("translating it to ONNX")
 def runnable(program: ExportedProgram) -> tuple[onnx.ModelProto, Session]:
     """The program in ONNX, loaded into ONNX Runtime.
 

@@ -21,6 +21,7 @@ from l0prune.exporting.own_class.resizing import Changes, changed_attributes, re
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.graph import KEPT_INPUTS
 from l0prune.exporting.slicing.tensors import under_all_names
+from l0prune.running.stages import stage
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Choice:
         return sum(bool(v.reason) for v in found), sum(bool(v.training) for v in found)
 
 
+@stage("trying its own class at the new sizes")
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
     """The resized model with the fewest faults, and of its guesses only those that it needs."""
     sure = best = _judged(own, own.candidates[0], references)

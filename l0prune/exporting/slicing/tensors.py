@@ -13,10 +13,12 @@ from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.infer.parts import Part, Parts
 from l0prune.plan.layout import Layouts, axes_of
 from l0prune.plan.plan import Plan, Site
+from l0prune.running.stages import stage
 
 _TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
 
 
+@stage("folding and cutting its tensors")
 def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) -> dict[str, Tensor]:
     """Every stored tensor that the parts use, folded and cut, in float64, by name."""
     tensors: dict[str, Tensor] = {}
