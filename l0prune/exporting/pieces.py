@@ -76,9 +76,9 @@ def _whole(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
 def _islands(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
     """Each part of the dense model, on what it receives in the gated one."""
     for part in parts.found:
-        answers = proven.answers[part.path] or answers_of(
-            subject.gated.get_submodule(part.path), [part.example]
-        )
+        answers = proven.answers[part.path]
+        if not answers:  # it was called on the example alone
+            answers = answers_of(subject.gated, [part.example], part.path)
         for form, alike in enumerate(_forms(answers), start=1):
             yield _island(subject, proven, part.path, alike, form)
 

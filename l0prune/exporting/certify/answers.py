@@ -53,18 +53,23 @@ class Answer:
 
 
 @stage("running the gated model in float64 and float32")
-def answers_of(model: nn.Module, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
-    """What the model computes on each of these inputs, on the CPU.
+def answers_of(model: nn.Module, inputs: Sequence[Inputs], path: str = "") -> tuple[Answer, ...]:
+    """What the model, or its submodule at ``path``, computes on each of these, on the CPU.
 
     Raises:
         CertificateError: it cannot be run.
     """
-    exact, single = (_outputs(model, inputs, dtype) for dtype in (torch.float64, torch.float32))
+    exact, single = (
+        _outputs(model, inputs, dtype, path) for dtype in (torch.float64, torch.float32)
+    )
     return tuple(Answer(*each) for each in zip(inputs, exact, single, strict=True))
 
 
-def _outputs(model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype) -> list[list[Any]]:
-    again = lent(model, dtype)
+def _outputs(
+    model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
+) -> list[list[Any]]:
+    # the whole model is lent: a submodule alone would take its gates along as they are
+    again = lent(model, dtype).get_submodule(path)
     outputs = (comparable(output_of(again, given, dtype)) for given in inputs)
     # copies, as it may return what its next forward writes into
     return [pytree.tree_map_only(Tensor, torch.clone, output) for output in outputs]

@@ -110,7 +110,7 @@ class Certificate:
 def compare(
     answers: Sequence[Answer], dense: nn.Module, what: Compared = "dense", part: str = ""
 ) -> list[Check]:
-    """Compare a model on the CPU in float64 and float32 with what the gated one answers.
+    """Compare a model, or a part of it, in float64 and float32 with what the gated one answers.
 
     In float32 they may differ by 1e-5, or by twice what rounding alone does to the gated model.
 
@@ -119,7 +119,7 @@ def compare(
     """
     checks = []
     for dtype in (torch.float64, torch.float32):
-        model = lent(dense, dtype)
+        model = lent(dense, dtype).get_submodule(part)
         for answer in answers:
             found = output_of(model, answer.inputs, dtype)
             checks.append(_check(what, answer, found, dtype, part))
@@ -151,9 +151,9 @@ def compare_in_parts(
         checks.append(Check("dense", name, examples_in(given), error, TOLERANCE[name]))
         for call in calls[:-1]:
             received[call.path].append(filled(call.inputs))
-    answers = {path: answers_of(gated.get_submodule(path), of) for path, of in received.items()}
+    answers = {path: answers_of(gated, of, path) for path, of in received.items()}
     for path in paths:
-        checks += compare(answers[path], dense.get_submodule(path), part=path)
+        checks += compare(answers[path], dense, part=path)
     return answers, checks
 
 
