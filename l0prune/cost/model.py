@@ -16,6 +16,7 @@ from itertools import repeat
 from math import prod
 from statistics import fmean
 from typing import Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -189,6 +190,17 @@ class CostModel:
                     key = (cost.owner, axes, monomial)
                     merged[cost.unit][key] += cost.scale * times * coefficient
         return {unit: [_Term(*k, value) for k, value in of.items()] for unit, of in merged.items()}
+
+
+_known: WeakValueDictionary[int, CostModel] = WeakValueDictionary()
+
+
+def cost_of(plan: Plan) -> CostModel:
+    """The plan's cost model: one for all who ask, as long as any of them holds it."""
+    found = _known.get(id(plan))
+    if found is None or found.plan is not plan:
+        found = _known[id(plan)] = CostModel(plan)
+    return found
 
 
 def reachable(costs: Iterable[Cost]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from l0prune.cost.model import CostModel
+from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import prove
 from l0prune.exporting.own_class.choice import own_class
@@ -34,7 +34,7 @@ def export(model: nn.Module) -> Export:
     tensors = cut_tensors(subject.plain, parts, by_part)
     graphs = dense_graphs(parts, by_part, tensors, subject.dtype)
     own = own_class(subject.plain, chosen, tensors, graphs)
-    cost = CostModel(parts.plan)
+    cost = cost_of(parts.plan)
     params = cost.actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, own, params)
     pieces = pieces_of(subject, parts, proven)

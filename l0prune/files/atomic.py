@@ -44,6 +44,20 @@ def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_whole(path: PathLike, content: str | bytes) -> None:
+    """Write text, as UTF-8, or bytes by ``atomic_write``.
+
+    Raises:
+        FileError: as there.
+    """
+    data = content.encode() if isinstance(content, str) else content
+
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
+    atomic_write(path, write)
+
+
 def _system_error(error: BaseException | None) -> OSError | None:
     """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):

@@ -87,7 +87,7 @@ def unpack(
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer by its first name, each once."""
+    """Every parameter and buffer by its first name, each once, whether saved or not."""
     return chain(module.named_parameters(), module.named_buffers())
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.cost.limits import Limit, LimitsLike, limits
-from l0prune.cost.model import CostModel
+from l0prune.cost.model import CostModel, cost_of
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.selection.fit import check_feasible, fit
@@ -80,7 +80,7 @@ class Budget:
         self.limits = limits(wanted)
         self._steps, self._ramp, self._round_to = steps, ramp, round_to
         self._rate = RATE / steps if rate is None else rate
-        self._cost = CostModel(self._gates.plan)
+        self._cost = cost_of(self._gates.plan)
         check_feasible(self._cost, self.limits, round_to)
         self._terms = [_Constraint(self._cost, limit) for limit in self.limits]
         self._bounds = torch.tensor([term.bound for term in self._terms])

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.model import CostModel, group_weights
+from l0prune.cost.model import cost_of, group_weights
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
@@ -124,7 +124,7 @@ class _Prices:
         self.plan = plan
         self.squares = ExpectedSquares(plan)
         self.divergence = Divergence(plan)
-        self._cost = CostModel(plan)
+        self._cost = cost_of(plan)
         self._per_axis: dict[Lambda, tuple[float, ...]] = {}
         self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}
 

@@ -19,8 +19,9 @@ from l0prune.capture.copying import copied
 from l0prune.data import Data, load_data
 from l0prune.data.inputs import as_arguments
 from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
-from l0prune.files.atomic import atomic_write
+from l0prune.files.atomic import write_whole
 from l0prune.files.model_sources import load_model
 from l0prune.recipes.schema import GateSection, ModelSection, Recipe, RoundSection
 
@@ -131,11 +132,7 @@ def _claim(folder: Path, recipe: Recipe) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{folder} cannot be made: {error}") from error
-    atomic_write(path, lambda file: _write(file, text))
-
-
-def _write(file: Any, text: str) -> None:
-    file.write(text.encode())
+    write_whole(path, text)
 
 
 def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> nn.Module:
@@ -205,16 +202,12 @@ class _OnnxFile(nn.Module):
     """An ONNX file as a module, so that it is tested like any other model."""
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime  # here, since only the last stage needs it
-
         super().__init__()
-        self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self._session = Session(str(path))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The file's first output."""
-        names = [given.name for given in self._session.get_inputs()]
-        feed = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-        return torch.from_numpy(self._session.run(None, feed)[0])
+        return self._session(list(inputs))[0]
 
 
 def _export(
@@ -253,5 +246,5 @@ def _export(
         "onnx": str(onnx),
         "training": history,
     }
-    atomic_write(folder / "result.json", lambda file: _write(file, json.dumps(result, indent=2)))
+    write_whole(folder / "result.json", json.dumps(result, indent=2))
     return result

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import nn
 
-from l0prune.cost.model import CostModel, Unit
+from l0prune.cost.model import Unit, cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of, weights_of
@@ -48,16 +48,16 @@ class Survey:
     @property
     def params(self) -> int:
         """Parameters of the dense model that its forward uses."""
-        return CostModel(self.plan).dense("params")
+        return cost_of(self.plan).dense("params")
 
     @property
     def macs(self) -> int:
         """Multiply-accumulates of the dense model for one example (1 MAC = 2 FLOPs)."""
-        return CostModel(self.plan).dense("macs")
+        return cost_of(self.plan).dense("macs")
 
     def reachable(self, unit: Unit) -> float:
         """The share of the model's ``"params"`` or ``"macs"`` that some axis can take away."""
-        return CostModel(self.plan).reachable(unit)
+        return cost_of(self.plan).reachable(unit)
 
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data for machines."""

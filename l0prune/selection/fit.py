@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.cost.limits import Limit, LimitsLike, limits
-from l0prune.cost.model import CostModel
+from l0prune.cost.model import CostModel, cost_of
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.layout import Both, axes_of
@@ -61,7 +61,7 @@ def fit(
     """
     gates = gates_of(model)
     wanted = () if budget is None else limits(budget)
-    cost = CostModel(gates.plan)
+    cost = cost_of(gates.plan)
     check_feasible(cost, wanted, round_to)
     worth = gates.log_alpha.detach() if scores is None else scores
     if worth.shape != (gates.plan.size,) or not bool(torch.isfinite(worth).all()):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import atomic_write
 from l0prune.files.loading import load_pickle
+from l0prune.files.structure import tensors_of
 from l0prune.running.shards import shard_like, whole
 from l0prune.training.settings import Settings
 
@@ -161,11 +161,6 @@ def _is_of(value: Any, hint: Any) -> bool:
     """Is the value of this type, as far as its outermost part goes?"""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
-
-
-def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a model by name, each once, whether saved or not."""
-    return chain(model.named_parameters(), model.named_buffers())
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.model import CostModel
+from l0prune.cost.model import cost_of
 from l0prune.gating.bank import Gates
 from l0prune.objective.budget import Budget
 from l0prune.objective.lambdas import Lambda
@@ -57,7 +57,7 @@ class Controller:
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
-        self._cost = CostModel(gates.plan)
+        self._cost = cost_of(gates.plan)
         self.budget = None if settings.budget is None else self._budget()
         if self.budget is None:
             check_feasible(self._cost, (), settings.round_to)

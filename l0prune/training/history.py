@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files.atomic import atomic_write
+from l0prune.files.atomic import write_whole
 
 NAME = "metrics.jsonl"
 
@@ -74,7 +74,7 @@ class Log:
         self._path = folder / NAME
         text = "".join(map(_line, records))
         # A run that was killed between two epochs may have written one record too many.
-        atomic_write(self._path, lambda file: _write(file, text))
+        write_whole(self._path, text)
         self._curves = _curves(folder, len(records), tensorboard)
 
     def write(self, record: Record) -> None:
@@ -106,10 +106,6 @@ def _line(record: Record) -> str:
 
 def _is_no_number(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _write(file: Any, text: str) -> None:
-    file.write(text.encode())
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.errors import Interrupted, NotGated, UsageError
+from l0prune.files.structure import tensors_of
 from l0prune.gating.attaching import gates_of
 from l0prune.running.device import device_of
 from l0prune.running.processes import World
 from l0prune.running.shards import is_sharded, whole
-from l0prune.training.checkpoint import tensors_of
 from l0prune.training.memory import repeated_blocks
 
 

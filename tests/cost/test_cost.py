@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
-from l0prune.cost.model import CostModel, group_count
+from l0prune.cost.model import CostModel, cost_of, group_count
 from l0prune.errors import UsageError
 from l0prune.plan.layout import Both, Cat, Const, Prod, Slots
 from l0prune.plan.plan import Cost
@@ -227,3 +227,10 @@ def test_recurrent_layers_cost_what_the_flop_counter_says(kind, settings):
     with FlopCounterMode(display=False) as flops, torch.no_grad():
         model(x)
     assert l0prune.survey(model, x).macs * 2 * len(x) == flops.get_total_flops()
+
+
+def test_a_plan_has_one_cost_model_while_someone_holds_it():
+    first, second = (plan_of([3], [Cost("m", "params", 1.0, (whole([3], 0),))]) for _ in range(2))
+    held = cost_of(first)
+    assert cost_of(first) is held
+    assert cost_of(second) is not held

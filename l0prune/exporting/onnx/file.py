@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
 from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
-from l0prune.files.atomic import atomic_write
+from l0prune.files.atomic import write_whole
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def _cause(error: BaseException) -> str:
 class Session:
     """An ONNX model, loaded into ONNX Runtime on the CPU."""
 
-    def __init__(self, content: bytes) -> None:
+    def __init__(self, content: bytes | str) -> None:
+        """Load the bytes of a file, or the file at a path."""
         import onnxruntime  # here, since only who writes a file need wait for it to load
 
         options = onnxruntime.SessionOptions()
@@ -171,9 +172,4 @@ def write(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
             f"{path} was not written: the model is larger than the 2 GB of one ONNX file. "
             "Save it as .pt2 instead."
         )
-    content = model.SerializeToString()
-    atomic_write(path, lambda file: _write(file, content))
-
-
-def _write(file: Any, content: bytes) -> None:
-    file.write(content)
+    write_whole(path, model.SerializeToString())
