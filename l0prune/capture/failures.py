@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 
 import torch
@@ -19,7 +20,9 @@ def explained(error: Exception, model: nn.Module) -> str:
     theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
     where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    known = "".join(f"{cause} " for cause in (_scripted(model), _packed(error)) if cause)
+    known = "".join(
+        f"{cause} " for cause in (_scripted(model), _packed(error), _unregistered(error)) if cause
+    )
     return (
         f"{known}torch.export could not follow the model{where}: {type(error).__name__}: "
         f"{first.strip()}\n"
@@ -51,3 +54,15 @@ def _packed(error: Exception) -> str:
             "recurrent layers on the padded batch."
         )
     return ""
+
+
+def _unregistered(error: Exception) -> str:
+    """How to make the class of an output known to torch; empty if it is no such failure."""
+    found = re.match(r"Found <class '(?P<name>[^']+)'> in output, which is not", str(error))
+    if not found:
+        return ""
+    name = found["name"].rpartition(".")[2]
+    return (
+        f"The forward returns a {name}, which torch cannot take apart: if it is a dataclass, call "
+        f"torch.export.register_dataclass({name}) once, before; or return a tuple or a dict."
+    )

@@ -1,7 +1,10 @@
 """What no look at a graph can mend is said where the model is given, in words that help."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from deadness import close_some, randomise
 from models import small
 from torch import nn
 
@@ -87,3 +90,32 @@ def test_packed_sequences_are_said_to_be_the_cause():
 
     with pytest.raises(CaptureError, match=r"^The forward packs sequences"):
         l0prune.survey(Packing(), torch.randn(2, 5, 4))
+
+
+@dataclass
+class Answer:
+    scores: torch.Tensor
+    ratio: float = 0.5
+
+
+class Answering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, x):
+        return Answer(self.inner(x))
+
+
+def test_a_dataclass_as_output_is_taken_whole_once_it_is_registered():
+    model = randomise(Answering()).eval()
+    in_parts = l0prune.survey(model, X)
+    assert in_parts.plan.parts == ("inner",)
+    assert "torch.export.register_dataclass(Answer) once" in in_parts.pins[0].reason
+    torch.export.register_dataclass(Answer)
+    dense = l0prune.export(close_some(l0prune.gate(model.double(), X.double())))
+    found, expected = dense.module(X.double()), model(X.double())
+    assert not dense.pieces[0].path
+    assert found.ratio == expected.ratio
+    assert dense.params < dense.params_before
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-10, atol=1e-12)
