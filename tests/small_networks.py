@@ -15,6 +15,7 @@ from functools import partial
 import networks
 import torch
 import torch.nn.functional as F
+from models import Tied
 from networks import FLAT, IMAGE, TOKENS, Fn, conv
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
@@ -292,17 +293,6 @@ def silent_channels_with_a_bias():
 
 @case(12)
 def tied_embedding():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(20, 12)
-            self.mix = nn.Linear(12, 12)
-            self.head = nn.Linear(12, 20, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(torch.relu(self.mix(self.embed(x))) + self.embed(x))
-
     return Tied()
 
 

@@ -12,6 +12,7 @@ from averages import AVERAGES
 from deadness import close_some, randomise
 from differences import difference, in_float64, onnx_difference, run_onnx
 from made_weights import MADE_WEIGHTS
+from models import Tied
 from networks import CASES, Fn
 from reordered import REORDERED
 from spectra import SPECTRA
@@ -136,16 +137,7 @@ def test_a_class_with_sizes_in_its_forward_cannot_be_rebuilt_and_says_so(tmp_pat
 
 
 def test_tied_weights_are_stored_under_both_names(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.embed(x)))
-
-    model = close_some(l0prune.gate(Tied(), (torch.randint(0, 20, (2, 5)),)))
+    model = close_some(l0prune.gate(Tied(mix=False, bias=True), (torch.randint(0, 20, (2, 5)),)))
     dense = l0prune.export(model)
     assert sum(p.numel() for p in dense.module.parameters()) == dense.params
     dense.save(tmp_path / "model.pt")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from deadness import close_some, randomise
 from differences import difference
+from models import Tied
 from torch import nn
 
 import l0prune
@@ -77,16 +78,7 @@ def test_the_module_goes_on_training():
 
 
 def test_tied_weights_stay_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(torch.tanh(self.embed(x)))
-
-    _, dense = exported(Tied(), torch.randint(0, 20, (2, 5)), exclude=())
+    _, dense = exported(Tied(mix=False, bias=True), torch.randint(0, 20, (2, 5)), exclude=())
     assert dense.rebuilt
     assert dense.module.head.weight is dense.module.embed.weight
     assert dense.module.embed.embedding_dim == dense.module.head.in_features < 12

@@ -116,7 +116,7 @@ def test_dtypes_stay(dtype, tmp_path):
     assert_same(model, l0prune.load(tmp_path / "a.pt", network()))  # a skeleton of float32
 
 
-class Tied(nn.Module):
+class Marked(nn.Module):
     """Two readers with one weight, a buffer that is not saved and a mark on a parameter."""
 
     def __init__(self):
@@ -131,16 +131,16 @@ class Tied(nn.Module):
 
 
 def test_ties_buffers_and_marks_stay(tmp_path):
-    model = gate(Tied(), torch.randn(2, 6))
+    model = gate(Marked(), torch.randn(2, 6))
     l0prune.save(model, tmp_path / "a.pt")
-    with pytest.raises(FileError, match=r"Tied.*--trust-pickle"):
+    with pytest.raises(FileError, match=r"Marked.*--trust-pickle"):
         l0prune.load(tmp_path / "a.pt")
     trusted = l0prune.load(tmp_path / "a.pt", trust_pickle=True)
     assert_same(model, trusted)
     assert trusted.c._parameters["weight"] is trusted.b._parameters["weight"]
     assert trusted.b._parameters["weight"].no_decay
     assert torch.equal(trusted.scale, model.scale)
-    skeleton = Tied()
+    skeleton = Marked()
     assert l0prune.load(tmp_path / "a.pt", skeleton) is skeleton
     assert_same(model, skeleton)
     assert skeleton.c._parameters["weight"] is skeleton.b._parameters["weight"]

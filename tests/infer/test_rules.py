@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from averages import AVERAGES
 from deadness import close_some, randomise, relative_effect_of_dead_slots
 from made_weights import MADE_WEIGHTS
+from models import Tied
 from networks import CASES, Fn
 from reordered import REORDERED
 from spectra import SPECTRA
@@ -18,39 +19,35 @@ import l0prune
 ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_closed_slots_are_dead(name):
-    module, shape, _ = ALL[name]
-    _, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(shape),))
-    assert error <= 1e-12
+@pytest.fixture(scope="module")
+def found(request):
+    """The plan of a network, its axes as one expects them, and what dead slots still change."""
+    module, shape, sizes = ALL[request.param]
+    plan, error = relative_effect_of_dead_slots(randomise(module), (torch.randn(shape),))
+    return plan, sizes, error
 
 
-@pytest.mark.parametrize("name", [n for n, case in ALL.items() if case[2]])
-def test_axes_found(name):
-    module, shape, sizes = ALL[name]
-    plan, _ = relative_effect_of_dead_slots(module, (torch.randn(shape),))
+def on(names):
+    return pytest.mark.parametrize("found", names, indirect=True)
+
+
+@on(ALL)
+def test_closed_slots_are_dead(found):
+    assert found[2] <= 1e-12
+
+
+@on([name for name, case in ALL.items() if case[2]])
+def test_axes_found(found):
+    plan, sizes, _ = found
     assert {axis.name.removeprefix("run."): axis.size for axis in plan.axes} == sizes
 
 
-def test_attention_has_heads_and_head_dims():
-    for name in ("fused_by_hand", "multi_head_attention", "encoder_layer"):
-        module, shape, _ = CASES[name]
-        plan, _ = relative_effect_of_dead_slots(module, (torch.randn(shape),))
-        assert sorted(axis.size for axis in plan.axes)[:2] == [4, 8], name
+@on(["fused_by_hand", "multi_head_attention", "encoder_layer"])
+def test_attention_has_heads_and_head_dims(found):
+    assert sorted(axis.size for axis in found[0].axes)[:2] == [4, 8]
 
 
 def test_tied_embedding_and_head_are_one_axis():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(20, 12)
-            self.mix = nn.Linear(12, 12)
-            self.head = nn.Linear(12, 20, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(torch.relu(self.mix(self.embed(x))) + self.embed(x))
-
     plan, error = relative_effect_of_dead_slots(Tied(), (torch.randint(0, 20, (2, 5)),))
     assert [axis.size for axis in plan.axes] == [12]
     assert plan.aliases == {"head.weight": "embed.weight"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from models import Tied
 from networks import CASES, Fn
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -116,16 +117,6 @@ def test_bare_weights_embeddings_and_tied_ones():
     assert raw.output.share == 1
     assert raw.macs == 5 * 32 * 96
     assert found["self_attn.out_proj"].macs == 5 * 32 * 32
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.mix = nn.Embedding(20, 12), nn.Linear(12, 12)
-            self.head = nn.Linear(12, 20, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x):
-            return self.head(torch.relu(self.mix(self.embed(x))))
 
     listed = l0prune.survey(Tied(), (torch.randint(0, 20, (2, 5)),)).layers
     tied = {layer.name: layer for layer in listed}
