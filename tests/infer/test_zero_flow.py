@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from deadness import randomise, relative_effect_of_dead_slots
+from deadness import close_some, randomise, relative_effect_of_dead_slots
 from networks import Fn
 from torch import nn
 
+import l0prune
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
 
@@ -59,10 +60,21 @@ LOSES = {
 }
 
 
+ALIKE = (
+    "sigmoid",
+    "clamp from above 0",
+    "masked_fill with 1",
+    "hardtanh above 0",
+    "sum with a number",
+    "where with a number",
+    "power 0",
+)
+
+
 def plan_and_error(function):
-    """Half of a sum is ``a(x)`` through the function, with no weight that reads it."""
-    module = Fn(lambda m, x: function(m.a(x)).sum(1, keepdim=True), a=nn.Linear(10, 8))
-    return relative_effect_of_dead_slots(module, (torch.randn(4, 10),))
+    """``a(x)`` through the function, and a norm of it, which no weight reads."""
+    run = lambda m, x: torch.linalg.vector_norm(function(m.a(x)), dim=1, keepdim=True)  # noqa: E731
+    return relative_effect_of_dead_slots(Fn(run, a=nn.Linear(10, 8)), (torch.randn(4, 10),))
 
 
 @pytest.mark.parametrize("name", KEEPS)
@@ -109,6 +121,20 @@ def test_and_nowhere_else(name):
     assert "a" not in [axis.name.removeprefix("run.") for axis in plan.axes]
     (pin,) = [pin for pin in plan.pins if pin.where == "a.weight dim 0"]
     assert "not zero there" in pin.reason
+
+
+@pytest.mark.parametrize("name", LOSES)
+def test_a_sum_makes_up_for_what_closed_slots_leave_alike(name):
+    """It can be told what they added where all of them became the same number, and only there."""
+    function = LOSES[name]
+    model = Fn(lambda m, x: function(m.a(x)).sum(1, keepdim=True), a=nn.Linear(10, 8)).double()
+    x = torch.randn(4, 10, dtype=torch.float64)
+    plan = l0prune.gates(l0prune.gate(model, (x,))).plan
+    assert (plan.axes[0].name == "a") == (name in ALIKE)
+    if name in ALIKE:
+        close_some(model)
+        with torch.no_grad():
+            assert torch.allclose(l0prune.export(model).module(x), model(x), rtol=1e-12)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False)])
