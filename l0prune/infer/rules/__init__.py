@@ -5,7 +5,6 @@ from l0prune.infer.rules import (  # noqa: F401
     contraction,
     einsum,
     factories,
-    layernorm,
     movement,
     normalisation,
     pointwise,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from l0prune.infer.expressions import Expr
 from l0prune.infer.nodes import argument, norm_dim, shape_of
 from l0prune.infer.registry import Value, affine, each, of_operand, rule, some
 from l0prune.infer.rules.movement import source
@@ -37,32 +38,46 @@ def batch_norm(infer: Inference, node: Node) -> Value:
     return dims
 
 
+@rule("aten.layer_norm", zero=affine(2))
+def layer_norm(infer: Inference, node: Node) -> Value:
+    """Statistics over the last dims read them without a weight: exact over the slots that stay.
+
+    A slot that is zero adds nothing to the sum and ``mean²`` to the sum of squares, so the
+    statistics over all slots follow from those that stay: ``exporting/slicing/layernorm.py``
+    computes them so.
+    """
+    return _read_without_weight(infer, node, "weight", "bias")
+
+
 @rule("aten.rms_norm", zero=of_operand(0))
 def rms_norm(infer: Inference, node: Node) -> Value:
     """A mean of squares over the last dims, in which zeros count only as a divisor."""
-    dims = infer.dims(source(node))
-    over = dims[-len(node.args[1]) :]  # type: ignore[arg-type]
-    weight = argument(node, 2, "weight")
-    if isinstance(weight, Node):
-        for mine, theirs in zip(over, infer.dims(weight), strict=True):
-            infer.solver.unify(mine, theirs)
-    for dim in over:
-        infer.read(dim, node, None, source(node), why="{who} averages over it", stays=True)
-    return dims
+    return _read_without_weight(infer, node, "weight")
 
 
 @rule("aten.native_layer_norm")
 def native_layer_norm(infer: Inference, node: Node) -> Value:
     """Statistics over the last dims, which therefore stay whole."""
-    dims = infer.dims(source(node))
-    over = len(node.args[1])  # type: ignore[arg-type]
-    for operand in (argument(node, 2, "weight"), argument(node, 3, "bias")):
-        if isinstance(operand, Node):
-            for mine, theirs in zip(dims[-over:], infer.dims(operand), strict=True):
-                infer.solver.unify(mine, theirs)
-    for dim in dims[-over:]:
+    for dim in _tied_to_affine(infer, node, "weight", "bias"):
         infer.solver.pin(dim, "{who} averages over it")
-    return dims
+    return infer.dims(source(node))
+
+
+def _read_without_weight(infer: Inference, node: Node, *affine_names: str) -> Value:
+    for dim in _tied_to_affine(infer, node, *affine_names):
+        infer.read(dim, node, None, source(node), why="{who} averages over it", stays=True)
+    return infer.dims(source(node))
+
+
+def _tied_to_affine(infer: Inference, node: Node, *names: str) -> tuple[Expr, ...]:
+    """The last dims, over which a norm goes, tied to those of its scale and shift."""
+    over = infer.dims(source(node))[-len(node.args[1]) :]  # type: ignore[arg-type]
+    for number, name in enumerate(names, start=2):
+        operand = argument(node, number, name)
+        if isinstance(operand, Node):
+            for mine, theirs in zip(over, infer.dims(operand), strict=True):
+                infer.solver.unify(mine, theirs)
+    return over
 
 
 @rule("aten.group_norm", zero=affine(2))
