@@ -37,7 +37,7 @@ def gated(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+@pytest.mark.parametrize("distributed", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_processes_write_one_model_that_exports(gated, distributed):
     pytest.importorskip("sklearn")
     code, out, err = torchrun(

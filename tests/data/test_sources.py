@@ -107,6 +107,7 @@ def test_packed_jpegs_that_are_damaged(tmp_path):
         load_data("cifar10", tmp_path)
 
 
+@pytest.mark.slow
 @needs_data
 def test_real_packed_jpegs():
     data = load_data("cifar10")

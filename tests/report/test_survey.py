@@ -165,20 +165,16 @@ def test_every_process_makes_the_same_plan():
         "    print(l0prune.survey(model, (torch.randn(*shape),)).plan.to_json())\n"
     )
     path = os.pathsep.join([os.getcwd(), str(Path(__file__).parents[1])])
-    plans = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     here = [l0prune.survey(CASES[n][0], (torch.randn(*CASES[n][1]),)).plan for n in names]
-    plans.add("".join(f"{plan.to_json()}\n" for plan in here))
-    assert len(plans) == 1
-    assert plans.pop().count('"sites"') == 3
+    assert there == "".join(f"{plan.to_json()}\n" for plan in here)
+    assert there.count('"sites"') == 3
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
