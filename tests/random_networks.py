@@ -194,8 +194,18 @@ class Author:
             (f"uneven split of {number}", lambda v: v[number].split([at, size - at], 1)[0]),
             (f"every other of {number}", lambda v: v[number][:, ::2]),
             (f"flip of {number}", lambda v: v[number].flip(1)),
+            (f"roll of {number}", lambda v: v[number].roll(at, 1)),
         )
-        self.step(*kinds[self.choose(4)])
+        self.step(*kinds[self.choose(len(kinds))])
+
+    def add_order(self) -> None:
+        """Channels in another order, some of them several times or not at all."""
+        number = self.pick()
+        size = self.values[number].shape[1]
+        order = [self.choose(size) for _ in range(1 + self.choose(size))]
+        if self.choose(2):
+            order = torch.randperm(size).tolist()
+        self.step(f"{order} of {number}", lambda v: v[number][:, order])
 
     def add_shuffle(self) -> None:
         number = self.pick(rank=4, even=True)
@@ -292,8 +302,13 @@ class Author:
         def rms_by_hand(x: Tensor, weight: Tensor) -> Tensor:
             return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-2))
 
+        def layer_norm_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+            variance = x.var(-1, keepdim=True, correction=0)
+            return weight * (x - x.mean(-1, keepdim=True)) / (variance + 1e-2).sqrt()
+
         kinds = {
             "mean": lambda x, m: x * x.mean(-1, keepdim=True),
+            "LayerNorm by hand": lambda x, m: layer_norm_by_hand(x, m.weight),
             "mean of all": lambda x, m: x * x.mean(),
             "RMSNorm": lambda x, m: F.rms_norm(x, (size,), m.weight, 1e-2),
             "RMSNorm by hand": lambda x, m: rms_by_hand(x, m.weight),
