@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 # Seconds: what hangs is ended, but a busy machine takes its time.
-LONGEST = 600
+LONGEST = 300
 
 
 def in_processes(function, *arguments, count=2, folder):

@@ -154,8 +154,10 @@ def joined(wanted: bool = True) -> Iterator[World]:
 def _of_group() -> Iterator[World]:
     rank = dist.get_rank()
     failed = f"l0prune/failed/{next(_times_joined)}"
-    hosts = dist.new_group(backend="gloo", timeout=_LONG)
+    hosts: Any = dist.new_group(backend="gloo", timeout=_LONG)
     try:
+        # Who fails at once closes its connections, while another one may still be making them.
+        dist.barrier(hosts)
         with warnings.catch_warnings():
             # Said by DDP of 1×1 filters with channels last, whose strides are ambiguous.
             warnings.filterwarnings("ignore", message="Grad strides do not match bucket view")
