@@ -6,7 +6,7 @@ two models run on inputs that no certificate has seen, with other numbers of exa
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from dataclasses import fields, is_dataclass
 
 import onnxruntime
@@ -15,25 +15,31 @@ from torch.utils import _pytree as pytree
 
 from l0prune.exporting.certify.float64 import InFloat64
 
+# What is left of a cut in float32: the weights that were folded are rounded once.
+ROUNDED = 1e-5
+
 
 def in_float64(module, args):
-    """The model and its example inputs in float64: what is cut is then exact to 1e-10."""
-    return module.double(), pytree.tree_map(
-        lambda leaf: leaf.double() if is_floating(leaf) else leaf, args
-    )
+    """The model and its example inputs in float64: what is cut from there on is exact to 1e-10."""
+    return module.double(), in_float64_too(args)
+
+
+def in_float64_too(tree):
+    return pytree.tree_map(lambda leaf: leaf.double() if is_floating(leaf) else leaf, tree)
 
 
 @torch.no_grad()
 def difference(gated, dense, args, kwargs=None):
-    """Of any output, as a part of its scale; nan where one is no number.
+    """Of any output, as a part of its scale, in float64; nan where one is no number.
 
     ``gated`` is the model in eval mode, ``dense`` what ``l0prune.export`` made of it, and the
     example inputs say what others may look like.
     """
     found = []
-    for inputs, named in others(dense, args, kwargs):
-        with InFloat64() if is_float64(gated) else contextlib.nullcontext():
-            pair = gated(*inputs, **named), dense.module.eval()(*inputs, **named)
+    models = [copy.deepcopy(each).double().eval() for each in (gated, dense.module)]
+    for inputs, named in others(dense, *in_float64_too((args, kwargs))):
+        with InFloat64():
+            pair = [model(*inputs, **named) for model in models]
         found += [of_scale(*each) for each in zip(*map(tensors, pair), strict=True)]
     return float(torch.stack(found).max())
 
@@ -101,7 +107,3 @@ def tensors(tree):
 
 def is_floating(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def is_float64(model):
-    return all(p.dtype == torch.float64 for p in model.parameters() if p.is_floating_point())

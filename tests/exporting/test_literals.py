@@ -95,7 +95,6 @@ def test_an_epsilon_of_the_dtype_stays_one():
     dense = cut(model, x, [1, 3, 4])
     (call,) = calls(dense, "aten.rms_norm")
     assert len(call.args) < 4  # eps is not given
-    assert difference(model, dense, x) <= 1e-6
     model, x = in_float64(l0prune.ungate(model), x)
     assert difference(model, cut(model, x, [1, 3, 4]), x) <= 1e-12
 

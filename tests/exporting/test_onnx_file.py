@@ -63,12 +63,19 @@ class InBlocks(nn.Module):
         return self.proj(y.transpose(2, 3).flatten(3))
 
 
-@pytest.mark.parametrize("leading", [5, 3])
-@pytest.mark.parametrize(
-    "mask",
-    [None, torch.randn(7, 7), torch.eye(7).bool()],
-    ids=["none", "added", "boolean"],
-)
+MASKS = {"none": None, "added": torch.randn(7, 7), "boolean": torch.eye(7).bool()}
+BY_DEFAULT = {("none", 5), ("added", 3), ("boolean", 5)}
+ATTENTION = [
+    pytest.param(
+        MASKS[name], leading, id=f"{name}-{leading}",
+        marks=() if (name, leading) in BY_DEFAULT else pytest.mark.slow,
+    )
+    for name in MASKS
+    for leading in (5, 3)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "leading"), ATTENTION)
 def test_attention_over_more_or_fewer_than_four_dims(mask, leading, tmp_path):
     x = torch.randn(2, 2, 7, 12)
     model = randomise(InBlocks(mask, leading)).eval()
@@ -103,7 +110,13 @@ def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["lstm", "gru_both_ways", "lstm_with_projections", "voice_encoder"]
+    "name",
+    [
+        pytest.param("lstm", marks=pytest.mark.slow),
+        "gru_both_ways",
+        "lstm_with_projections",
+        pytest.param("voice_encoder", marks=pytest.mark.slow),
+    ],
 )
 def test_recurrent_layers_are_written_as_they_are(name, tmp_path):
     module, example = CASES[name]()
