@@ -342,7 +342,7 @@ ENDLESS = 10**12
         {"sites": [["4.weight", 1, ["prod", *[["cat", 216]] * 9], "read"]]},
         {"sites": [["4.weight", -1, 216, "read"]]},
         {"sites": [["4.weight", 1, 216, "burn"]]},
-        {"sites": [["4.weight", 1, ["prod", 216, *[["slots", 0, 0, 1]] * 10**6], "read"]]},
+        {"sites": [["4.weight", 1, ["prod", 216, *[["slots", 0, 0, 1]] * 10**5], "read"]]},
         {"tensors": {"4.weight": [8, ENDLESS]}},
         {"costs": [["4", "params", 1.0, [ENDLESS], "4.weight"]]},
         {"costs": [["4", "params", float("nan"), [8], "4.weight"]]},

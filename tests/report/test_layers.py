@@ -42,7 +42,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+LARGE = {"densenet121", "googlenet"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=[pytest.mark.slow] if m in LARGE else []) for m in MODELS]
+)
 def test_nothing_is_unlisted(name):
     model, x = MODELS[name]()
     found = l0prune.survey(model, (x,))

@@ -25,6 +25,7 @@ from l0prune.training import checkpoint
 from l0prune.training.run import finetune
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+SLOW = pytest.mark.slow
 
 
 def common(**own):
@@ -46,6 +47,7 @@ class Watched(HardConcrete):
 
 def own_samples(rank, distributed):
     """What gates were drawn with, and the outcome of a run with a norm and dropout."""
+    Watched.noises.clear()
     example = torch.zeros(2, small_task.FEATURES)
     model = l0prune.gate(small_task.network(dropout=0.3), example, gate=Watched())
     history = finetune(model, small_task.data(), **common(distributed=distributed))
@@ -79,22 +81,53 @@ def stopped(rank, folder, distributed, then):
     return results
 
 
-def everything(rank, folder, distributed):
+WRAPPERS = ("ddp", "fsdp")
+# By default each run is wrapped in one of the two ways; in both with ``-m slow``.
+BY_DDP = {"adam", "own batches", "less than all", "checkpointed", "budget"}
+WRAPPED = [
+    pytest.param(wrapper, name, marks=[] if (name in BY_DDP) == (wrapper == "ddp") else [SLOW])
+    for wrapper in WRAPPERS
+    for name in RUNS
+]
+
+
+def everything(rank, folder, names):
     """All that two processes do in peace, in one go, since processes take long to start."""
+    return {wrapper: all_of(rank, folder / wrapper, wrapper, names[wrapper]) for wrapper in names}
+
+
+def all_of(rank, folder, distributed, names):
     other = "fsdp" if distributed == "ddp" else "ddp"
     return {
-        "runs": {name: outcome(name, distributed=distributed) for name in RUNS},
+        "runs": {name: outcome(name, distributed=distributed) for name in names},
         "samples": own_samples(rank, distributed),
         "stopped": stopped(rank, folder / "same", distributed, distributed),
         "switched": stopped(rank, folder / "other", distributed, other),
     }
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def both(request, tmp_path_factory):
-    """What each of two processes did, and the folder that they wrote into."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return in_processes(everything, folder, request.param, folder=folder), folder
+@pytest.fixture(scope="module")
+def done(request, tmp_path_factory):
+    """What each of two processes did with both wrappers, and the folder that they wrote into."""
+    folder = tmp_path_factory.mktemp("wrappers")
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    names = {wrapper: [] for wrapper in WRAPPERS}
+    for each in asked:  # only runs that this session looks at
+        if "both" in each and "name" in each:
+            names[each["both"]].append(each["name"])
+    for wrapper in WRAPPERS:
+        (folder / wrapper).mkdir()
+    return in_processes(everything, folder, names, folder=folder), folder
+
+
+@pytest.fixture(scope="module")
+def both(request, done):
+    """The same of one wrapper."""
+    results, folder = done
+    return [of_one[request.param] for of_one in results], folder / request.param
+
+
+both_ways = pytest.mark.parametrize("both", WRAPPERS, indirect=True)
 
 
 def nearly(record):
@@ -103,7 +136,7 @@ def nearly(record):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by a compiler looking
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("both", "name"), WRAPPED, indirect=["both"])
 def test_two_processes_learn_what_one_does(both, name):
     (first, records), (second, others) = (results["runs"][name] for results in both[0])
     assert records == others
@@ -116,6 +149,7 @@ def test_two_processes_learn_what_one_does(both, name):
     assert records == list(map(nearly, expected))
 
 
+@both_ways
 def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
     first, second = (results["samples"] for results in both[0])
     assert first[0].shape == (16, 22)  # one for each step that draws them
@@ -126,6 +160,7 @@ def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
     assert first[2][-1]["test_loss"] == pytest.approx(first[3]["test_loss"], rel=1e-5)
 
 
+@both_ways
 @pytest.mark.parametrize("how", ["stopped", "switched"])
 def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
     first, second = (results[how] for results in both[0])
