@@ -37,7 +37,7 @@ class ExpectedSquares:
         total = p.new_zeros(())
         for name, parameter in root.named_parameters():
             if parameter.requires_grad and parameter is not gates:
-                square = parameter.to(p.device, p.dtype).square()
+                square = _numbers(parameter).to(p.device, p.dtype).square()
                 total = total + self._chance(name, counting, p.device).sum(square, padded)
         return total
 
@@ -83,6 +83,11 @@ class _Chance:
             chance = padded[gates[0]] if len(gates) == 1 else padded[gates].prod(0)
             compact = compact * chance
         return compact.sum()
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """The parameter; a complex one with a last dim of real and imaginary parts."""
+    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
 
 
 def _sharing(tables: Sequence[Tensor], one: int) -> list[list[Tensor]]:

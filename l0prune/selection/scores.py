@@ -252,7 +252,7 @@ def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
 def _squares(tensor: Tensor, dim: int) -> Tensor:
     """The sum of squares of each slice along ``dim``; float64 on the CPU, shape ``(slices,)``."""
     slices = tensor.movedim(dim, 0).flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
-    return slices.cpu().double().square().sum(1)
+    return slices.abs().cpu().double().square().sum(1)  # |w|², as some are complex
 
 
 def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:

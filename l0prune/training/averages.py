@@ -123,7 +123,9 @@ def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, value in tensors.items():
-                if value is None or id(value) in seen or not value.is_floating_point():
+                if value is None or id(value) in seen:
+                    continue
+                if not (value.is_floating_point() or value.is_complex()):
                     continue
                 if isinstance(value, nn.Parameter) and not value.requires_grad:
                     continue
@@ -133,5 +135,5 @@ def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:
 
 def _wide(value: Tensor) -> Tensor:
     """A copy of at least float32."""
-    wide = value.dtype in (torch.float32, torch.float64)
-    return value.detach().to(value.dtype if wide else torch.float32, copy=True)
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    return value.detach().to(torch.float32 if is_half else value.dtype, copy=True)
