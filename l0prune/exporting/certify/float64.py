@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l0prune.exporting.certify.quantisation import in_float64
+
 _LESS = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
 _LESS |= dict.fromkeys((torch.complex64, torch.complex32), torch.complex128)
 
@@ -44,4 +46,4 @@ class InFloat64(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("dtype") in _LESS:
             kwargs["dtype"] = _LESS[kwargs["dtype"]]
-        return func(*args, **kwargs)
+        return in_float64(func)(*args, **kwargs)
