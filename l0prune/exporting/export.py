@@ -11,7 +11,7 @@ from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.resizing import manifest
 from l0prune.exporting.pieces import note_on_batches, pieces_of
-from l0prune.exporting.result import Export
+from l0prune.exporting.result import Export, note_on_draws
 from l0prune.exporting.slicing.chosen import chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
@@ -46,7 +46,9 @@ def export(model: nn.Module) -> Export:
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note="\n".join(filter(None, (note_on_own, note_on_batches(pieces)))),
+        note="\n".join(
+            filter(None, (note_on_own, note_on_batches(pieces), note_on_draws(parts.draws)))
+        ),
         pieces=pieces,
         certificate=Certificate(proven.checks),
         params=params,

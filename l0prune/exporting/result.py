@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.pieces import Piece, renewed
 from l0prune.files.atomic import atomic_write
 from l0prune.files.tensor_file import each_once, write_tensors
-from l0prune.infer.nodes import draws, operator_name
+from l0prune.infer.nodes import called, draws
 from l0prune.running.stages import stage
 
 
@@ -37,8 +37,8 @@ class Export:
         module: the dense network. It is of the model's own class at the new sizes, and may be
             trained on, where the class allows them; else it is the captured graph, for evaluation.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
-        note: where it is not, why; what else of its own class has to be known; and the batches
-            that program and files are for, where these are not all.
+        note: where it is not, why; what else of its own class has to be known; the batches
+            that program and files are for, where these are not all; and what is random.
         pieces: the captured parts, each with its program.
         certificate: the measured errors.
         params, macs: of the dense network; MACs for one example.
@@ -206,13 +206,23 @@ class Export:
             yield Text(self.note)
 
 
+def note_on_draws(draws: Sequence[str]) -> str:
+    """What the user has to know of a model that draws random numbers; empty where it does not."""
+    if not draws:
+        return ""
+    return (
+        f"In eval mode the model draws random numbers ({', '.join(draws)}): it was compared with "
+        "the same draws, and save_onnx will refuse, since ONNX Runtime draws others."
+    )
+
+
 def _check_drawless(piece: Piece) -> None:
     """Raise CertificateError where the piece draws random numbers."""
     found = [node for node in piece.single.graph.nodes if draws(node)]
     if found:
         raise CertificateError(
             f"No ONNX file was written: in eval mode the model draws random numbers "
-            f"({operator_name(found[0].target)}), and ONNX Runtime draws others than torch, so "
+            f"({called(found[0])}), and ONNX Runtime draws others than torch, so "
             "that the file cannot be compared with the model. Give the model its noise as an "
             "input, or write it in torch's own formats: --pt2 or --state (Export.save)."
         )

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
-from l0prune.capture.provenance import module_of, source_of
+from l0prune.capture.provenance import module_of
 from l0prune.infer.expressions import Const, Expr, variables
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
     PIECES,
     RESHAPES,
+    called,
     dim_order,
     draws,
     has_tensor,
@@ -142,9 +143,7 @@ class Inference:
     def _call(self, node: Node) -> Value:
         name = operator_name(node.target)
         if draws(node):
-            source = source_of(node)
-            place = f" at {source}" if source else ""
-            why = f"eval mode draws random numbers for it ({name}{place}): a cut would draw others"
+            why = f"eval mode draws random numbers for it ({called(node)}): a cut would draw others"
             for operand in operands_of(node):
                 self.pin_all(operand, why)
         known = registered(name)
@@ -159,16 +158,15 @@ class Inference:
         """A call that no rule covers: nothing that touches it may be cut."""
         if not has_tensor(node):
             return None
-        source = source_of(node)
-        called = f"operator {name}" + (f" at {source}" if source else "")
+        operator = f"operator {called(node)}"
         why = (
-            f"{called} is unknown to l0prune{use}; a rule for it takes ten lines, "
+            f"{operator} is unknown to l0prune{use}; a rule for it takes ten lines, "
             f'@l0prune.infer.registry.rule("{name}"): see docs/architecture.md, '
             "'A rule for a new operator'"
         )
         for operand in operands_of(node):
             self.pin_all(operand, why)
-        return self.opaque(node, f"a result of {called}, which is unknown to l0prune")
+        return self.opaque(node, f"a result of {operator}, which is unknown to l0prune")
 
     # --- what rules use -------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from l0prune.capture.provenance import source_of
+
 
 def operator_name(target: Any) -> str:
     """``aten.conv2d`` for the overload ``aten.conv2d.default``; a function's own name else."""
@@ -48,6 +50,11 @@ def has_tensor(node: Node) -> bool:
 def is_pointwise(target: Any) -> bool:
     """Whether torch itself tags the operator as elementwise."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def called(node: Node) -> str:
+    """The call's operator and where the user's code makes it: ``aten.relu at model.py:12``."""
+    return " at ".join(filter(None, (operator_name(node.target), source_of(node))))
 
 
 def draws(node: Node) -> bool:

@@ -22,6 +22,7 @@ from l0prune.capture.provenance import within
 from l0prune.capture.recording import Inputs, examples_in, filled, record
 from l0prune.errors import CaptureError, UsageError
 from l0prune.infer.build import Analysis, analyse
+from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan.plan import Cost, Pin, Plan
@@ -59,6 +60,12 @@ class Parts:
     example: Inputs
     found: list[Part] = field(default_factory=list)
     unused: tuple[str, ...] = ()
+
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """The operators that draw random numbers in eval mode, and where they are called."""
+        nodes = (node for part in self.found for node in part.analysis.captured.graph.nodes)
+        return tuple(dict.fromkeys(called(node) for node in nodes if draws(node)))
 
 
 def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:

@@ -28,12 +28,14 @@ class Survey:
         unused: parameters that the eval-mode forward never touches (auxiliary heads).
         layers: every Linear, convolution, embedding and bare weight of the model, with the axes
             on its two sides or the reason why they stay whole.
+        draws: operators that draw random numbers in eval mode, each with its source line.
     """
 
     plan: Plan
     example: tuple[tuple[Any, ...], dict[str, Any]]
     unused: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
+    draws: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -78,6 +80,7 @@ class Survey:
             "layers": [asdict(layer) for layer in self.layers],
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
+            "draws": list(self.draws),
         }
 
     def to_json(self) -> str:
@@ -97,6 +100,12 @@ class Survey:
                 "torch.export cannot follow the whole model, so it is captured in parts: "
                 f"{', '.join(self.plan.parts)}. The code between them runs on as it is, and its "
                 "MACs are not counted."
+            )
+        if self.draws:
+            yield Text(
+                f"In eval mode the model draws random numbers ({', '.join(self.draws)}): an "
+                "axis that a draw is as wide as stays whole, and no ONNX file can be made, since "
+                "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
@@ -124,4 +133,4 @@ def survey(
     """
     parts = inferred(model, args, kwargs)
     layers = layers_of(parts.plan, weights_of(model), parts.unused)
-    return Survey(parts.plan, parts.example, parts.unused, layers)
+    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws)

@@ -91,6 +91,18 @@ def test_what_random_numbers_are_drawn_for_stays_and_the_rest_is_cut(forward):
         assert not torch.equal(dense.module(x), dense.module(x))
 
 
+def test_survey_and_note_say_what_is_random():
+    found = l0prune.survey(Fn(noise_like_an_axis, **layers()).eval(), torch.randn(2, 4))
+    assert [text.partition(" at ")[0] for text in found.draws] == ["aten.randn_like"]
+    assert ".py:" in found.draws[0]
+    assert found.to_dict()["draws"] == list(found.draws)
+    assert "draws random numbers (aten.randn_like at" in str(found)
+    assert (
+        "draws random numbers (aten.rand_like at"
+        in l0prune.export(gated(noise_for_each_example)).note
+    )
+
+
 def test_a_file_whose_numbers_cannot_be_compared_is_not_written(tmp_path):
     dense = l0prune.export(gated(noise_for_each_example))
     with pytest.raises(CertificateError, match="draws random numbers"):
@@ -103,6 +115,8 @@ def test_dropout_that_is_off_draws_nothing():
     model = Fn(lambda m, x: m.c(F.relu(m.b(F.dropout(F.relu(m.a(x)), 0.5, False)))), **layers())
     found = l0prune.survey(model.eval(), torch.randn(2, 4))
     assert [axis.size for axis in found.axes if axis.kind != "input"] == [8, 6]
+    assert found.draws == ()
+    assert "draws" not in str(found)
 
 
 def test_randomness_that_torch_does_not_know_of_is_refused():

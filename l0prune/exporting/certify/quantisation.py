@@ -11,7 +11,7 @@ from torch import Tensor
 _ATEN = torch.ops.aten
 
 
-def in_float64(operator: Any) -> Callable[..., Any]:
+def in_float64(operator: Callable[..., Any]) -> Callable[..., Any]:
     """The operator, or what computes the same where its scales are of float64."""
     return _INSTEAD.get(operator, operator)
 

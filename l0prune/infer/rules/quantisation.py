@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from l0prune.infer.nodes import argument, operator_name
-from l0prune.infer.registry import Value, of_operand, rule
+from l0prune.infer.registry import Value, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.rules.pointwise import pointwise, zero_when_tried
 
@@ -30,7 +30,7 @@ def _on_the_grid(node: Node, operands: Sequence[bool | None]) -> bool:
     value = point.meta.get("val") if isinstance(point, Node) else None
     is_whole = isinstance(value, Tensor) and not value.is_floating_point()
     learned = operator_name(node.target) == _LEARNED
-    return (is_whole or learned) and of_operand(0)(node, operands)
+    return (is_whole or learned) and operands[0] is True
 
 
 @rule("aten.fake_quantize_per_channel_affine", _LEARNED, zero=_on_the_grid)
