@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,45 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 def examples_in(inputs: Inputs) -> int:
     """Size of dim 0 of the first tensor that has one; 1 where none has."""
     return batch_of(*inputs) or 1
+
+
+def examples_given(example: Inputs) -> int:
+    """Examples in the inputs of a whole model: detectors take a list with one image for each."""
+    images = _first_list(example)
+    return examples_in(example) if images is None else max(len(images), 1)
+
+
+def first_of(example: Inputs) -> Inputs:
+    """The first of the examples that a whole model is given, as a batch of its own."""
+    images = _first_list(example)
+    if images is None:
+        return first_rows(example)
+
+    def first(value: Any) -> Any:
+        is_alike = isinstance(value, list | tuple) and len(value) == len(images)
+        return value[:1] if is_alike else value
+
+    args, kwargs = example
+    return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
+
+
+def first_rows(example: Inputs) -> Inputs:
+    """The first row of every tensor that has one for each example."""
+    size = examples_in(example)
+
+    def first(leaf: Tensor) -> Tensor:
+        return leaf[:1] if leaf.ndim and leaf.shape[0] == size else leaf
+
+    args, kwargs = pytree.tree_map_only(Tensor, first, example)
+    return args, kwargs
+
+
+def _first_list(example: Inputs) -> Sequence[Tensor] | None:
+    """The first input where it is a list of tensors."""
+    args, kwargs = example
+    first = next(iter((*args, *kwargs.values())), None)
+    is_list = isinstance(first, list | tuple) and all(isinstance(each, Tensor) for each in first)
+    return first if is_list else None
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import copied
 from l0prune.capture.recording import examples_in
-from l0prune.exporting.certify.answers import Answer, answers_of
+from l0prune.errors import CertificateError
+from l0prune.exporting.certify.answers import Answer, answers_of, output_of
+from l0prune.exporting.certify.certificate import LARGEST
+from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.proof import Proven
 from l0prune.exporting.slicing.dtypes import dtype_of
 from l0prune.exporting.slicing.program import programs, reexport, reexport_part
@@ -89,7 +93,23 @@ def _island(
     dense = proven.module.get_submodule(path)
     made = programs(dense, subject.dtype, answers[0].inputs, reexport_part)
     is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
-    return Piece(path, *made[:2], made[2] and not is_graph, answers, form=form)
+    if is_graph or not made[2]:
+        return Piece(path, *made[:2], False, answers, form=form)
+    alone = [answer for answer in answers if examples_in(answer.inputs) == 1]
+    several = tuple(answer for answer in answers if examples_in(answer.inputs) != 1)
+    if not several or all(_holds(made[1], answer) for answer in alone):
+        return Piece(path, *made, answers, form=form)
+    made = programs(dense, subject.dtype, answers[0].inputs, partial(reexport_part, least=2))
+    return Piece(path, *made, several, least=2, form=form)
+
+
+def _holds(single: ExportedProgram, answer: Answer) -> bool:
+    """Does the program of float32 compute what was answered, were it asked?"""
+    try:
+        found = output_of(single.module(check_guards=False), answer.inputs, torch.float32)
+    except CertificateError:
+        return False
+    return difference(answer.single, found) <= LARGEST
 
 
 def _forms(answers: Sequence[Answer]) -> list[tuple[Answer, ...]]:
@@ -106,9 +126,11 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
     """What the user has to know about the batches that programs and files take."""
     lines = []
     for piece in pieces:
-        if not piece.path and piece.batches != "1 or more":
+        is_limited = piece.least > 1 if piece.path else piece.batches != "1 or more"
+        if is_limited:
+            of = f" of {piece.path}" if piece.path else ""
             why = _FROM_TWO if piece.dynamic else _FIXED
-            lines.append(f"Program and ONNX file are for batches of {piece.batches}: {why}.")
+            lines.append(f"Program and ONNX file{of} are for batches of {piece.batches}: {why}.")
     return "\n".join(lines)
 
 
@@ -117,6 +139,6 @@ def renewed(piece: Piece, module: nn.Module) -> Piece:
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
     whole = partial(reexport, dynamic=piece.dynamic, least=piece.least)
-    export = reexport_part if piece.path else whole
+    export = partial(reexport_part, least=piece.least) if piece.path else whole
     made = programs(copied(part), dtype_of(part), inputs[0], export)
     return Piece(piece.path, *made, answers_of(part, inputs), piece.least, piece.form)

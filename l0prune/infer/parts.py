@@ -19,7 +19,7 @@ from l0prune.capture.capture import batch_of, capture
 from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
-from l0prune.capture.recording import Inputs, examples_in, filled, record
+from l0prune.capture.recording import Inputs, examples_given, filled, record
 from l0prune.errors import CaptureError, UsageError
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
@@ -168,7 +168,7 @@ def _children(module: nn.Module, path: str, seen: set[int]) -> list[str]:
 
 def _put_together(model: nn.Module, example: Inputs, found: list[Part], refused: str) -> Parts:
     """One plan of all islands, in which what lies between them is pinned."""
-    batch = _batch_of_whole(example)
+    batch = examples_given(example)
     seen = read_outside(copied(model), [part.path for part in found], example) if found else Seen()
     plan = _join([_of_island(model, found, i, batch, seen) for i in range(len(found))])
     pins = [Pin("the model as a whole", f"{refused} So its parts are captured one by one.")]
@@ -230,15 +230,6 @@ def _known_outside(model: nn.Module, part: Part) -> set[str]:
 
 def _tensors_of(parts: Sequence[Part]) -> set[str]:
     return {name for part in parts for name in part.analysis.plan.tensors}
-
-
-def _batch_of_whole(example: Inputs) -> int:
-    """Examples in a batch: detectors take a list with one image for each."""
-    args, kwargs = example
-    first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, list | tuple) and all(isinstance(each, Tensor) for each in first):
-        return max(len(first), 1)
-    return examples_in(example)
 
 
 def _join(plans: Sequence[Plan]) -> Plan:

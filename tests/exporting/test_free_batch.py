@@ -7,10 +7,12 @@ import copy
 import onnx
 import pytest
 import torch
+from models import Broken, small
 from networks import Fn
 from torch import nn
 
 import l0prune
+from l0prune.capture.recording import first_of
 
 
 def another_way_for_one(m, x):
@@ -113,3 +115,79 @@ def test_a_batch_that_is_fixed_is_said(tmp_path):
     assert not dense.dynamic
     assert "batches of 2 only" in dense.note
     assert metadata(dense, tmp_path)["l0prune.batch"] == "2 only"
+
+
+class InParts(Broken):
+    """The first part goes another way with a single example."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.a, self.b = Fn(lambda m, x: m.c[2](way(m, x)), c=small()), small()
+
+    def layers(self):
+        return self.a, self.b
+
+
+def doubled_for_one(m, x):
+    h = torch.relu(m.c[0](x))
+    return h * 2 if x.shape[0] == 1 else h
+
+
+def averaged_for_one(m, x):
+    """The mean counts what was cut, but for several examples nobody takes one."""
+    h = torch.relu(m.c[0](x))
+    return h - h.mean(1, keepdim=True) if x.shape[0] == 1 else h
+
+
+def nan_for_one(m, x):
+    return torch.relu(m.c[0](x)) / x.std(0).mean()
+
+
+def exported_in_parts(way):
+    torch.manual_seed(0)
+    model = l0prune.gate(InParts(way).eval(), torch.randn(3, 4))
+    assert l0prune.gates(model).plan.parts == ("a", "b")
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    return model, l0prune.export(model)
+
+
+def test_the_file_of_a_part_that_is_wrong_for_one_example_is_for_two_or_more(tmp_path):
+    model, dense = exported_in_parts(doubled_for_one)
+    assert dense.rebuilt
+    assert "file of a are for batches of 2 or more" in dense.note
+    x = torch.randn(1, 4)
+    torch.testing.assert_close(dense.module(x), model(x))
+    assert {c.batch for c in dense.certificate.checks if not c.part} == {1, 3}
+    for each in (dense, dense.renewed()):
+        a, b = (onnx.load(file) for file in each.save_onnx(tmp_path / "model.onnx"))
+        batches = [{e.key: e.value for e in m.metadata_props}["l0prune.batch"] for m in (a, b)]
+        assert batches == ["2 or more", "1 or more"]
+        with pytest.raises((RuntimeError, AssertionError)):
+            each.pieces[0].program.module()(x)
+
+
+def test_a_part_whose_class_is_wrong_for_one_example_becomes_a_graph_that_refuses_it():
+    model, dense = exported_in_parts(averaged_for_one)
+    assert "a is the captured graph" in dense.note
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(dense.module(x), model(x))
+    with pytest.raises(RuntimeError, match="has to measure 3"):
+        dense.module(x[:1])
+
+
+def test_one_example_of_which_the_model_makes_nan_proves_nothing():
+    _, dense = exported_in_parts(nan_for_one)
+    assert dense.rebuilt
+    assert not dense.note
+    assert {check.batch for check in dense.certificate.checks} == {3}
+
+
+def test_the_first_example_is_a_row_or_an_image_of_a_list():
+    x, images = torch.randn(3, 4), [torch.randn(3, 8, 8), torch.randn(3, 6, 8)]
+    (row,), named = first_of(((x,), {"mask": x > 0, "size": 3}))
+    assert row.shape == named["mask"].shape == (1, 4)
+    assert named["size"] == 3
+    (alone, targets), _ = first_of(((images, [{}, {}]), {}))
+    assert len(alone) == len(targets) == 1
+    assert torch.equal(alone[0], images[0])

@@ -81,7 +81,13 @@ def is_valid(model: nn.Module, given: Inputs) -> bool:
         (output,) = _outputs(model, [given], torch.float64)
     except CertificateError:
         return False
-    return not any(leaf.isnan().any() for leaf in output if isinstance(leaf, Tensor))
+    return not holds_nan(output)
+
+
+def holds_nan(output: Any) -> bool:
+    """Is any number in any tensor of the output none?"""
+    leaves = pytree.tree_leaves(output)
+    return any(bool(leaf.isnan().any()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:

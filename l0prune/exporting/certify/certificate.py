@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Call, Inputs, examples_in, filled, record
+from l0prune.capture.recording import Call, Inputs, examples_given, examples_in, filled, record
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.answers import Answer, answers_of, output_of, running_in
+from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, output_of, running_in
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
 from l0prune.exporting.slicing.dtypes import cast, name_of
@@ -148,13 +148,32 @@ def compare_in_parts(
         calls, others = (_calls(model, paths, given, exact) for model in (first, second))
         error = difference([c.output for c in calls], [c.output for c in others])
         name = name_of(exact)
-        checks.append(Check("dense", name, examples_in(given), error, TOLERANCE[name]))
+        checks.append(Check("dense", name, examples_given(given), error, TOLERANCE[name]))
         for call in calls[:-1]:
             received[call.path].append(filled(call.inputs))
     answers = {path: answers_of(gated, of, path) for path, of in received.items()}
     for path in paths:
         checks += compare(answers[path], dense, part=path)
     return answers, checks
+
+
+def answers_alone(
+    gated: nn.Module, paths: Sequence[str], given: Inputs
+) -> dict[str, tuple[Answer, ...]] | None:
+    """What each submodule answers when the model gets this input; None where it does not take it.
+
+    It does not, either, where it makes nan of it: a deviation over a batch of one.
+    """
+    try:
+        *calls, whole = _calls(lent(gated, torch.float64), paths, given, torch.float64)
+    except CertificateError:
+        return None
+    if holds_nan(whole.output):
+        return None
+    return {
+        path: answers_of(gated, [filled(call.inputs) for call in calls if call.path == path], path)
+        for path in paths
+    }
 
 
 def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.dtype) -> list[Call]:

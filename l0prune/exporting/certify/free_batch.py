@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured, capture
-from l0prune.capture.recording import Inputs, examples_in
+from l0prune.capture.recording import Inputs, examples_in, first_rows
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
@@ -39,23 +39,13 @@ def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> boo
 
     Whether it does so exactly is for the certificate to say.
     """
-    single = _first(example)
+    single = first_rows(example)
     graph = captured.program.module(check_guards=False)
     try:
         expected, found = (_output(module, single) for module in (model, graph))
     except Exception:  # one of them does not take it
         return False
     return difference(expected, found) <= LARGEST
-
-
-def _first(example: Inputs) -> Inputs:
-    size = examples_in(example)
-
-    def first(leaf: Tensor) -> Tensor:
-        return leaf[:1] if leaf.ndim and leaf.shape[0] == size else leaf
-
-    args, kwargs = pytree.tree_map_only(Tensor, first, example)
-    return args, kwargs
 
 
 def _output(module: nn.Module, given: Inputs) -> Any:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 from torch import nn
 from torch.fx import GraphModule
 
-from l0prune.capture.recording import Inputs
+from l0prune.capture.recording import Inputs, examples_given, first_of
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, is_valid
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
+    answers_alone,
     compare,
     compare_in_parts,
 )
@@ -116,21 +116,29 @@ def _prove_parts(
 ) -> Proven:
     """A model of which only islands were captured: their own classes, or else their graphs."""
     paths = list(graphs)
+    first, of_one = _one_example(subject, paths)
     # one candidate for all parts, so that what they share stays shared
     references = [
         Reference(
-            p.path, subject.plain.get_submodule(p.path), answers_of(graphs[p.path], [p.example])
+            p.path,
+            subject.plain.get_submodule(p.path),
+            (*answers_of(graphs[p.path], [p.example]), *of_one.get(p.path, ())),
         )
         for p in parts.found
     ]
     choice = choose(own, references)
     dense, changes = choice.module, choice.changes
-    for path, comparison in choice.comparisons.items():
-        if comparison.reason:
-            replace_part(dense, path, graphs[path])
-            changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
+    replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]
+    for path in replaced:
+        replace_part(dense, path, graphs[path])
+        changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
-    against = partial(compare_in_parts, subject.gated, dense, paths)
+    # a graph of a part asks for the example's sizes, and refuses others
+    also = () if replaced else first
+
+    def against(inputs: Sequence[Inputs]) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
+        return compare_in_parts(subject.gated, dense, paths, (*inputs, *also))
+
     try:
         answers, certificate = _certified(subject, (None, None), against)
     except CertificateError as error:
@@ -139,7 +147,24 @@ def _prove_parts(
             "code around them may read what was cut off them (a weight, a size). What it reads has "
             f"to stay: gate with exclude=... for those axes, such as exclude='{paths[0]}.*'."
         ) from error
+    if replaced:
+        answers |= {p: (*answers[p], *of_one.get(p, ())) for p in set(paths) - set(replaced)}
     return Proven(dense, graphs, answers, certificate.checks, choice.comparisons, changes)
+
+
+def _one_example(
+    subject: Subject, paths: Sequence[str]
+) -> tuple[tuple[Inputs, ...], dict[str, tuple[Answer, ...]]]:
+    """The example's first one alone, and what each part answers to what it receives of it.
+
+    Both are empty where the model does not take it, or where it is all that the example holds.
+    """
+    if examples_given(subject.example) > 1:
+        first = first_of(subject.example)
+        answers = answers_alone(subject.gated, paths, first)
+        if answers is not None:
+            return (first,), answers
+    return (), {}
 
 
 def _certified(

@@ -74,10 +74,13 @@ def programs(
     return program, single, dynamic and is_free
 
 
-def reexport_part(module: nn.Module, example: Inputs) -> tuple[ExportedProgram, bool]:
+def reexport_part(
+    module: nn.Module, example: Inputs, least: int = 1
+) -> tuple[ExportedProgram, bool]:
     """A part as a program of its own, with every dim free that its forward leaves free.
 
     What a part receives has a size of the data's making: an image's, the number of proposals.
+    The program refuses batches of less than ``least``.
     """
 
     def free(leaf: Any) -> Any:
@@ -88,9 +91,10 @@ def reexport_part(module: nn.Module, example: Inputs) -> tuple[ExportedProgram, 
         return {name: pytree.tree_map(free, value) for name, value in arguments.items()}
 
     wide = widened(*example)
-    with suppress(Exception):  # one row may be all that it takes
-        return _exported(module, wide, partial(shapes, wide))
-    return _exported(module, example, partial(shapes, example))
+    with _at_least(module, least):
+        with suppress(Exception):  # one row may be all that it takes
+            return _exported(module, wide, partial(shapes, wide))
+        return _exported(module, example, partial(shapes, example))
 
 
 def _exported(
