@@ -1,19 +1,22 @@
 """What torch decides by the values of a tensor only to be quicker, decided without them.
 
-torch.export stops at a branch on values. Some of torch's own layers have one that makes no
-difference to what they compute: a mask is compared with the causal one, so that a kernel for
-causal attention can be used. The graph is captured with the mask itself.
+torch.export stops at a branch on values. Some of torch's own layers have one: a mask is compared
+with the causal one, so that a kernel for causal attention can be used, which makes no difference
+to what is computed. An encoder whose padding comes last packs its tokens, which makes one at the
+padding: there it leaves zeros. The graph is captured with the mask itself, and with those zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import transformer
 
 
@@ -24,9 +27,56 @@ def _is_said_to_be_causal(
     return is_causal is True
 
 
-# The module of torch, the function in it, and what stands in for it.
-_HINTS: tuple[tuple[ModuleType, str, Any], ...] = (
+def _with_zeros_at_padding(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of ``nn.TransformerEncoder`` as it is in eval mode without gradients.
+
+    Where it may pack its tokens, it does so if the padding of every row comes last. The others are
+    zero after it, before the last norm. A captured graph has the layers of the general way.
+    """
+
+    @functools.wraps(forward)
+    def padded(
+        self: nn.TransformerEncoder,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        if src_key_padding_mask is None or mask is not None or not _may_pack(self, src):
+            return forward(self, src, mask, src_key_padding_mask, is_causal)
+        norm, self.norm = self.norm, None
+        try:
+            output = forward(self, src, mask, src_key_padding_mask, is_causal)
+        finally:
+            self.norm = norm
+        padding = src_key_padding_mask != 0
+        is_last = (padding[:, :-1] & ~padding[:, 1:]).any().logical_not()
+        output = output.masked_fill((padding & is_last).unsqueeze(-1), 0)
+        return output if norm is None else norm(output)
+
+    return padded
+
+
+def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
+    """What torch asks before it looks at the values of the mask."""
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and getattr(encoder, "use_nested_tensor", False)
+        and getattr(encoder, "mask_check", True)
+        and not encoder.layers[0].training
+        and src.dim() == 3
+        and not torch.is_autocast_enabled()
+    )
+
+
+# The module or class of torch, the function in it, and what stands in for it.
+_HINTS: tuple[tuple[ModuleType | type, str, Any], ...] = (
     (transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
+    (
+        nn.TransformerEncoder,
+        "forward",
+        _with_zeros_at_padding(nn.TransformerEncoder.forward),
+    ),
 )
 
 
@@ -34,7 +84,7 @@ _HINTS: tuple[tuple[ModuleType, str, Any], ...] = (
 def without_hints() -> Iterator[None]:
     """Within the context, torch's layers take the general way, which computes the same."""
     with ExitStack() as stack:
-        for module, name, instead in _HINTS:
-            if hasattr(module, name):  # of a private function nothing is promised
-                stack.enter_context(mock.patch.object(module, name, instead))
+        for owner, name, instead in _HINTS:
+            if hasattr(owner, name):  # of a private function nothing is promised
+                stack.enter_context(mock.patch.object(owner, name, instead))
         yield

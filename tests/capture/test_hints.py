@@ -1,10 +1,11 @@
-"""Branches on values that torch takes only to be quicker do not stop a capture."""
+"""Branches on values that torch takes only to be quicker: what they leave is captured."""
 
 from itertools import product
 
 import pytest
 import torch
 from deadness import close_some, randomise
+from differences import run_onnx
 from torch import nn
 
 import l0prune
@@ -81,3 +82,52 @@ def test_torch_has_its_own_way_back_afterwards():
     before = nn.modules.transformer._detect_is_causal_mask
     l0prune.survey(Encoder(constant=True), torch.randn(2, 5, 8))
     assert nn.modules.transformer._detect_is_causal_mask is before
+
+
+class Padded(nn.Module):
+    """Averages over all tokens, so that what stands at the padding counts."""
+
+    def __init__(self, *, nested, norm):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        norm = nn.LayerNorm(8) if norm else None
+        self.layers = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=nested)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x, padding):
+        return self.out(self.layers(x, src_key_padding_mask=padding).mean(1))
+
+
+def padding(*lengths, size=5):
+    return torch.arange(size) >= torch.tensor(lengths)[:, None]
+
+
+OTHERS = [padding(2), padding(3, 5), padding(5, 5), padding(1, 4, 3).flip(1)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("nested", "norm"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
+def test_padding_that_comes_last_is_zero_where_torch_packs_tokens(nested, norm, tmp_path):
+    torch.manual_seed(0)
+    model = randomise(Padded(nested=nested, norm=norm)).eval()
+    x, lengths = torch.randn(3, 5, 8), padding(2, 5, 4)
+    with torch.no_grad():
+        packed = model(x, lengths)
+    assert nested != torch.allclose(packed, model(x, lengths), atol=1e-3)  # with gradients
+    l0prune.gate(model, (x, lengths))
+    dense = l0prune.export(close_some(model))
+    assert dense.params < dense.params_before
+    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    for mask in (lengths, *OTHERS):
+        x = torch.randn(len(mask), 5, 8)
+        with torch.no_grad():
+            found, expected = dense.module(x, mask), model(x, mask)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(run_onnx(file, x, mask)[0], expected)
