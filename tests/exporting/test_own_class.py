@@ -8,6 +8,7 @@ from models import Tied
 from torch import nn
 
 import l0prune
+from l0prune.exporting.own_class.comparison import InTraining, training_fault
 
 
 class Attention(nn.Module):
@@ -209,10 +210,59 @@ class Auxiliary(nn.Module):
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_a_class_that_trains_on_something_else_says_so_where_that_can_be_known(rate):
+def test_a_class_that_trains_on_something_else_says_so(rate):
     _, dense = exported(Auxiliary(rate), torch.randn(4, 6))
     assert dense.rebuilt
-    assert ("it computes something else there" in dense.note) == (rate == 0)
+    assert "it computes something else there" in dense.note
+
+
+class Dropping(nn.Module):
+    """So few numbers that two seeds often drop the same of them."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(4, 6), nn.Linear(6, 3), drop
+
+    def forward(self, x):
+        return self.last(self.drop(torch.relu(self.first(x))))
+
+
+class Shaken(nn.Module):
+    """Noise that is as wide as what it is added to."""
+
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+class Layerdrop(nn.Module):
+    """One number that decides, as in speech models: it is the same in both."""
+
+    def forward(self, x):
+        return x * 2 if self.training and torch.rand([]) < 0.9 else x
+
+
+@pytest.mark.parametrize(
+    "drop", [nn.Dropout(0.05), nn.AlphaDropout(0.05), nn.RReLU(), Shaken(), Layerdrop()]
+)
+def test_what_is_drawn_in_training_is_no_reason_not_to_train(drop):
+    _, dense = exported(Dropping(drop), torch.randn(1, 4))
+    assert dense.rebuilt
+    assert dense.note == ""
+
+
+def test_a_dropout_that_drops_what_is_closed_anyway_is_no_fault():
+    torch.manual_seed(0)
+    x = torch.rand(1, 4) + 0.1
+    model = l0prune.gate(Dropping(nn.Dropout(0.1)).eval(), x, exclude="*.in")
+    nn.init.uniform_(model.first.weight)  # so that every slot has something to drop
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[[0, 3, 5]] = -9
+    module = l0prune.export(model).module
+    for rate in torch.linspace(0.02, 0.6, 20):
+        model.drop.p = module.drop.p = float(rate)
+        before = InTraining.of(model, ((x,), {}))
+        assert before is not None
+        assert training_fault(before, module) == ""
 
 
 def test_of_the_guesses_only_those_that_are_needed_stay():

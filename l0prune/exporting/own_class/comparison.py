@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -20,6 +17,7 @@ from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.own_class.draws import SteadyDraws
 from l0prune.exporting.slicing.dtypes import cast
 from l0prune.gating.bank import Gates
 
@@ -68,25 +66,22 @@ class InTraining:
     Attributes:
         inputs: the input.
         output: the tensors that it returns.
-        is_exact: whether a resized module has to compute the same. It cannot where the module
-            carries no gates, or computes something else each time, as with dropout.
+        draws: the random numbers that it drew.
+        is_gated: whether it carries gates, without which a smaller one computes something else.
     """
 
     inputs: Inputs
     output: list[Tensor]
-    is_exact: bool
+    draws: SteadyDraws
+    is_gated: bool
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Inputs) -> InTraining | None:
         """None where it wants more than it is given here, such as targets."""
         try:
-            output, draws = _in_training(module, inputs)
-            is_exact = has_gates(module) and (
-                not draws or _is_same(_in_training(module, inputs, seed=1)[0], output)
-            )
+            return cls(inputs, *_in_training(module, inputs), has_gates(module))
         except Exception:
             return None
-        return cls(inputs, output, is_exact)
 
 
 def training_fault(expected: InTraining | None, module: nn.Module) -> str:
@@ -94,46 +89,34 @@ def training_fault(expected: InTraining | None, module: nn.Module) -> str:
     if expected is None:
         return ""
     try:
-        found, _ = _in_training(module, expected.inputs)
+        found, draws = _in_training(module, expected.inputs)
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
     if [leaf.shape for leaf in found] != [leaf.shape for leaf in expected.output]:
         return "its output has another shape at these sizes"
-    if expected.is_exact and not _is_same(found, expected.output):
+    is_exact = expected.is_gated and draws.is_like(expected.draws)
+    if is_exact and difference(expected.output, found) > _ROUNDING:
         return "it computes something else there at these sizes"
     return ""
 
 
-def _in_training(module: nn.Module, inputs: Inputs, seed: int = 0) -> tuple[list[Tensor], bool]:
-    """The output's tensors in training mode, gates at their eval values; and does it draw any?"""
+def _in_training(module: nn.Module, inputs: Inputs) -> tuple[list[Tensor], SteadyDraws]:
+    """The output's tensors in training mode, gates at their eval values; and what it drew."""
     again = lent(module, torch.float64).train()
     for bank in again.modules():
         if isinstance(bank, Gates):
             bank.fixed = True
     args, kwargs = cast(inputs, torch.float64)
-    with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]), InFloat64():
+    with warnings.catch_warnings(), torch.no_grad(), InFloat64(), SteadyDraws(seed=0) as draws:
         warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        before = _random_states()
         output = again(*args, **kwargs)
-        draws = _random_states() != before
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)], draws
-
-
-def _random_states() -> tuple[bytes, bytes]:
-    """Where the generators stand that a forward may draw from."""
-    others = pickle.dumps((random.getstate(), np.random.get_state()))
-    return bytes(torch.get_rng_state().numpy()), others
 
 
 def has_gates(module: nn.Module) -> bool:
     """Does the module carry gates?"""
     return any(isinstance(each, Gates) for each in module.modules())
-
-
-def _is_same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    return difference(expected, found) <= _ROUNDING
 
 
 def note_on(comparisons: Mapping[str, Comparison], unused: Sequence[str]) -> str:
