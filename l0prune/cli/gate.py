@@ -24,6 +24,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.files.consent import remember_root
+from l0prune.gating import defaults
 
 
 def gate(
@@ -36,19 +37,22 @@ def gate(
     include: Annotated[list[str] | None, typer.Option(help="Globs of axes to gate.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Globs of axes to leave.")] = None,
     open_probability: Annotated[
-        float, typer.Option(help="How likely a gate is open at first; 0.99 changes nothing.")
-    ] = 0.99,
+        float, typer.Option(help="How likely a gate is open at first.")
+    ] = defaults.OPEN_PROBABILITY,
+    jitter: Annotated[
+        float, typer.Option(help="Deviation of the noise on the gates' first log alpha.")
+    ] = defaults.JITTER,
     kind: Annotated[
         str,
         typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
-    ] = "hard-concrete",
+    ] = defaults.KIND,
     setting: Annotated[
         list[str] | None,
         typer.Option(
             "--set", help="A setting of the gate as name=value, e.g. --set estimator=median."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the gates' first values.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of that noise.")] = defaults.SEED,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -71,9 +75,10 @@ def gate(
     l0prune.gate(
         module,
         *example,
-        include=include or ("*",),
-        exclude=exclude or (),
+        include=include or defaults.INCLUDE,
+        exclude=exclude or defaults.EXCLUDE,
         open_probability=open_probability,
+        jitter=jitter,
         seed=seed,
         gate=chosen_gate,
         survey=found,

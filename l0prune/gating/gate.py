@@ -13,8 +13,8 @@ from l0prune.capture.model_checks import check_module
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
 from l0prune.gating.bank import Example, Gates
-from l0prune.gating.kinds.base import Gate
-from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.gating.defaults import EXCLUDE, INCLUDE, JITTER, KIND, OPEN_PROBABILITY, SEED
+from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.plan import Plan
@@ -34,19 +34,16 @@ class Surveyed(Protocol):
         """The inputs that it was made with."""
 
 
-NEARLY_OPEN = 0.99  # log α ≈ 3 with the default gate, whose eval value is then exactly 1
-
-
 def gate(
     model: Model,
     args: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    include: Globs = "*",
-    exclude: Globs = (),
-    open_probability: float | Mapping[str, float] = NEARLY_OPEN,
-    jitter: float = 0.01,
-    seed: int = 0,
+    include: Globs = INCLUDE,
+    exclude: Globs = EXCLUDE,
+    open_probability: float | Mapping[str, float] = OPEN_PROBABILITY,
+    jitter: float = JITTER,
+    seed: int = SEED,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -82,7 +79,7 @@ def gate(
     """
     check_module(model)
     check_ungated(model)
-    kind = HardConcrete() if gate is None else gate
+    kind = gate_of(KIND, {}) if gate is None else gate
     if isinstance(kind, type) or not isinstance(kind, Gate):
         raise UsageError(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
@@ -144,7 +141,7 @@ def _initial(
     """The initial log α of every gate: float32, on the CPU, shape ``(plan.size,)``."""
     if not 0 <= jitter < float("inf"):
         raise UsageError(f"jitter is a standard deviation, so it must be 0 or more, not {jitter}")
-    start = per_axis(plan, open_probability, NEARLY_OPEN, "open_probability")
+    start = per_axis(plan, open_probability, OPEN_PROBABILITY, "open_probability")
     generator = torch.Generator().manual_seed(seed)
     log_alpha = torch.randn(plan.size, generator=generator) * jitter
     for axis, probability in zip(plan.axes, start, strict=True):

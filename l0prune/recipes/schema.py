@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from l0prune.errors import UsageError
+from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.training.settings import Settings
 
@@ -31,12 +32,12 @@ class DataSection(_Section):
 class GateSection(_Section):
     """How the gates are put on and set at first."""
 
-    include: list[str] = Field(default_factory=lambda: ["*"])
-    exclude: list[str] = Field(default_factory=list)
-    open_probability: float | dict[str, float] = 0.99
-    jitter: float = 0.01
-    seed: int = 0
-    kind: str = "hard-concrete"
+    include: list[str] = list(defaults.INCLUDE)
+    exclude: list[str] = list(defaults.EXCLUDE)
+    open_probability: float | dict[str, float] = defaults.OPEN_PROBABILITY
+    jitter: float = defaults.JITTER
+    seed: int = defaults.SEED
+    kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")

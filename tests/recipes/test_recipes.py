@@ -1,5 +1,6 @@
 import json
 import shutil
+from inspect import signature
 from pathlib import Path
 
 import onnx
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 import l0prune
+from l0prune.cli.gate import gate as command_gate
 from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
 from l0prune.objective.lambdas import Lambda
 from l0prune.recipes import run as recipes
+from l0prune.recipes.schema import GateSection
 from l0prune.training.settings import Settings
 
 EXAMPLES = {
@@ -29,6 +32,16 @@ PARAMS = {
     "cifar-resnet": 269_722,  # He et al. 2016: 0.27 M
     "cifar-wrn": 36_479_194,  # Zagoruyko & Komodakis 2016: 36.5 M
 }
+
+
+def test_gates_start_alike_from_python_the_command_line_and_a_recipe():
+    python, command = signature(l0prune.gate).parameters, signature(command_gate).parameters
+    assert GateSection().made() == l0prune.HardConcrete()
+    assert command["kind"].default == GateSection().kind
+    for name in ("open_probability", "jitter", "seed"):
+        assert python[name].default == command[name].default == getattr(GateSection(), name)
+    for name in ("include", "exclude"):
+        assert list(python[name].default) == getattr(GateSection(), name)
 
 
 def test_builtin_recipes_are_these():
