@@ -7,7 +7,8 @@
 - Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
   example costs much, ``@costly`` of ``examples.py`` takes a quarter of that.
 - The command line is called inside the process by the fixture ``command``. A process of its own
-  (``commands.run``) is for what is about processes: signals, torchrun, hash seeds, a first start.
+  (``commands.run``) takes seconds to load torch, and is for what is about processes: hash seeds, a
+  first start. Processes of one group are forked from one that has loaded it (``processes.py``).
 - Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
   is only read, ``surveys.of(name)`` captures once a session; who changes a network makes its own.
 - That an export is exact is measured by the test itself (``differences.py``): a certificate exists
@@ -15,6 +16,9 @@
 - What is imported by several tests is a plain module beside this file, named for what is in it.
 """
 
+import functools
+import gc
+import itertools
 import os
 import sys
 
@@ -62,10 +66,36 @@ def pytest_xdist_auto_num_workers(config):
     return 0
 
 
+def pytest_collection_finish():
+    """Captures leave many small objects; what was imported need not be looked through each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_runtest_setup():
+    """For every ONNX file onnxscript reads the source of its whole library; here it does so once.
+
+    That is half a second, of the one or two that a small file takes.
+    """
+    if "onnxscript" in sys.modules:
+        written = sys.modules["onnxscript"].TracedOnnxFunction
+        if isinstance(slow := vars(written).get("function_ir"), property):
+            written.function_ir = functools.cached_property(slow.fget)
+            written.function_ir.__set_name__(written, "function_ir")
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory):
+    """Names of folders that nobody has made yet."""
+    folder = tmp_path_factory.mktemp("states")
+    return (folder / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def no_consent_yet(tmp_path_factory, monkeypatch):
+def no_consent_yet(states, monkeypatch):
     """Each test starts on a machine where the user has named nothing, and leaves no traces."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    monkeypatch.setenv("XDG_STATE_HOME", str(next(states)))
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ def heads_by_letters(m, x):
 
 
 IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
+STEPS = (2, 3, 32)  # of a recurrent layer, which a capture writes out step by step
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
 inputs = {f"{n}.in": 32 for n in "qkv"}
 
@@ -521,7 +522,7 @@ CASES = {
             r=nn.GRU(8, 6, batch_first=True),
             c=nn.Linear(6, 3),
         ),
-        TOKENS,
+        STEPS,
         {"a": 8, "r": 6, "a.in": 32},
     ),
     "recurrent_in_two_directions": (
@@ -532,7 +533,7 @@ CASES = {
             r=nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True),
             c=nn.Linear(12, 3),
         ),
-        TOKENS,
+        STEPS,
         {"a": 8, "r": 6, "a.in": 32},
     ),
 }

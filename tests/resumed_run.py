@@ -1,13 +1,8 @@
-"""A run that can be stopped at a step, in the middle of an epoch: as a module and as a program.
-
-python resumed_run.py FOLDER STOP SIGNAL
-"""
+"""A run that can be stopped at a step, in the middle of an epoch."""
 
 import os
 import random
 import signal
-import sys
-from pathlib import Path
 
 import torch
 from small_task import CLASSES, clouds, gated
@@ -75,7 +70,3 @@ def run(folder, kind="split", *stop, resume=False, testing=False):
         model, task(kind, *stop, testing=testing), out=folder, resume=resume, **settings
     )
     return model, history
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), "loader", int(sys.argv[2]), int(sys.argv[3]))

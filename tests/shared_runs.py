@@ -113,7 +113,8 @@ RUNS = {
     "less than all": (mlp, lambda: doubled(3), {"accumulate": 2}),
     "residual": (residual, doubled, {"l2": 1e-2, "weight_decay": 0.1, "optimizer": "adamw"}),
     "checkpointed": (residual, doubled, {"checkpointing": True, "accumulate": 2}),
-    "compiled": (residual, doubled, {"compile": "aot_eager", "epochs": 2, "settle": 0}),
+    "compiled": (residual, doubled, {"compile": "eager", "epochs": 2, "settle": 0}),
+    "compiled further": (residual, doubled, {"compile": "aot_eager", "epochs": 2, "settle": 0}),
     "budget": (mlp, doubled, {"lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6}),
     "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip

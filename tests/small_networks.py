@@ -16,7 +16,7 @@ import networks
 import torch
 import torch.nn.functional as F
 from models import Tied
-from networks import FLAT, IMAGE, TOKENS, Fn, conv
+from networks import FLAT, IMAGE, STEPS, TOKENS, Fn, conv
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -152,7 +152,7 @@ def triangle_over_features():
     return Fn(forward, a=nn.Linear(32, 12), b=nn.Linear(12, 16), c=nn.Linear(16, 2))
 
 
-@case(8, 6, 8, 32, shape=TOKENS)
+@case(8, 6, 8, 32, shape=STEPS)
 def lstm():
     """Unit j is four rows of its weights, a column of one of them, and a column of the reader."""
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0][:, -1])))  # noqa: E731
@@ -165,7 +165,7 @@ def lstm():
     )
 
 
-@case(8, 6, 8, 32, shape=TOKENS)
+@case(8, 6, 8, 32, shape=STEPS)
 def gru_both_ways():
     """Torch has one size for both directions: unit j goes from both."""
     forward = lambda m, x: m.c(F.relu(m.b(m.r(m.a(x))[0].mean(1))))  # noqa: E731
@@ -178,7 +178,7 @@ def gru_both_ways():
     )
 
 
-@case(8, 6, 4, 32, shape=TOKENS)
+@case(8, 6, 4, 32, shape=STEPS)
 def lstm_with_projections():
     """What it gives out and reads of itself is smaller than its cells."""
     forward = lambda m, x: m.b(m.r(m.a(x))[0])  # noqa: E731
@@ -186,7 +186,7 @@ def lstm_with_projections():
     return Fn(forward, a=nn.Linear(32, 8), r=lstm, b=nn.Linear(4, 3))
 
 
-@case(6, 5, 8, shape=TOKENS)
+@case(6, 5, 8, shape=STEPS)
 def voice_encoder():
     """LSTMs on LSTMs, one of them of three layers; only the last state is read."""
 
@@ -200,7 +200,7 @@ def voice_encoder():
     return Fn(forward, **layers, third=third, embed=nn.Linear(8, 4))
 
 
-@case(8, 6, 7, 32, shape=TOKENS)
+@case(8, 6, 7, 32, shape=STEPS)
 def cells_in_a_loop():
     """What a cell gives out comes back to it; where no state is given, torch makes one of zeros."""
 
@@ -215,7 +215,7 @@ def cells_in_a_loop():
     return Fn(forward, a=nn.Linear(32, 8), **cells, b=nn.Linear(7, 3), c=nn.Linear(6, 3))
 
 
-@case(6, 4, shape=TOKENS)
+@case(6, 4, shape=STEPS)
 def states_from_the_encoder():
     """The decoder begins where the encoder ended, so their units are the same ones."""
 
@@ -232,7 +232,7 @@ def states_from_the_encoder():
     return Fn(forward, **layers, embed=nn.Linear(32, 4), b=nn.Linear(6, 3))
 
 
-@case(6, shape=TOKENS)
+@case(6, shape=STEPS)
 def attention_over_states():
     """Nothing weighs the sum over units: they are zero where the rows of their weights are."""
 

@@ -22,8 +22,20 @@ class Named(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("names", [("in", "in_", "None"), ("a[1]", "a1", "a b", "1*x")])
-@pytest.mark.parametrize("own_class", [False, True])
+WORDS, GLOBS = ("in", "in_", "None"), ("a[1]", "a1", "a b", "1*x")
+SLOW = pytest.mark.slow
+
+
+# By default what the code of a graph cannot say, and what is meant by the name that is left out.
+@pytest.mark.parametrize(
+    ("names", "own_class"),
+    [
+        (WORDS, False),
+        (GLOBS, True),
+        pytest.param(GLOBS, False, marks=SLOW),
+        pytest.param(WORDS, True, marks=SLOW),
+    ],
+)
 def test_any_name_that_torch_takes_is_taken(names, own_class, tmp_path):
     model, x = randomise(Named(*names)).double().eval(), torch.randn(3, 6).double()
     l0prune.gate(model, x, exclude=f"of.{names[0]}.in" if own_class else ())

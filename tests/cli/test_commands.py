@@ -1,16 +1,13 @@
-"""The command line, driven as a user drives it: processes in a folder."""
+"""The command line, driven as a user drives it: commands in a folder."""
 
 import json
-import signal
-import subprocess
-import time
 from dataclasses import asdict
 
 import onnxruntime
 import pytest
 import torch
-from commands import COMMAND, ENVIRONMENT, run
-from processes import LONGEST
+from commands import run
+from processes import launched
 from torch import nn
 
 import l0prune
@@ -30,27 +27,35 @@ def network():
     )
 
 
-def test_three_commands_in_a_row(tmp_path):
+SLOW = pytest.mark.slow
+ROW = ("gate", "finetune", "export")
+
+
+@pytest.mark.parametrize("alone", [["export"], pytest.param(ROW, marks=SLOW)])
+def test_three_commands_in_a_row(command, tmp_path, alone):
+    """Those that are named in a process of their own, the others in this one."""
     pytest.importorskip("sklearn")
     model = network()
     torch.save(model, tmp_path / "model.pt")
 
-    code, out, err = run("gate", "model.pt", "--input", "1x1x8x8", "--json", cwd=tmp_path)
-    assert code == 0, err
-    gated = json.loads(out)
+    def told(name, *arguments):
+        if name in alone:
+            code, out, err = run(name, *arguments, "--json", cwd=tmp_path)
+        else:
+            code, out, err = command(name, *arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    gated = told("gate", "model.pt", "--input", "1x1x8x8")
     assert gated["file"] == "model.gated.pt"
     assert gated["params"] == sum(p.numel() for p in model.parameters())
 
     settings = ("--epochs", "4", "--set", "ema=0.9", "--gate-lr", "0.5", "--lambda", "20/N")
-    code, out, err = run("finetune", "--data", "digits", *settings, "--json", cwd=tmp_path)
-    assert code == 0, err
-    tuned = json.loads(out)
+    tuned = told("finetune", "--data", "digits", *settings)
     assert tuned["file"] == "model.tuned.pt"
     assert tuned["params"] < gated["params"]
 
-    code, out, err = run("export", "--onnx", "--json", cwd=tmp_path)
-    assert code == 0, err
-    exported = json.loads(out)
+    exported = told("export", "--onnx")
     assert exported["files"] == ["model.onnx"]
     assert exported["params"] == tuned["params"]
 
@@ -91,35 +96,54 @@ def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]
 
 
-def test_a_stopped_run_goes_on(command, tmp_path):
-    pytest.importorskip("sklearn")
+STOPPED = """
+import os, signal
+from pathlib import Path
+import torch
+
+metrics, pressed = Path("model.run/metrics.jsonl"), Path("pressed")
+
+class Examples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if metrics.exists() and metrics.read_text() and not pressed.exists():
+            pressed.touch()
+            os.kill(os.getpid(), signal.SIGINT)
+        return torch.full((1, 8, 8), index / 40), index % 10
+
+def data():
+    return Examples(), Examples()
+"""
+
+
+def forked(*arguments, cwd):
+    """A command in a process that has loaded torch."""
+    return launched(*arguments, cwd=cwd, count=1)
+
+
+@pytest.mark.parametrize("start", [forked, pytest.param(run, marks=SLOW)])
+def test_a_stopped_run_goes_on(command, tmp_path, start):
+    """Ctrl-C is pressed at the first example that is read after an epoch."""
     torch.save(network(), tmp_path / "model.pt")
-    settings = 'data = "digits"\n[finetune]\nepochs = 6\nbatch_size = 4\nema = 0.9\n'
-    (tmp_path / "l0prune.toml").write_text(settings)
+    (tmp_path / "own.py").write_text(STOPPED)
+    settings = "[finetune]\nepochs = 3\nbatch_size = 4\nema = 0.9\n"
+    (tmp_path / "l0prune.toml").write_text(f'data = "own.py:data"\n{settings}')
     assert command("gate", "model.pt")[0] == 0
-    process = subprocess.Popen(
-        [*COMMAND, "finetune"], cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-    )
-    checkpoint = tmp_path / "model.run" / "metrics.jsonl"
-    deadline = time.monotonic() + LONGEST
-    while not (checkpoint.exists() and checkpoint.read_text().count("\n") >= 1):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=LONGEST)
-    assert process.returncode == 1
+    code, _, err = start("finetune", "--data", "own.py:data", cwd=tmp_path)
+    assert code == 1
     assert "same command" in err
     assert "Traceback" not in err
     assert not (tmp_path / "model.tuned.pt").exists()
-    before = checkpoint.read_text().splitlines()
-    assert len(before) < 6
+    metrics = tmp_path / "model.run" / "metrics.jsonl"
+    assert len(metrics.read_text().splitlines()) == 1
 
     code, _, err = command("finetune")
     assert code == 0, err
-    assert "resuming in epoch" in err
-    after = [json.loads(line) for line in checkpoint.read_text().splitlines()]
-    assert [record["epoch"] for record in after] == list(range(1, 7))
+    assert "resuming in epoch 2" in err
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [record["epoch"] for record in records] == [1, 2, 3]
     assert (tmp_path / "model.tuned.pt").exists()
 
 

@@ -1,4 +1,4 @@
-"""``torchrun … -m l0prune finetune`` as a user starts it."""
+"""``torchrun … -m l0prune finetune`` as a user starts it, or as torchrun's own processes do."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from processes import LONGEST
+from processes import LONGEST, launched
 from torch import nn
 
 import l0prune
@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without t
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+SLOW = pytest.mark.slow
 
 
 def torchrun(*arguments, cwd):
@@ -37,10 +38,17 @@ def gated(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("distributed", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_two_processes_write_one_model_that_exports(gated, distributed):
+@pytest.mark.parametrize(
+    ("distributed", "start"),
+    [
+        ("fsdp", launched),
+        pytest.param("fsdp", torchrun, marks=SLOW),
+        pytest.param("ddp", torchrun, marks=SLOW),
+    ],
+)
+def test_two_processes_write_one_model_that_exports(gated, distributed, start):
     pytest.importorskip("sklearn")
-    code, out, err = torchrun(
+    code, out, err = start(
         "finetune", "--epochs", "3", "--budget", "params=0.5", "--accumulate", "2",
         "--distributed", distributed, "--json", cwd=gated,
     )  # fmt: skip
@@ -68,8 +76,11 @@ def test_a_recipe_runs_in_one_process(command, monkeypatch):
     assert "a recipe runs in one process" in err
 
 
-def test_what_is_wrong_is_said_once(gated):
-    code, out, err = torchrun("finetune", "--data", "nowhere", cwd=gated)
-    assert code == 1
+@pytest.mark.parametrize(
+    ("start", "expected"), [(launched, 2), pytest.param(torchrun, 1, marks=SLOW)]
+)
+def test_what_is_wrong_is_said_once(gated, start, expected):
+    code, out, err = start("finetune", "--data", "nowhere", cwd=gated)
+    assert code == expected
     assert out == ""
     assert err.count("error: 'nowhere' is no data source") == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from deadness import randomise
 from differences import ROUNDED, difference, in_float64
+from networks import CASES as ELSEWHERE
 from networks import IMAGE, Fn, conv
 from small_networks import AXES, CASES, REASONS
 
@@ -25,7 +26,11 @@ def test_axes_are_those_one_expects(name):
     assert sorted(axis.size for axis in l0prune.survey(module, example).axes) == sorted(AXES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+# By default those of which tests/exporting/test_export.py does not show it.
+EXPORTED = [pytest.param(n, marks=pytest.mark.slow if n in ELSEWHERE else ()) for n in CASES]
+
+
+@pytest.mark.parametrize("name", EXPORTED)
 def test_export_is_exact(name):
     module, example = made(name)
     if name in REASONS:

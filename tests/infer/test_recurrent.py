@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from l0prune.cost.model import CostModel
 
-X = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0))
 # kind, layers, two directions, size of projections, biases, batch first
 EVERY = [
     ("lstm", 1, False, 0, True, True),
@@ -114,7 +114,7 @@ def test_a_projection_stays_smaller_than_its_cells():
 def test_states_that_the_user_gives_keep_the_size():
     layers = {"r": nn.LSTM(7, 6, batch_first=True), "b": nn.Linear(6, 3)}
     model = Fn(lambda m, x, h, c: m.b(m.r(x, (h, c))[0]), **layers)
-    survey = l0prune.survey(model, (X, torch.randn(1, 3, 6), torch.randn(1, 3, 6)))
+    survey = l0prune.survey(model, (X, torch.randn(1, 4, 6), torch.randn(1, 4, 6)))
     assert not survey.axes
     reasons = {pin.where: pin.reason for pin in survey.pins}
     assert "the model's input 'args_1'" in reasons["r.weight_hh_l0 dim 1"]

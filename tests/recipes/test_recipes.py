@@ -232,9 +232,10 @@ def test_the_small_network_learns_on_alone(done, folder):
 def test_each_round_starts_from_what_the_last_one_left(tmp_path):
     pytest.importorskip("sklearn")
     folder = tmp_path / "run"
-    half = "{epochs = 3, lam = 0, budget = 'params=0.5', progress = false}"
+    half = "{epochs = 2, lam = 0, budget = 'params=0.5', progress = false}"
     rounds = f"rounds=[{{gate = {{exclude = ['*.in']}}, finetune = {half}}}]"
     last = ["finetune.lam=0", "finetune.budget=params=2000", "finetune.distill=0.5"]
+    last += ["dense.epochs=1", "finetune.epochs=2"]
     result = recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder)
     first = l0prune.read_info(folder / "round-1" / "tuned.pt")["history"]
     assert result["params_before"] == first["dense_params"] == PARAMS["digits-lenet"]

@@ -1,12 +1,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import exit_codes
 from resumed_run import EPOCHS, SETTINGS, STEPS, run
 from small_task import data, differing, gated, network, tensors
 from torch.nn.functional import cross_entropy
@@ -19,7 +17,6 @@ from l0prune.running.task import Task
 from l0prune.training import checkpoint
 from l0prune.training.run import finetune
 
-HERE = Path(__file__).parents[1]
 KINDS = ["split", "loader", "own generator", "budget"]
 STOPS = {
     2: signal.SIGINT,  # λ is rising
@@ -57,13 +54,8 @@ def whole(request, tmp_path_factory):
 
 
 def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
-    script = [sys.executable, str(HERE / "resumed_run.py"), str(tmp_path)]
     stop = 3 * STEPS + 5  # in the middle of epoch 4
-    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    killed = subprocess.run(
-        [*script, str(stop), str(int(signal.SIGKILL))], env={**os.environ, "PYTHONPATH": paths}
-    )
-    assert killed.returncode == -signal.SIGKILL
+    assert exit_codes([(run, tmp_path, "loader", stop, signal.SIGKILL)]) == [-signal.SIGKILL]
     assert checkpoint.read(tmp_path).epoch == 3
     model, history = run(tmp_path, "loader", resume=True)
     expected, records = run(tmp_path / "whole", "loader")

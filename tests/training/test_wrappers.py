@@ -81,12 +81,14 @@ def stopped(rank, folder, distributed, then):
     return results
 
 
-WRAPPERS = ("ddp", "fsdp")
 # By default each run is wrapped in one of the two ways; in both with ``-m slow``.
-BY_DDP = {"adam", "own batches", "less than all", "checkpointed", "budget"}
+WRAPPERS = {
+    "ddp": {"adam", "own batches", "less than all", "checkpointed", "budget"},
+    "fsdp": {"sgd", "read one by one", "residual", "compiled", "distilled"},
+}
 WRAPPED = [
-    pytest.param(wrapper, name, marks=[] if (name in BY_DDP) == (wrapper == "ddp") else [SLOW])
-    for wrapper in WRAPPERS
+    pytest.param(wrapper, name, marks=[] if name in by_default else [SLOW])
+    for wrapper, by_default in WRAPPERS.items()
     for name in RUNS
 ]
 
