@@ -7,10 +7,10 @@
 - Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
   example costs much, ``@costly`` of ``examples.py`` takes a quarter of that.
 - The command line is called inside the process by the fixture ``command``. A process of its own
-  (``commands.run``) takes seconds to load torch, and is for what is about processes: hash seeds, a
-  first start. Processes of one group are forked from one that has loaded it (``processes.py``).
+  (``commands.run``) loads torch for seconds: it is for a first start. What is about processes
+  (groups, signals, hash seeds) has them forked from one that has loaded it (``processes.py``).
 - Networks of several files are in ``models.py``, ``networks.py`` and ``small_networks.py``. What
-  is only read, ``surveys.of(name)`` captures once a session; who changes a network makes its own.
+  is only read is captured or exported once a file; who changes a network makes its own.
 - That an export is exact is measured by the test itself (``differences.py``): a certificate exists
   only where it passed, so that looking at its numbers shows nothing.
 - What is imported by several tests is a plain module beside this file, named for what is in it.
@@ -71,6 +71,11 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure():
+    """What is still there at the end is said to have leaked."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup():
