@@ -1,11 +1,12 @@
 """Plans made by hand and by hypothesis, and their costs by enumeration of every gate state."""
 
 from itertools import product
+from math import prod
 
 import torch
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Both, Cat, Const, Prod, Slots, picked, size_of
+from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots, picked, size_of
 from l0prune.plan.plan import Axis, Cost, Plan
 
 
@@ -23,11 +24,30 @@ def whole(plan_sizes, number):
     return Slots(number, 0, plan_sizes[number])
 
 
+def spread_by_hand(layout, values):
+    """One value per position, straight from the definition; ``values`` gives those of slots."""
+    match layout:
+        case Const(size):
+            return [1.0] * size
+        case Slots():
+            return list(values(layout))
+        case Cat(parts):
+            return [value for part in parts for value in spread_by_hand(part, values)]
+        case Prod(factors):
+            return list(map(prod, product(*(spread_by_hand(f, values) for f in factors))))
+        case Both(base, fine):
+            pairs = zip(spread_by_hand(base, values), spread_by_hand(fine, values), strict=True)
+            return list(map(prod, pairs))
+        case Pick(base, index):
+            whole = spread_by_hand(base, values)
+            return [whole[number] for number in index]
+
+
 def count(plan, cost, state):
     """The cost of one state of the gates, straight from the definition."""
     value = cost.scale
     for dim in cost.dims:
-        value *= float(plan.spread(dim, state).sum())
+        value *= sum(spread_by_hand(dim, lambda slots: state[plan.flat(slots)].tolist()))
     return value
 
 

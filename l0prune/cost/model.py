@@ -24,7 +24,8 @@ from torch import Tensor
 from l0prune.cost.expected import SumPolynomial, SumTable, Terms, precision
 from l0prune.cost.moments import Monomial, Sums, multiply
 from l0prune.errors import UsageError
-from l0prune.plan.layout import constant_positions, size_of
+from l0prune.plan.gate_index import constant_positions
+from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Cost, Plan
 
 Unit = Literal["params", "macs"]

@@ -22,7 +22,7 @@ from math import factorial, prod
 import torch
 from torch import Tensor
 
-from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import (
     Both,
     Cat,
@@ -126,7 +126,7 @@ class Sums:
         """The number of open positions of a layout that is looked at position by position."""
         number = self._one_by_one.get(layout)
         if number is None:
-            positions = distinct(gate_table(self._plan, layout).T, self._plan.size)
+            positions = distinct(self._plan.gate_table(layout).T, self._plan.size)
             number = self._append(positions, torch.ones(len(positions), dtype=torch.float64))
             self._one_by_one[layout] = number
             self._axes[number] = axes_of(layout)

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from l0prune.cost.first_order import first_order
-from l0prune.plan.gate_index import gate_table
 from l0prune.plan.layout import Layout, size_of
 from l0prune.plan.plan import Plan
 
@@ -25,7 +24,7 @@ class Spreader:
 
     def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
         self._sizes = [size_of(layout) for layout in layouts]
-        tables = [gate_table(plan, layout) for layout in layouts]
+        tables = [plan.gate_table(layout) for layout in layouts]
         by_depth: dict[int, list[int]] = defaultdict(list)
         for number, table in enumerate(tables):
             by_depth[table.shape[0]].append(number)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.plan import Plan
 from l0prune.running.shards import whole
@@ -45,7 +45,7 @@ class ExpectedSquares:
         key = (name, counting, device)
         if key not in self._chances:
             sides = self._sides(self._plan.aliases.get(name, name), counting)
-            tables = [(dim, gate_table(self._plan, layout)) for dim, layout in sides]
+            tables = [(dim, self._plan.gate_table(layout)) for dim, layout in sides]
             self._chances[key] = _Chance(tables, self._plan.size, device)
         return self._chances[key]
 

@@ -1,33 +1,52 @@
-"""Which gates multiply at each position of a layout, as indices into the flat gate vector."""
+"""Which gates multiply at each position of a layout, as indices into the flat gate vector.
+
+What gates spread to, what is cut and what it costs all go by this one table (``Plan.gate_table``).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
-from l0prune.plan.plan import Plan
 
 
-def gate_table(plan: Plan, layout: Layout) -> Tensor:
-    """Which entries of the flat gate vector multiply at each position; ``plan.size`` means one.
+def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tensor:
+    """Which entries of the flat gate vector multiply at each position.
+
+    Args:
+        layout: of the positions.
+        flat: where slots lie in that vector.
+        one: what stands for no gate.
 
     Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
     """
-    match layout:
-        case Const(size):
-            return torch.empty(0, size, dtype=torch.int64)
-        case Slots():
-            flat = plan.flat(layout)
-            return torch.arange(flat.start, flat.stop).unsqueeze(0)
-        case Both(base, fine):
-            return torch.cat([gate_table(plan, base), gate_table(plan, fine)])
-        case Cat(parts):
-            return _side_by_side([gate_table(plan, part) for part in parts], plan.size)
-        case Prod(factors):
-            return _nested([gate_table(plan, factor) for factor in factors])
-        case Pick(base, index):
-            return gate_table(plan, base)[:, torch.tensor(index, dtype=torch.int64)]
+
+    def table(of: Layout) -> Tensor:
+        match of:
+            case Const(size):
+                return torch.empty(0, size, dtype=torch.int64)
+            case Slots():
+                place = flat(of)
+                return torch.arange(place.start, place.stop).unsqueeze(0)
+            case Both(base, fine):
+                return torch.cat([table(base), table(fine)])
+            case Cat(parts):
+                return _side_by_side(list(map(table, parts)), one)
+            case Prod(factors):
+                return _nested(list(map(table, factors)))
+            case Pick(base, index):
+                return table(base)[:, torch.tensor(index, dtype=torch.int64)]
+
+    return table(layout)
+
+
+def constant_positions(layout: Layout) -> int:
+    """How many positions along the dimension no axis can take away."""
+    table = gate_table(layout, lambda slots: slice(slots.start, slots.stop), one=-1)
+    return int((table < 0).all(0).sum())
 
 
 def _side_by_side(tables: list[Tensor], one: int) -> Tensor:

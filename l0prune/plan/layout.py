@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from math import prod as product
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Const:
@@ -117,23 +114,6 @@ def axes_of(layout: Layout) -> frozenset[int]:
     return frozenset(leaf.axis for leaf in leaves(layout))
 
 
-def constant_positions(layout: Layout) -> int:
-    """How many positions along the dimension no axis can take away."""
-    match layout:
-        case Const(size):
-            return size
-        case Slots():
-            return 0
-        case Cat(parts):
-            return sum(map(constant_positions, parts))
-        case Prod(factors):
-            return product(map(constant_positions, factors))
-        case Both(base, fine):
-            return min(constant_positions(base), constant_positions(fine))
-        case Pick():
-            return int(spread(layout, lambda slots: torch.zeros(slots.stop - slots.start)).sum())
-
-
 def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
     """The layout with each ``Slots`` replaced by ``leaf(slots)``."""
     match layout:
@@ -154,55 +134,6 @@ def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
 def only(layout: Layout, axes: frozenset[int]) -> Layout:
     """The layout with every axis that is not in ``axes`` made constant."""
     return substitute(layout, lambda s: s if s.axis in axes else Const(s.stop - s.start))
-
-
-def spread(layout: Layout, values: Callable[[Slots], Tensor]) -> Tensor:
-    """One value per position: a product over factors, a concatenation over parts.
-
-    ``values`` gives a 1-D tensor for each ``Slots``; constants count as ones. With gate values
-    it yields the multiplier of each column, with open probabilities the probability that the
-    position is alive, with a boolean mask (as 0/1) the mask. Differentiable. A layout without
-    any axis yields ones of torch's default dtype.
-
-    Shape: ``(size_of(layout),)``.
-    """
-    match layout:
-        case Const(size):
-            return torch.ones(size)
-        case Slots():
-            return values(layout)
-        case Cat(parts):
-            spreads = [spread(part, values) for part in parts]
-            like = next((s for p, s in zip(parts, spreads, strict=True) if axes_of(p)), spreads[0])
-            return torch.cat([s.to(like.device, like.dtype) for s in spreads])
-        case Prod(factors):
-            return _spread_product(factors, values)
-        case Both(base, fine):
-            finer = spread(fine, values)
-            return spread(base, values).to(finer.device, finer.dtype) * finer
-        case Pick(base, index):
-            whole = spread(base, values)
-            return whole[torch.tensor(index, device=whole.device)]
-
-
-def _spread_product(factors: Sequence[Layout], values: Callable[[Slots], Tensor]) -> Tensor:
-    """Row-major outer product; constant factors become views and repeats, not multiplications."""
-    result: Tensor | None = None
-    before = 1  # constant positions seen before the first axis
-    for factor in factors:
-        size = size_of(factor)
-        if not axes_of(factor):
-            if result is None:
-                before *= size
-            else:
-                result = result.unsqueeze(1).expand(-1, size).reshape(-1)
-            continue
-        value = spread(factor, values)
-        if result is None:
-            result = value.expand(before, -1).reshape(-1) if before > 1 else value
-        else:
-            result = (result.unsqueeze(1) * value).reshape(-1)
-    return torch.ones(before) if result is None else result
 
 
 def show(layout: Layout, names: Sequence[str]) -> str:

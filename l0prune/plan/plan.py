@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from l0prune.plan.gate_index import gate_table
 from l0prune.plan.layout import (
     Both,
     Const,
@@ -20,7 +21,6 @@ from l0prune.plan.layout import (
     from_json,
     leaves,
     only,
-    spread,
     substitute,
     to_json,
 )
@@ -138,9 +138,20 @@ class Plan:
         start = self.axes[slots.axis].start
         return slice(start + slots.start, start + slots.stop)
 
+    def gate_table(self, layout: Layout) -> Tensor:
+        """Which gates multiply at each position of ``layout``; ``size`` stands for none.
+
+        Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
+        """
+        return gate_table(layout, self.flat, one=self.size)
+
     def spread(self, layout: Layout, values: Tensor) -> Tensor:
-        """One value per position of ``layout`` from the flat vector ``values``."""
-        return spread(layout, lambda slots: values[self.flat(slots)])
+        """One value per position of ``layout`` from the flat vector ``values``: their product.
+
+        With gate values it is the multiplier of each column, with open probabilities the
+        probability that the position is alive. Where no gate acts it is one. Differentiable.
+        """
+        return torch.cat([values, values.new_ones(1)])[self.gate_table(layout)].prod(0)
 
     def mask(self, layout: Layout, kept: Tensor) -> Tensor:
         """Bool per position of ``layout``: is it kept? ``kept`` is bool, flat, shape (size,)."""

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from l0prune.cost.model import reachable
-from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer, size_of
+from l0prune.plan.gate_index import constant_positions
+from l0prune.plan.layout import Const, Layout, leaves, outer, size_of
 from l0prune.plan.plan import Cost, Plan
 
 UNUSED = "not used in eval mode"

@@ -19,7 +19,7 @@ from l0prune.capture.modes import evaluating
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
-from l0prune.plan.gate_index import distinct, gate_table
+from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
@@ -262,7 +262,7 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
     """
     total = torch.zeros(plan.size + 1, dtype=torch.float64)  # the last is of positions ungated
     for values, layout in parts:
-        for gates in distinct(gate_table(plan, layout).T, plan.size).T:
+        for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)
     return total[:-1]
 
