@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from l0prune.exporting.certify.one_dtype import InOneDtype
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.inputs import fresh_inputs
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.slicing.dtypes import cast
@@ -61,7 +61,7 @@ def errors(masked: nn.Module, pruned: nn.Module, kept: Kept, example: Example) -
     pruned.double()
     batch = next(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)).shape[0]
     given, other = (cast(e, torch.float64) for e in (example, fresh_inputs(example, batch, 1)))
-    with InFloat64():
+    with InOneDtype(torch.float64):
         expected, found = output_of(masked, given), output_of(pruned, given)
         signal = difference(expected, output_of(masked, other))
         yield {"signal": signal}

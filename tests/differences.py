@@ -13,7 +13,7 @@ import onnxruntime
 import torch
 from torch.utils import _pytree as pytree
 
-from l0prune.exporting.certify.float64 import InFloat64
+from l0prune.exporting.certify.one_dtype import InOneDtype
 
 # What is left of a cut in float32: the weights that were folded are rounded once.
 ROUNDED = 1e-5
@@ -38,7 +38,7 @@ def difference(gated, dense, args, kwargs=None):
     found = []
     models = [copy.deepcopy(each).double().eval() for each in (gated, dense.module)]
     for inputs, named in others(dense, *in_float64_too((args, kwargs))):
-        with InFloat64():
+        with InOneDtype(torch.float64):
             pair = [model(*inputs, **named) for model in models]
         found += [of_scale(*each) for each in zip(*map(tensors, pair), strict=True)]
     return float(torch.stack(found).max())

@@ -1,8 +1,8 @@
 """Parts of a forward that run under a mode of their own, put back in line with the rest.
 
-torch.export wraps what a forward does under ``torch.autocast(..., enabled=False)`` or
-``torch.set_grad_enabled`` into a graph of its own, behind one opaque operator. A captured graph
-runs in neither mode, so the inner operators mean the same in line, where rules can see them.
+torch.export wraps what a forward does under ``torch.autocast`` or ``torch.set_grad_enabled`` into
+a graph of its own, behind one opaque operator. A captured graph runs in neither mode. With the
+casts of autocast written out, the inner operators mean the same in line, where rules see them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,29 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.autocast import Autocast, write_casts
+
 _HIGHER = torch.ops.higher_order
 
 
 def inline_modes(program: ExportedProgram) -> None:
-    """Inline every part of the program's graph whose mode changes nothing."""
-    changed = _inline_all(program.graph_module)
+    """Inline every part of the program's graph that says all it does without its mode."""
+    changed = _inline_all(program.graph_module, None)
     for old, new in changed:
         program.graph_signature.replace_all_uses(old, new)
 
 
-def _inline_all(module: GraphModule) -> list[tuple[str, str]]:
-    """Inline what can be; the old and new names of all results."""
+def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[str, str]]:
+    """Inline what can be of a graph under this autocast; the old and new names of all results."""
     renamed: list[tuple[str, str]] = []
     for node in list(module.graph.nodes):
-        found = _inner(module, node)
+        found = _inner(module, node, autocast)
         if found is None:
             continue
-        inner, operands = found
-        _inline_all(inner)
-        if not any(n.op == "get_attr" for n in inner.graph.nodes):
+        inner, operands, its_own = found
+        is_written = its_own is None or not its_own.enabled or write_casts(inner, its_own)
+        _inline_all(inner, its_own)
+        if is_written and not any(n.op == "get_attr" for n in inner.graph.nodes):
             renamed += put_in_line(module, node, inner, operands)[1]
     if renamed:
         module.graph.eliminate_dead_code()
@@ -44,21 +47,24 @@ def _inline_all(module: GraphModule) -> list[tuple[str, str]]:
     return renamed
 
 
-def _inner(module: GraphModule, node: Node) -> tuple[GraphModule, tuple[Any, ...]] | None:
-    """The inner graph and its operands, if the node wraps one and its mode changes nothing."""
+def _inner(
+    module: GraphModule, node: Node, autocast: Autocast | None
+) -> tuple[GraphModule, tuple[Any, ...], Autocast | None] | None:
+    """The inner graph, its operands, and the autocast it is under, if the node wraps one."""
     if node.op != "call_function":
         return None
     if node.target is _HIGHER.wrap_with_autocast:
-        _, _, enabled, _, graph, *operands = node.args
-        if enabled:
-            return None  # casts happen inside that the graph does not show
+        device, dtype, enabled, _, graph, *operands = node.args
+        autocast = Autocast(device, dtype, enabled)  # type: ignore[arg-type]
     elif node.target is _HIGHER.wrap_with_set_grad_enabled:
         _, graph, *operands = node.args
     else:
         return None
     inner = getattr(module, str(graph.target)) if isinstance(graph, Node) else None
     tuples = all(u.target is operator.getitem for u in node.users)
-    return (inner, tuple(operands)) if isinstance(inner, GraphModule) and tuples else None
+    if isinstance(inner, GraphModule) and tuples:
+        return inner, tuple(operands), autocast
+    return None
 
 
 def put_in_line(

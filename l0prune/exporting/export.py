@@ -6,7 +6,7 @@ from torch import nn
 
 from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.certificate import Certificate
-from l0prune.exporting.certify.proof import prove
+from l0prune.exporting.certify.proof import check_own_dtypes, prove
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.resizing import manifest
@@ -32,12 +32,13 @@ def export(model: nn.Module) -> Export:
     parts = surveyed(subject)
     chosen, by_part = chosen_slots(subject, parts)
     tensors = cut_tensors(subject.plain, parts, by_part)
-    graphs = dense_graphs(parts, by_part, tensors, subject.dtype)
+    graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
     own = own_class(subject.plain, chosen, tensors, graphs)
     cost = cost_of(parts.plan)
     params = cost.actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, own, params)
     pieces = pieces_of(subject, parts, proven)
+    check_own_dtypes(subject, proven)
     state = cut_state(subject.plain, parts.plan, tensors)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))

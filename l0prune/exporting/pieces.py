@@ -19,7 +19,7 @@ from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.proof import Proven
-from l0prune.exporting.slicing.dtypes import dtype_of
+from l0prune.exporting.slicing.dtypes import Dtypes, restored
 from l0prune.exporting.slicing.program import programs, reexport, reexport_part
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
@@ -66,14 +66,14 @@ def pieces_of(subject: Subject, parts: Parts, proven: Proven) -> tuple[Piece, ..
     """The programs of what was proven; its modules are in the model's dtype afterwards."""
     whole_or_islands = _whole if subject.plan.parts == ("",) else _islands
     pieces = tuple(whole_or_islands(subject, parts, proven))
-    proven.module.to(subject.dtype)
+    restored(proven.module, subject.dtypes)
     return pieces
 
 
 def _whole(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
     captured = parts.found[0].analysis.captured
     export = partial(reexport, dynamic=captured.dynamic, least=captured.least)
-    made = programs(proven.graphs[""], subject.dtype, subject.example, export)
+    made = programs(proven.graphs[""], subject.dtypes, subject.example, export)
     yield Piece("", *made, proven.answers[""], captured.least)
 
 
@@ -91,7 +91,7 @@ def _island(
     subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...], form: int
 ) -> Piece:
     dense = proven.module.get_submodule(path)
-    made = programs(dense, subject.dtype, answers[0].inputs, reexport_part)
+    made = programs(dense, subject.dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
     if is_graph or not made[2]:
         return Piece(path, *made[:2], False, answers, form=form)
@@ -99,7 +99,7 @@ def _island(
     several = tuple(answer for answer in answers if examples_in(answer.inputs) != 1)
     if not several or all(_holds(made[1], answer) for answer in alone):
         return Piece(path, *made, answers, form=form)
-    made = programs(dense, subject.dtype, answers[0].inputs, partial(reexport_part, least=2))
+    made = programs(dense, subject.dtypes, answers[0].inputs, partial(reexport_part, least=2))
     return Piece(path, *made, several, least=2, form=form)
 
 
@@ -140,5 +140,5 @@ def renewed(piece: Piece, module: nn.Module) -> Piece:
     inputs = [answer.inputs for answer in piece.answers]
     whole = partial(reexport, dynamic=piece.dynamic, least=piece.least)
     export = partial(reexport_part, least=piece.least) if piece.path else whole
-    made = programs(copied(part), dtype_of(part), inputs[0], export)
+    made = programs(copied(part), Dtypes.of(part), inputs[0], export)
     return Piece(piece.path, *made, answers_of(part, inputs), piece.least, piece.form)

@@ -14,7 +14,7 @@ from l0prune.capture.modes import evaluating
 from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.free_batch import with_free_batch
-from l0prune.exporting.slicing.dtypes import cast, dtype_of
+from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
 from l0prune.infer.parts import Part, Parts, parts_of
@@ -32,8 +32,8 @@ class Subject:
         plan: where its gates act.
         z: their values in float64, flat, so that the certificate sees the cut and not the
             rounding of a fold.
-        example: inputs in the model's dtype.
-        dtype: of the model.
+        example: inputs in the model's dtype, or as they were given where it has several.
+        dtypes: of the model's tensors.
     """
 
     gated: nn.Module
@@ -41,7 +41,7 @@ class Subject:
     plan: Plan
     z: Tensor
     example: Inputs
-    dtype: torch.dtype
+    dtypes: Dtypes
 
 
 def subject_of(model: nn.Module) -> Subject:
@@ -56,9 +56,9 @@ def subject_of(model: nn.Module) -> Subject:
     gated = _copy(model).eval()
     plain = copied_around(gated)
     bank = detach(plain)
-    dtype = dtype_of(plain)
-    example = cast(bank.example, dtype)
-    return Subject(gated, plain, bank.plan, bank.double().z(), example, dtype)
+    dtypes = Dtypes.of(plain)
+    example = cast(bank.example, None if dtypes.others else dtypes.main)
+    return Subject(gated, plain, bank.plan, bank.double().z(), example, dtypes)
 
 
 def _check_has_values(model: nn.Module) -> None:

@@ -1,15 +1,16 @@
-"""What a forward does with autocast off is part of the graph like everything else."""
+"""What a forward does under a mode of its own is part of the graph like everything else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from deadness import randomise
-from differences import difference, in_float64
+from differences import ROUNDED, difference, in_float64
 from networks import Fn
 from torch import nn
 
 import l0prune
+from l0prune.capture import autocast
 from l0prune.capture.capture import capture
 
 
@@ -44,13 +45,38 @@ def test_operators_under_a_mode_are_seen_and_cut(forward):
     assert dense.params < found.params
 
 
-def test_operators_under_autocast_stay_apart():
-    def forward(m, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = m.a(x)
-        return m.b(y.float())
+def under_autocast(m, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.relu(m.norm(m.a(x)))
+        with torch.no_grad():
+            y = y + torch.tanh(m.b(y))
+        with torch.autocast("cpu", enabled=False):
+            z = m.c(y.float())
+        z = torch.softmax(z, -1) + torch.cat([y, z], -1)[..., :8]
+    return m.d(z.float())
 
-    model = Fn(forward, a=nn.Linear(4, 6), b=nn.Linear(6, 2))
-    found = l0prune.survey(model, (torch.randn(2, 4),))
-    assert found.reachable("macs") == 0
-    assert "wrap_with_autocast" in found.layers[0].output.reason
+
+def test_the_casts_of_autocast_are_nodes_of_the_graph():
+    layers = {n: nn.Linear(10 if n == "a" else 8, 3 if n == "d" else 8) for n in "abcd"}
+    model = randomise(Fn(under_autocast, norm=nn.LayerNorm(8), **layers)).eval()
+    x = torch.randn(5, 10)
+    program = capture(model, (x,)).program
+    assert not any("wrap_with" in str(node.target) for node in program.graph.nodes)
+    assert torch.equal(program.module()(x), model(x))
+    assert l0prune.survey(model, (x,)).reachable("macs") == 1
+    l0prune.gate(model, (x,))
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::2] = -9
+    dense = l0prune.export(model)
+    assert difference(model, dense, x) <= ROUNDED
+    assert dense.params < dense.params_before
+    torch.testing.assert_close(dense.module(x), model(x), atol=0.02, rtol=0.02)
+
+
+def test_what_autocast_does_beside_casts_stays_apart(monkeypatch):
+    """Where an operator gives another dtype than its cast operands make it give."""
+    monkeypatch.setattr(autocast, "_dtypes", lambda result: [object()])
+    layers = {n: nn.Linear(10 if n == "a" else 8, 3 if n == "d" else 8) for n in "abcd"}
+    model, x = Fn(under_autocast, norm=nn.LayerNorm(8), **layers), torch.randn(2, 10)
+    found = l0prune.survey(model, (x,))
+    assert "torch.autocast" in found.layers[0].output.reason

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
+import onnx
 import pytest
 import torch
-from differences import onnx_difference
+from differences import difference, onnx_difference
 from networks import Fn
 from torch import nn
 
 import l0prune
+from l0prune.errors import CertificateError
+from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.slicing import literals
 from l0prune.exporting.slicing.dtypes import converted
 
 
@@ -66,3 +72,67 @@ def test_the_limit_of_a_dtype_follows_the_model(forward, dtype, tmp_path):
     close = 1e-12 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(dense.module(x), model(x), atol=close, rtol=close)
     dense.save_onnx(tmp_path / "model.onnx")
+
+
+def norm_in_single(m, x):
+    h = torch.relu(m.a(x.bfloat16()))
+    h = h + m.b(m.norm(h.float()).bfloat16())
+    return m.out(h).float()
+
+
+def under_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.out(m.norm(torch.relu(m.b(torch.relu(m.a(x)))))).float()
+
+
+@pytest.mark.parametrize("forward", [norm_in_single, under_autocast])
+def test_casts_in_the_forward_are_kept_in_the_module_and_lifted_in_the_file(forward, tmp_path):
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
+    model = Fn(forward, norm=nn.LayerNorm(8), **layers).eval()
+    if forward is norm_in_single:
+        for name in layers:
+            model.get_submodule(name).bfloat16()
+    before = {name: p.dtype for name, p in model.named_parameters()}
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        l0prune.gates(l0prune.gate(model, x)).log_alpha[::2] = -9
+    dense = l0prune.export(model)
+    assert dense.params < dense.params_before
+    assert {name: p.dtype for name, p in dense.module.named_parameters()} == before
+    assert difference(model, dense, x) <= 1e-2  # folded weights are rounded to bfloat16
+    torch.testing.assert_close(dense.module(x), model(x), atol=0.02, rtol=0.02)
+    assert torch.equal(dense.program.module()(x), dense.module(x))
+    dense.save_onnx(tmp_path / "model.onnx")
+    types = {tensor.data_type for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert types <= {onnx.TensorProto.FLOAT, onnx.TensorProto.INT64}
+    again = copy.deepcopy(model).float()
+    again.run = single(forward)
+    assert onnx_difference(again, dense, tmp_path / "model.onnx", x) <= 0.01
+
+
+def single(forward):
+    """The forward with nothing less than float32."""
+
+    def lifted(m, x):
+        with InOneDtype(torch.float32):
+            return forward(m, x)
+
+    return lifted
+
+
+def test_a_module_that_does_not_run_in_its_own_dtypes_is_not_handed_out(monkeypatch):
+    def too_large(sizes, node):
+        """The same in exact numbers, but no number in float16."""
+        with node.graph.inserting_after(node):
+            up = node.graph.call_function(torch.ops.aten.mul.Tensor, (node, 1e30))
+        with node.graph.inserting_after(up):
+            down = node.graph.call_function(torch.ops.aten.mul.Tensor, (up, 1e-30))
+        node.replace_all_uses_with(down, delete_user_cb=lambda user: user is not up)
+
+    monkeypatch.setitem(literals.REWRITES, "aten.linear", too_large)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).half().eval()
+    x = torch.randn(2, 4).half()
+    l0prune.gate(model, x)
+    with pytest.raises(CertificateError, match="float16"):
+        l0prune.export(model)

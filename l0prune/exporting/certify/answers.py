@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.difference import comparable, difference
-from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.slicing.dtypes import cast, name_of
 from l0prune.running.stages import stage
 
@@ -90,6 +90,14 @@ def holds_nan(output: Any) -> bool:
     return any(bool(leaf.isnan().any()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
+def is_finite(model: nn.Module, given: Inputs) -> bool:
+    """Does the model, as it is, make finite numbers of these inputs? Raises what it raises."""
+    args, kwargs = cast(given, None)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        leaves = comparable(lent(model)(*args, **kwargs))
+    return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
+
+
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
     """What a model that is in ``dtype`` computes, in that dtype throughout.
 
@@ -105,7 +113,7 @@ def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
 def running_in(dtype: torch.dtype) -> Iterator[None]:
     """Whatever a model raises while it runs in ``dtype``, as a CertificateError."""
     try:
-        with InFloat64() if dtype == torch.float64 else nullcontext():
+        with InOneDtype(dtype):
             yield
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")

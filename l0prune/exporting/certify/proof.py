@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from l0prune.capture.recording import Inputs, examples_given, first_of
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.answers import Answer, answers_of, is_valid
+from l0prune.exporting.certify.answers import Answer, answers_of, is_finite, is_valid
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
@@ -24,6 +25,7 @@ from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.exporting.own_class.resizing import Changes
+from l0prune.exporting.slicing.dtypes import asks_for_less, name_of
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage
@@ -192,6 +194,36 @@ def _certified(
         "usual causes are weights or gates that hold nan, and an example with which no output can "
         f"be computed. At first it was: {failures[0]}"
     ) from failures[-1]
+
+
+def check_own_dtypes(subject: Subject, proven: Proven) -> None:
+    """Let what is handed out run in its own dtypes, where the comparisons have used others.
+
+    Raises:
+        CertificateError: it fails, or gives what is no number, where the gated model does not.
+    """
+    single = torch.float32
+    dense = {id(made): made for made in (proven.module, proven.graphs.get("")) if made is not None}
+    if not any(asks_for_less(made, single) for made in dense.values()):
+        return
+    try:
+        if not is_finite(subject.gated, subject.example):
+            return
+    except Exception:  # not every operator is there in every dtype on the CPU
+        return
+    for made in dense.values():
+        what = ""
+        try:
+            what = "" if is_finite(made, subject.example) else "it gives inf or nan"
+        except Exception as error:
+            what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        if what:
+            raise CertificateError(
+                "The exported model computes the same in float32 and float64. But in the model's "
+                f"own {name_of(subject.dtypes.main)} it does not run on the example, where the "
+                f"gated one does: {what}. Nothing was written. Convert the model (model.float()) "
+                "before its export."
+            )
 
 
 def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:

@@ -15,8 +15,8 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.float64 import InFloat64
 from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.own_class.draws import SteadyDraws
 from l0prune.exporting.slicing.dtypes import cast
 from l0prune.gating.bank import Gates
@@ -108,7 +108,8 @@ def _in_training(module: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Stead
         if isinstance(bank, Gates):
             bank.fixed = True
     args, kwargs = cast(inputs, torch.float64)
-    with warnings.catch_warnings(), torch.no_grad(), InFloat64(), SteadyDraws(seed=0) as draws:
+    in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
+    with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
         warnings.simplefilter("ignore")
         output = again(*args, **kwargs)
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)], draws

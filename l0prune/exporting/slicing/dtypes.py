@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +15,34 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.copying import Model, copied
 from l0prune.capture.recording import Inputs
 
-_OWN = "l0prune_dtype"  # in a graph's meta: what stands in it for the model's own dtype
+_OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The floating-point dtypes of a model's tensors.
+
+    Attributes:
+        main: that of its first parameter of floats.
+        others: by name, those of tensors that differ from it (norms of float32 among layers of
+            bfloat16).
+    """
+
+    main: torch.dtype
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Dtypes:
+        """Those of a module as it is."""
+        main = dtype_of(module)
+        found = {name: tensor.dtype for name, tensor in _floats(module)}
+        return cls(main, {name: dtype for name, dtype in found.items() if dtype != main})
+
+    def under(self, names: Mapping[str, str]) -> Dtypes:
+        """The same for a graph, of which ``names`` gives the model's name of each tensor."""
+        others = {n: self.others[name] for n, name in names.items() if name in self.others}
+        return replace(self, others=others)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -21,15 +50,34 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
+def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of floats, under each of their names."""
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        if tensor.is_floating_point():
+            yield name, tensor
+
+
 def name_of(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
-def marked(module: GraphModule, dtype: torch.dtype) -> GraphModule:
-    """The graph of a model of this dtype, which knows it from here on."""
-    module.meta[_OWN] = dtype
-    return module
+def marked(graph: GraphModule, dtypes: Dtypes) -> GraphModule:
+    """The graph of a model of these dtypes, which knows them from here on."""
+    graph.meta[_OWN] = dtypes
+    return graph
+
+
+def lifted(to: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """For each floating-point dtype that holds less than ``to``, what stands for it there."""
+    most = torch.finfo(to).bits
+    found = {dtype: to for dtype in _FLOATS if torch.finfo(dtype).bits < most}
+    # bfloat16 has no complex numbers, and those of float16 are float32's in torch's operators
+    pairs = {dtype.to_complex(): to.to_complex() for dtype in found if dtype != torch.bfloat16}
+    return found | pairs
 
 
 def converted(model: Model, dtype: torch.dtype) -> Model:
@@ -41,16 +89,59 @@ def converted(model: Model, dtype: torch.dtype) -> Model:
 
 
 def follow(module: Model, dtype: torch.dtype) -> Model:
-    """The module itself, moved to the CPU and into ``dtype`` with all that its graphs ask for."""
-    for part in module.modules():
-        if isinstance(part, GraphModule) and part.meta.get(_OWN, dtype) != dtype:
-            _replace(part, part.meta[_OWN], dtype)
-            marked(part, dtype)
+    """The module itself, moved to the CPU and into ``dtype`` with all that its graphs ask for.
+
+    What they cast to something less than that (as under autocast) is lifted to it, too.
+    """
+    for graph in _graphs(module):
+        old = graph.meta[_OWN].main
+        _replace(graph, lifted(dtype) | _instead(old, dtype), _limits(old, dtype))
+        marked(graph, Dtypes(dtype))
     return module.to("cpu", dtype)
 
 
-def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``."""
+def restored(module: Model, dtypes: Dtypes) -> Model:
+    """The module itself, back in the dtypes of its model, whose names are its own or its graphs'.
+
+    Each tensor is rounded once.
+    """
+    others = dict(dtypes.others)
+    for path, part in module.named_modules():
+        if _OWN in getattr(part, "meta", ()):
+            own = part.meta[_OWN].others  # type: ignore[index, union-attr]
+            others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
+    exact = {name: tensor.detach() for name, tensor in _floats(module) if name in others}
+    module.to(dtypes.main)
+    for name, tensor in exact.items():
+        path, _, leaf = name.rpartition(".")
+        getattr(module.get_submodule(path), leaf).data = tensor.to(others[name])
+    return module
+
+
+def asks_for_less(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Does the module hold, or one of its graphs cast to, something less than ``dtype``?"""
+    less = lifted(dtype)
+    asked = (leaf for graph in _graphs(module) for leaf in _dtypes_in(graph))
+    return any(found in less for found in (*asked, *(t.dtype for _, t in _floats(module))))
+
+
+def _graphs(module: nn.Module) -> list[GraphModule]:
+    parts = module.modules()
+    return [part for part in parts if isinstance(part, GraphModule) and _OWN in part.meta]
+
+
+def _dtypes_in(graph: GraphModule) -> Iterator[torch.dtype]:
+    for node in graph.graph.nodes:
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, torch.dtype):
+                yield leaf
+
+
+def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``.
+
+    With None they stay in their own.
+    """
 
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -61,23 +152,35 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return args, kwargs
 
 
-def _replace(module: GraphModule, old: torch.dtype, new: torch.dtype) -> None:
-    """Ask for ``new`` where the graph asks for ``old``, also for its limits where they are less.
+def _instead(old: torch.dtype, new: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What stands for ``old`` and its complex numbers; bfloat16 has none."""
+    if torch.bfloat16 in (old, new):
+        return {old: new}
+    return {old: new, old.to_complex(): new.to_complex()}
+
+
+def _limits(old: torch.dtype, new: torch.dtype) -> dict[float, float]:
+    """What stands for the largest numbers of ``old``, where they are less.
 
     What hides something (``torch.finfo(x.dtype).min``) is a number in the graph.
     """
     most, limit = torch.finfo(old).max, torch.finfo(new).max
-    limits = {most: limit, -most: -limit} if most > limit else {}
-    dtypes = {old: new}
-    if torch.bfloat16 not in (old, new):  # which has no complex numbers
-        dtypes[old.to_complex()] = new.to_complex()
+    return {most: limit, -most: -limit} if most > limit else {}
+
+
+def _replace(
+    graph: GraphModule,
+    dtypes: Mapping[torch.dtype, torch.dtype],
+    limits: Mapping[float, float],
+) -> None:
+    """Ask for other dtypes and limits where the graph names these."""
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, torch.dtype):
             return dtypes.get(leaf, leaf)
         return limits.get(leaf, leaf) if type(leaf) is float else leaf
 
-    for node in module.graph.nodes:
+    for node in graph.graph.nodes:
         node.args = map_aggregate(node.args, other)
         node.kwargs = map_aggregate(node.kwargs, other)
-    module.recompile()
+    graph.recompile()

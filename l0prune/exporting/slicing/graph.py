@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from l0prune.exporting.slicing import averages, layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
-from l0prune.exporting.slicing.dtypes import marked
+from l0prune.exporting.slicing.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.build import Analysis
@@ -27,13 +26,16 @@ _ASSERTIONS = ("aten._assert_tensor_metadata",)
 
 
 def dense_graphs(
-    parts: Parts, chosen: Mapping[str, Chosen], tensors: Mapping[str, Tensor], dtype: torch.dtype
+    parts: Parts, chosen: Mapping[str, Chosen], tensors: Mapping[str, Tensor], dtypes: Dtypes
 ) -> dict[str, GraphModule]:
-    """By path, the captured graph of each part at its new sizes, of a model in ``dtype``."""
-    return {
-        part.path: marked(dense_module(part.analysis, tensors, chosen[part.path].kept), dtype)
-        for part in parts.found
-    }
+    """By path, the captured graph of each part at its new sizes, of a model in ``dtypes``."""
+    graphs = {}
+    for part in parts.found:
+        graph = dense_module(part.analysis, tensors, chosen[part.path].kept)
+        targets = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
+        names = {target: part.analysis.captured.stored(target) for target in targets}
+        graphs[part.path] = marked(graph, dtypes.under(names))
+    return graphs
 
 
 def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> DenseGraph:

@@ -45,6 +45,8 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
     if share == 1:
         return
     graph, x = node.graph, node.args[0]
+    dtype = node.meta["val"].dtype
+    is_half = dtype in (torch.bfloat16, torch.float16)
     affine = [argument(node, 2, "weight"), argument(node, 3, "bias")]
     eps = argument(node, 4, "eps", _EPS)
 
@@ -55,6 +57,8 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
         return call(_ATEN.mul.Tensor, call(_ATEN.mean.dim, of, over, True), share)
 
     with graph.inserting_before(node):
+        if is_half:  # the operator itself computes in float32, too
+            x = call(_ATEN.to.dtype, x, torch.float32)
         mean = average(x)
         centred = call(_ATEN.sub.Tensor, x, mean)
         squares = average(call(_ATEN.square.default, centred))
@@ -67,6 +71,8 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
                 for _ in range(len(over) - 1 if by_channel else 0):
                     operand = call(_ATEN.unsqueeze.default, operand, -1)
                 result = call(operator, result, operand)
+        if is_half:
+            result = call(_ATEN.to.dtype, result, dtype)
     sizes.stands_for(result, node)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

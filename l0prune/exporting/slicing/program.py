@@ -18,7 +18,13 @@ from l0prune.capture.capture import batch_shapes, widened
 from l0prune.capture.hints import without_hints
 from l0prune.capture.recording import Inputs
 from l0prune.capture.spelling import respell
-from l0prune.exporting.slicing.dtypes import cast, converted
+from l0prune.exporting.slicing.dtypes import (
+    Dtypes,
+    asks_for_less,
+    cast,
+    converted,
+    restored,
+)
 
 
 def reexport(
@@ -58,20 +64,22 @@ def _at_least(module: nn.Module, least: int) -> Iterator[None]:
 
 def programs(
     module: nn.Module,
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     example: Inputs,
     export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
 ) -> tuple[ExportedProgram, ExportedProgram, bool]:
-    """The module, which becomes one of ``dtype``, as a program; and one of float32, for ONNX.
+    """The module, which becomes one of ``dtypes``, as a program; and one of float32, for ONNX.
 
     The last says whether the batch is free in both.
     """
-    if dtype == torch.float32:
-        single, is_free = export(module.to(dtype), cast(example, dtype))
-        return single, single, is_free
-    single, is_free = export(converted(module, torch.float32), cast(example, torch.float32))
-    program, dynamic = export(module.to(dtype), cast(example, dtype))
-    return program, single, dynamic and is_free
+    single = torch.float32
+    if dtypes == Dtypes(single) and not asks_for_less(module, single):
+        program, is_free = export(restored(module, dtypes), cast(example, single))
+        return program, program, is_free
+    for_onnx, is_free = export(converted(module, single), cast(example, single))
+    own = None if dtypes.others else dtypes.main
+    program, dynamic = export(restored(module, dtypes), cast(example, own))
+    return program, for_onnx, dynamic and is_free
 
 
 def reexport_part(

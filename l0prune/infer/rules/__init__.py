@@ -5,6 +5,7 @@ from l0prune.infer.rules import (  # noqa: F401
     contraction,
     einsum,
     factories,
+    modes,
     movement,
     normalisation,
     pointwise,
