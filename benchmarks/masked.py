@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from l0prune.exporting.certify.one_dtype import InOneDtype
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -21,6 +20,7 @@ from benchmarks.isolation import Row
 from benchmarks.scramble import Example
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.inputs import fresh_inputs
+from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.slicing.dtypes import cast
 
