@@ -87,7 +87,11 @@ class Export:
         module = copied(self.module).cpu().eval()
         state = module.state_dict()
         # A graph has not all names of the class: counters of batches stay, weights never stay old.
-        known = {n: t for n, t in self._state.items() if n in state or not t.is_floating_point()}
+        known = {
+            name: tensor
+            for name, tensor in self._state.items()
+            if name in state or not (tensor.is_floating_point() or tensor.is_complex())
+        }
         return replace(
             self,
             pieces=tuple(renewed(piece, module) for piece in self.pieces),

@@ -27,7 +27,7 @@ def difference(expected: Any, found: Any) -> float:
         if isinstance(a, _NUMBERS):
             continue
         if a.numel():
-            a, b = a.double(), b.double()
+            a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
             gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
             largest = torch.where(a.isinf(), 0, a).abs().max()
             errors.append(float(gap.max() / largest.clamp(min=torch.finfo(torch.float32).tiny)))

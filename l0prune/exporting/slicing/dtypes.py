@@ -24,9 +24,9 @@ class Dtypes:
     """The floating-point dtypes of a model's tensors.
 
     Attributes:
-        main: that of its first parameter of floats.
+        main: that of its first parameter of floats, or of the parts of its complex ones.
         others: by name, those of tensors that differ from it (norms of float32 among layers of
-            bfloat16).
+            bfloat16, complex numbers of float32 beside layers of float64).
     """
 
     main: torch.dtype
@@ -37,7 +37,7 @@ class Dtypes:
         """Those of a module as it is."""
         main = dtype_of(module)
         found = {name: tensor.dtype for name, tensor in _floats(module)}
-        return cls(main, {name: dtype for name, dtype in found.items() if dtype != main})
+        return cls(main, {n: dtype for n, dtype in found.items() if dtype != in_terms(dtype, main)})
 
     def under(self, names: Mapping[str, str]) -> Dtypes:
         """The same for a graph, of which ``names`` gives the model's name of each tensor."""
@@ -46,17 +46,30 @@ class Dtypes:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """That of its first parameter of floats."""
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    """That of its first parameter of floats, or else of the parts of the first complex one."""
+    dtypes = [parameter.dtype for parameter in module.parameters()]
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    floats += [dtype.to_real() for dtype in dtypes if dtype.is_complex]
+    return next(iter(floats), torch.float32)
+
+
+def in_terms(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
+    """What stands for a dtype in a model of floats ``of``: that, its complex one, or itself.
+
+    Of half precision there are no complex numbers that torch's operators take.
+    """
+    if dtype.is_complex:
+        return torch.complex128 if of == torch.float64 else torch.complex64
+    return of if dtype.is_floating_point else dtype
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of floats, under each of their names."""
+    """Parameters and buffers of floats or complex numbers, under each of their names."""
     for name, tensor in [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             yield name, tensor
 
 
@@ -97,7 +110,13 @@ def follow(module: Model, dtype: torch.dtype) -> Model:
         old = graph.meta[_OWN].main
         _replace(graph, lifted(dtype) | _instead(old, dtype), _limits(old, dtype))
         marked(graph, Dtypes(dtype))
-    return module.to("cpu", dtype)
+    return _moved(module, dtype)
+
+
+def _moved(module: Model, dtype: torch.dtype) -> Model:
+    """``module.to("cpu", dtype)``, which would leave no more than the real parts of numbers."""
+    module._apply(lambda tensor: tensor.to("cpu", in_terms(tensor.dtype, dtype)))
+    return module
 
 
 def restored(module: Model, dtypes: Dtypes) -> Model:
@@ -111,7 +130,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
             own = part.meta[_OWN].others  # type: ignore[index, union-attr]
             others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
     exact = {name: tensor.detach() for name, tensor in _floats(module) if name in others}
-    module.to(dtypes.main)
+    _moved(module, dtypes.main)
     for name, tensor in exact.items():
         path, _, leaf = name.rpartition(".")
         getattr(module.get_submodule(path), leaf).data = tensor.to(others[name])
@@ -146,7 +165,7 @@ def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to("cpu", dtype if leaf.is_floating_point() else None, copy=True)
+        return leaf.to("cpu", in_terms(leaf.dtype, dtype) if dtype else None, copy=True)
 
     args, kwargs = pytree.tree_map(to, inputs)
     return args, kwargs

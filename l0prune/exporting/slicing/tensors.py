@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.dtypes import in_terms
 from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.infer.parts import Part, Parts
 from l0prune.plan.layout import Layouts, axes_of
@@ -63,8 +64,8 @@ def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> di
 
 
 def doubled(tensor: Tensor) -> Tensor:
-    """A copy; of floating-point numbers in float64."""
-    return tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+    """A copy; of floating-point numbers in float64, of complex ones in such parts."""
+    return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
 
 
 def fold(plan: Plan, sites: Iterable[Site], tensor: Tensor, z: Tensor) -> Tensor:
