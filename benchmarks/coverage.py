@@ -31,6 +31,7 @@ from benchmarks.isolation import ROOT, Row
 from benchmarks.scramble import scramble
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
+from l0prune.exporting.certify.certificate import MODEL
 
 
 def steps(which: str, name: str) -> Iterator[Row]:
@@ -64,8 +65,8 @@ def steps(which: str, name: str) -> Iterator[Row]:
     yield {
         "params_after": dense.params,
         "macs_after": dense.macs,
-        "float64": dense.certificate.worst("dense", "float64"),
-        "float32": dense.certificate.worst("dense", "float32"),
+        "float64": dense.certificate.worst(MODEL, "float64"),
+        "float32": dense.certificate.worst(MODEL, "float32"),
         "own_class": dense.rebuilt,
         "step": "onnx",
     }

@@ -29,6 +29,7 @@ import l0prune
 from benchmarks.scramble import scramble
 from l0prune.cost.model import CostModel
 from l0prune.errors import CertificateError
+from l0prune.exporting.certify.certificate import MODEL
 
 # The smallest member of each family comes first; the side of the image is what it takes.
 FAMILIES: dict[str, tuple[tuple[str, int], ...]] = {
@@ -93,7 +94,7 @@ def measure(name: str, side: int, seed: int = 0) -> Result:
     with torch.no_grad():
         first, second = model(torch.randn_like(images)), model(torch.randn_like(images))
     worst = dense.certificate.worst
-    errors = (worst("dense", "float64"), worst("dense", "float32"), worst("onnx", "float32"))
+    errors = (worst(MODEL, "float64"), worst(MODEL, "float32"), worst("onnx", "float32"))
     return Result(
         name,
         *(float("nan") if error is None else error for error in errors),

@@ -17,6 +17,8 @@ for each, with the medians of CPU seconds (a busy machine changes those little):
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import statistics
 import tempfile
 import time
@@ -63,6 +65,7 @@ def steps(name: str, size: tuple[int, ...], repeats: int) -> Iterator[Row]:
         small = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         for _ in one_round(small, torch.randn(2, 4), file):
             pass
+        settle()
         floor = resident("VmRSS")
         torch.manual_seed(0)
         model, x = torchvision.models.get_model(name).eval(), torch.randn(size)
@@ -112,10 +115,17 @@ def close_half(model: nn.Module) -> None:
 
 def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
     """What it gives, its CPU seconds, and the most memory that was held meanwhile, in MiB."""
+    settle()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     start = time.process_time()
     result = work()
     return result, time.process_time() - start, resident("VmHWM")
+
+
+def settle() -> None:
+    """Give back to the system what nobody holds any more, so that it counts for no later step."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident(field: str) -> float:

@@ -56,7 +56,7 @@ def export(
             files += dense.save_onnx(f"{stem}{ONNX}")
         # of a model in parts the ONNX files leave out the code between them: its class needs its
         # state
-        for wanted, ending in ((pt2, PT2), (state or len(dense.pieces) > 1, STATE)):
+        for wanted, ending in ((pt2, PT2), (state or dense.in_parts, STATE)):
             if wanted:
                 files += dense.save(f"{stem}{ending}")
     result = {"files": [str(f) for f in files], **dense.to_dict()}

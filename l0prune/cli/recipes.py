@@ -58,11 +58,12 @@ def _table(result: dict) -> Table:
     form = ".2%" if metric == "error" else ".4g"
     table.add_row(f"test {metric}", format(result[f"test_{metric}"], form))
     table.add_row("of the ONNX file", format(result[f"onnx_test_{metric}"], form))
-    for what, dtype in (("dense", "float64"), ("dense", "float32"), ("onnx", "float32")):
-        errors = [
-            c["error"] for c in result["certificate"] if (c["what"], c["dtype"]) == (what, dtype)
-        ]
-        table.add_row(f"certificate: {what}, {dtype}", f"{max(errors):.1e} of the output's scale")
+    errors: dict[tuple[str, str], float] = {}
+    for check in result["certificate"]:
+        key = (check["what"], check["dtype"])
+        errors[key] = max(errors.get(key, 0.0), check["error"])
+    for (what, dtype), error in errors.items():
+        table.add_row(f"certificate: {what}, {dtype}", f"{error:.1e} of the output's scale")
     return table
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
 
 from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.certificate import Certificate
-from l0prune.exporting.certify.proof import check_own_dtypes, prove
+from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.resizing import manifest
-from l0prune.exporting.pieces import note_on_batches, pieces_of
-from l0prune.exporting.result import Export, note_on_draws
-from l0prune.exporting.slicing.chosen import chosen_slots
+from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
+from l0prune.exporting.result import Export
+from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
-from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
-from l0prune.exporting.subject import subject_of, surveyed
+from l0prune.exporting.slicing.tensors import cut_by_plan, cut_state, cut_tensors
+from l0prune.exporting.subject import Subject, subject_of, surveyed
 
 
 def export(model: nn.Module) -> Export:
@@ -29,34 +32,87 @@ def export(model: nn.Module) -> Export:
         CertificateError: the dense model differs from the gated one beyond rounding.
     """
     subject = subject_of(model)
-    parts = surveyed(subject)
-    chosen, by_part = chosen_slots(subject, parts)
-    tensors = cut_tensors(subject.plain, parts, by_part)
-    graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
-    own = own_class(subject.plain, chosen, tensors, graphs)
-    cost = cost_of(parts.plan)
-    params = cost.actual(chosen.is_open, "params")
-    proven = prove(subject, parts, graphs, own, params)
-    pieces = pieces_of(subject, parts, proven)
-    check_own_dtypes(subject, proven)
-    state = cut_state(subject.plain, parts.plan, tensors)
+    cut = _as_class(subject) or _as_graph(subject)
+    plan, proven = cut.chosen.plan, cut.proven
+    cost = cost_of(plan)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
-    note_on_own = note_on(proven.comparisons, parts.unused)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
     return Export(
         module=proven.module,
         rebuilt=not reason,
-        note="\n".join(
-            filter(None, (note_on_own, note_on_batches(pieces), note_on_draws(parts.draws)))
-        ),
-        pieces=pieces,
         certificate=Certificate(proven.checks),
-        params=params,
-        macs=cost.actual(chosen.is_open, "macs"),
+        params=cost.actual(cut.chosen.is_open, "params"),
+        macs=cost.actual(cut.chosen.is_open, "macs"),
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
-        widths={a.name: (int(chosen.kept[a.slice].sum()), a.size) for a in parts.plan.axes},
-        _state=state,
-        _manifest={**manifest(subject.plain, state, proven.changes), "rebuild": rebuild},
+        widths={a.name: (int(cut.chosen.kept[a.slice].sum()), a.size) for a in plan.axes},
+        _made=cut.made,
+        _note=note_on(proven.comparisons, cut.unused),
+        _state=cut.state,
+        _manifest={**manifest(subject.plain, cut.state, proven.changes), "rebuild": rebuild},
     )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is handed out.
+
+    Attributes:
+        chosen: the slots that stayed.
+        proven: the dense model and its proof.
+        unused: parameters that eval mode does not use.
+        state: the model's own state_dict at the new sizes.
+        made: the programs of its parts, or what that of the whole will be made from.
+    """
+
+    chosen: Chosen
+    proven: Proven
+    unused: Sequence[str]
+    state: Mapping[str, Tensor]
+    made: Whole | InParts
+
+
+def _as_class(subject: Subject) -> _Cut | None:
+    """Cut by the plan that the model was gated with, of its own class; None where that fails.
+
+    This takes no capture: that the plan still is right, and the class, is what the proof shows.
+    """
+    plan = subject.plan
+    counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
+    chosen = chosen_on(plan, subject)
+    if plan.parts != ("",) or "" in counted or chosen.picks_inputs or not subject.dtypes.are_one:
+        return None
+    tensors = cut_by_plan(subject.plain, chosen)
+    if tensors is None:
+        return None
+    own = own_class(subject.plain, chosen, tensors, whole=True)
+    predicted = cost_of(plan).actual(chosen.is_open, "params")
+    proven = prove_class(subject, own, predicted, counted)
+    if proven is None:
+        return None
+    state = cut_state(subject.plain, plan, tensors)
+    unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
+    tensors.clear()  # what is handed out lets go of float64 one by one
+    return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state))
+
+
+def _as_graph(subject: Subject) -> _Cut:
+    """Cut as it is captured now: its graph, or parts, and its own class where that is right."""
+    parts = surveyed(subject)
+    is_whole = parts.plan.parts == ("",)
+    chosen, by_part = chosen_slots(subject, parts)
+    tensors = cut_tensors(subject.plain, parts, by_part)
+    graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
+    own = own_class(subject.plain, chosen, tensors, whole=is_whole)
+    predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
+    proven = prove(subject, parts, graphs, own, predicted)
+    state = cut_state(subject.plain, parts.plan, tensors)
+    tensors.clear()  # what is handed out lets go of float64 one by one
+    made: Whole | InParts
+    if is_whole:
+        made = whole(subject, proven, parts.found[0].analysis.captured, state)
+    else:
+        made = in_parts(subject, parts, proven)
+    check_own_dtypes(subject, proven)
+    return _Cut(chosen, proven, parts.unused, state, made)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
-from l0prune.capture.recording import examples_in
+from l0prune.capture.recording import Inputs, examples_in
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, output_of
-from l0prune.exporting.certify.certificate import LARGEST
+from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.proof import Proven
-from l0prune.exporting.slicing.dtypes import Dtypes, restored
-from l0prune.exporting.slicing.program import programs, reexport, reexport_part
+from l0prune.exporting.own_class.program import class_programs
+from l0prune.exporting.slicing.dtypes import Dtypes, marked, restored
+from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage
@@ -54,6 +56,12 @@ class Piece:
     form: int = 1
 
     @property
+    def module(self) -> nn.Module:
+        """What the program computes, as a module for evaluation."""
+        module = self.program.module(check_guards=False)
+        return marked(module, Dtypes.of(module))
+
+    @property
     def batches(self) -> str:
         """The batch sizes that program and file take."""
         if self.dynamic:
@@ -61,24 +69,119 @@ class Piece:
         return f"{examples_in(self.answers[0].inputs)} only"
 
 
-@stage("making a program of the smaller model")
-def pieces_of(subject: Subject, parts: Parts, proven: Proven) -> tuple[Piece, ...]:
-    """The programs of what was proven; its modules are in the model's dtype afterwards."""
-    whole_or_islands = _whole if subject.plan.parts == ("",) else _islands
-    pieces = tuple(whole_or_islands(subject, parts, proven))
+@dataclass(frozen=True)
+class Whole:
+    """The one piece of a model that is captured whole, and what it is made from.
+
+    Attributes:
+        module: the dense model, for nothing else: what the user gets may learn on.
+        dtypes: of the model.
+        example: its inputs.
+        answers: what the gated model computes.
+        make: makes programs of the module.
+    """
+
+    module: nn.Module
+    dtypes: Dtypes
+    example: Inputs
+    answers: tuple[Answer, ...]
+    make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
+
+    @cached_property
+    @stage("making a program of the smaller model")
+    def pieces(self) -> tuple[Piece, ...]:
+        """The piece, with what of the answers its programs take.
+
+        Raises:
+            CaptureError: torch.export cannot follow the module.
+        """
+        made, single = self.make(self.module, self.dtypes, self.example)
+        if made.dynamic:
+            answers = [a for a in self.answers if examples_in(a.inputs) >= made.least]
+        else:
+            batch = examples_in(self.example)
+            answers = [a for a in self.answers if examples_in(a.inputs) == batch]
+        if not answers:  # the module was shown to compute what the gated one does at other sizes
+            answers = list(answers_of(self.module, [self.example]))
+        return (Piece("", made.program, single, made.dynamic, tuple(answers), made.least),)
+
+    @stage("comparing the program with the module")
+    def checks(self) -> list[Check]:
+        """Does the program compute what the module does that it was made from?
+
+        That one was compared with the gated model before its weights were rounded to its dtype.
+        """
+        (piece,) = self.pieces
+        answers = answers_of(self.module, [answer.inputs for answer in piece.answers])
+        return compare(answers, piece.module, "program")
+
+    def of(self, module: nn.Module) -> Whole:
+        """The same of the module as it is now."""
+        answers = answers_of(module, [answer.inputs for answer in self.answers])
+        return replace(self, module=copied(module), dtypes=Dtypes.of(module), answers=answers)
+
+
+@dataclass(frozen=True)
+class InParts:
+    """The pieces of a model that is captured in parts."""
+
+    pieces: tuple[Piece, ...]
+
+    def checks(self) -> list[Check]:
+        """None: the modules that they are made from were compared."""
+        return []
+
+    def of(self, module: nn.Module) -> InParts:
+        """The same of the module as it is now."""
+        return InParts(tuple(_renewed(piece, module) for piece in self.pieces))
+
+
+def whole(
+    subject: Subject, proven: Proven, captured: Captured | None, state: Mapping[str, Tensor]
+) -> Whole:
+    """The program is made from the graph that was captured, where one was, else from the class.
+
+    The module that is handed out is in the model's dtypes afterwards; that of the programs shares
+    the tensors of the state_dict.
+    """
+    module, make = proven.module, class_programs
+    if captured is not None:
+        module = proven.graphs[""]
+        export = partial(reexport, dynamic=captured.dynamic, least=captured.least)
+        make = partial(programs, export=export)
+    is_shared, dtypes = module is proven.module, subject.dtypes
+    exact = copied(module) if is_shared and not dtypes.are_one else module
+    restored(proven.module, dtypes)
+    if dtypes.are_one:
+        exact = _around(module, state) if is_shared else restored(module, dtypes)
+    made = Whole(exact, dtypes, subject.example, proven.answers[""], make)
+    if not dtypes.are_one:
+        _ = made.pieces  # ONNX's are made of what is not rounded yet
+    return made
+
+
+def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """A copy that has the tensors of the state for its parameters of the same names."""
+    parameters = {}
+    for name, old in module.named_parameters():
+        new = state.get(name)
+        if new is not None and (new.dtype, new.shape) == (old.dtype, old.shape):
+            parameters[id(old)] = nn.Parameter(new, old.requires_grad)
+    return copied(module, parameters)
+
+
+@stage("making programs of the smaller model's parts")
+def in_parts(subject: Subject, parts: Parts, proven: Proven) -> InParts:
+    """The programs of each part of the dense model, on what it receives in the gated one.
+
+    The module that is handed out is in the model's dtypes afterwards.
+    """
+    pieces = tuple(_islands(subject, parts, proven))
     restored(proven.module, subject.dtypes)
-    return pieces
-
-
-def _whole(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
-    captured = parts.found[0].analysis.captured
-    export = partial(reexport, dynamic=captured.dynamic, least=captured.least)
-    made = programs(proven.graphs[""], subject.dtypes, subject.example, export)
-    yield Piece("", *made, proven.answers[""], captured.least)
+    return InParts(pieces)
 
 
 def _islands(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
-    """Each part of the dense model, on what it receives in the gated one."""
     for part in parts.found:
         answers = proven.answers[part.path]
         if not answers:  # it was called on the example alone
@@ -91,16 +194,17 @@ def _island(
     subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...], form: int
 ) -> Piece:
     dense = proven.module.get_submodule(path)
-    made = programs(dense, subject.dtypes, answers[0].inputs, reexport_part)
+    made, single = programs(dense, subject.dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
-    if is_graph or not made[2]:
-        return Piece(path, *made[:2], False, answers, form=form)
+    if is_graph or not made.dynamic:
+        return Piece(path, made.program, single, False, answers, form=form)
     alone = [answer for answer in answers if examples_in(answer.inputs) == 1]
     several = tuple(answer for answer in answers if examples_in(answer.inputs) != 1)
-    if not several or all(_holds(made[1], answer) for answer in alone):
-        return Piece(path, *made, answers, form=form)
-    made = programs(dense, subject.dtypes, answers[0].inputs, partial(reexport_part, least=2))
-    return Piece(path, *made, several, least=2, form=form)
+    if not several or all(_holds(single, answer) for answer in alone):
+        return Piece(path, made.program, single, True, answers, form=form)
+    export = partial(reexport_part, least=2)
+    made, single = programs(dense, subject.dtypes, answers[0].inputs, export)
+    return Piece(path, made.program, single, made.dynamic, several, least=2, form=form)
 
 
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
@@ -134,11 +238,11 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
     return "\n".join(lines)
 
 
-def renewed(piece: Piece, module: nn.Module) -> Piece:
+def _renewed(piece: Piece, module: nn.Module) -> Piece:
     """The same part of the module as it is now."""
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
-    whole = partial(reexport, dynamic=piece.dynamic, least=piece.least)
-    export = partial(reexport_part, least=piece.least) if piece.path else whole
-    made = programs(copied(part), Dtypes.of(part), inputs[0], export)
-    return Piece(piece.path, *made, answers_of(part, inputs), piece.least, piece.form)
+    export = partial(reexport_part, least=piece.least)
+    made, single = programs(copied(part), Dtypes.of(part), inputs[0], export)
+    answers = answers_of(part, inputs)
+    return Piece(piece.path, made.program, single, made.dynamic, answers, piece.least, piece.form)

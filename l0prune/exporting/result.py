@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,8 @@ from l0prune.capture.copying import copied
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
-from l0prune.exporting.pieces import Piece, renewed
-from l0prune.files.atomic import atomic_write
+from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches
+from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.running.stages import stage
@@ -37,9 +38,6 @@ class Export:
         module: the dense network. It is of the model's own class at the new sizes, and may be
             trained on, where the class allows them; else it is the captured graph, for evaluation.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
-        note: where it is not, why; what else of its own class has to be known; the batches
-            that program and files are for, where these are not all; and what is random.
-        pieces: the captured parts, each with its program.
         certificate: the measured errors.
         params, macs: of the dense network; MACs for one example.
         params_before, macs_before: of the network before the cut.
@@ -48,16 +46,39 @@ class Export:
 
     module: nn.Module
     rebuilt: bool
-    note: str
-    pieces: tuple[Piece, ...]
     certificate: Certificate
     params: int
     macs: int
     params_before: int
     macs_before: int
     widths: dict[str, tuple[int, int]]
+    _made: Whole | InParts = field(repr=False)
+    _note: str = field(repr=False)
     _state: Mapping[str, Tensor] = field(repr=False)
     _manifest: dict[str, Any] = field(repr=False)
+
+    @property
+    def note(self) -> str:
+        """Where the module is not of its own class, why; what else of it has to be known; the
+        batches that program and files are for, where these are not all; and what is random.
+        """
+        pieces = self._made.pieces
+        notes = (self._note, note_on_batches(pieces), _note_on_draws(pieces))
+        return "\n".join(filter(None, notes))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The captured parts, each with its program; made and compared when first asked for.
+
+        The certificate gains the comparison.
+
+        Raises:
+            CaptureError: torch.export can no longer follow the model.
+            CertificateError: a program does not compute what the module does.
+        """
+        if self.certificate.worst(("dense", "program"), "float64") is None:
+            self.certificate = self.certificate.with_checks(self._made.checks())
+        return self._made.pieces
 
     @property
     def program(self) -> ExportedProgram:
@@ -66,16 +87,21 @@ class Export:
         Raises:
             UsageError: the model was captured in parts; ``pieces`` have a program each.
         """
-        if self.pieces[0].path:
+        if self.in_parts:
             raise UsageError(
                 "This model was captured in parts, so there is no one program of it: see .pieces."
             )
         return self.pieces[0].program
 
     @property
+    def in_parts(self) -> bool:
+        """Whether the model could only be captured in parts."""
+        return isinstance(self._made, InParts)
+
+    @property
     def dynamic(self) -> bool:
         """Whether the batch size is free."""
-        return all(piece.dynamic for piece in self.pieces)
+        return all(piece.dynamic for piece in self._made.pieces)
 
     def renewed(self) -> Export:
         """The same of what ``module`` computes by now, after it has been trained on.
@@ -94,8 +120,8 @@ class Export:
         }
         return replace(
             self,
-            pieces=tuple(renewed(piece, module) for piece in self.pieces),
             certificate=self.certificate.without("onnx"),
+            _made=self._made.of(module),
             _state={name: state.get(name, tensor) for name, tensor in known.items()},
         )
 
@@ -114,26 +140,27 @@ class Export:
                 eval mode; nothing is written.
             FileError: a file cannot be written.
         """
-        protos, checks = {}, []
-        for piece in self.pieces:
-            _check_drawless(piece)
-            proto, session = onnx_file.runnable(piece.single)
-            protos[self._file_of(piece, path)] = proto
-            onnx_file.describe(proto, {"batch": piece.batches})
-            with stage("comparing its ONNX file"):
-                checks += compare_onnx(piece.answers, session, piece.path)
-        certificate = self.certificate.without("onnx").with_checks(checks)
-        facts = {
-            "certificate": json.dumps(certificate.to_dict()),
-            "params": self.params,
-            "macs": self.macs,
-            "widths": json.dumps(self.widths),
-        }
-        for file, proto in protos.items():
-            onnx_file.describe(proto, facts)
-            onnx_file.write(proto, file)
+        with ExitStack() as stack:
+            written, checks = {}, []
+            for piece in self._made.pieces:
+                _check_drawless(piece)
+                file = self._file_of(piece, path)
+                written[file] = stack.enter_context(replacement(file))
+                session = onnx_file.write_runnable(piece.single, written[file])
+                onnx_file.describe(written[file], {"batch": piece.batches})
+                with stage("comparing its ONNX file"):
+                    checks += compare_onnx(piece.answers, session, piece.path)
+            certificate = self.certificate.without("onnx").with_checks(checks)
+            facts = {
+                "certificate": json.dumps(certificate.to_dict()),
+                "params": self.params,
+                "macs": self.macs,
+                "widths": json.dumps(self.widths),
+            }
+            for unfinished in written.values():
+                onnx_file.describe(unfinished, facts)
         self.certificate = certificate
-        return tuple(protos)
+        return tuple(written)
 
     def save(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
@@ -181,10 +208,10 @@ class Export:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "dynamic_batch": self.dynamic,
-            "batches": list(dict.fromkeys(piece.batches for piece in self.pieces)),
+            "batches": list(dict.fromkeys(piece.batches for piece in self._made.pieces)),
             "own_class": self.rebuilt,
             "note": self.note,
-            "parts": list(dict.fromkeys(piece.path for piece in self.pieces)),
+            "parts": list(dict.fromkeys(piece.path for piece in self._made.pieces)),
             "widths": {name: list(width) for name, width in self.widths.items()},
             "certificate": self.certificate.to_dict(),
         }
@@ -200,7 +227,8 @@ class Export:
         yield sizes
         proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
         for c, batches in self.certificate.summary():
-            what = f"gated and {c.what}" + (f" of {c.part}" if c.part else "")
+            first = "class" if c.what == "program" else "gated"
+            what = f"{first} and {c.what}" + (f" of {c.part}" if c.part else "")
             sizes_of_batches = ", ".join(map(str, batches))
             proof.add_row(
                 Text(what), c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}"
@@ -210,12 +238,14 @@ class Export:
             yield Text(self.note)
 
 
-def note_on_draws(draws: Sequence[str]) -> str:
+def _note_on_draws(pieces: Sequence[Piece]) -> str:
     """What the user has to know of a model that draws random numbers; empty where it does not."""
-    if not draws:
+    nodes = (node for piece in pieces for node in piece.program.graph.nodes)
+    found = dict.fromkeys(called(node) for node in nodes if draws(node))
+    if not found:
         return ""
     return (
-        f"In eval mode the model draws random numbers ({', '.join(draws)}): it was compared with "
+        f"In eval mode the model draws random numbers ({', '.join(found)}): it was compared with "
         "the same draws, and save_onnx will refuse, since ONNX Runtime draws others."
     )
 

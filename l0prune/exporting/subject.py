@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from l0prune.capture.copying import copied_around
 from l0prune.capture.modes import evaluating
 from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
+from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach, gates_of
@@ -34,6 +35,7 @@ class Subject:
             rounding of a fold.
         example: inputs in the model's dtype, or as they were given where it has several.
         dtypes: of the model's tensors.
+        asked: what the gated model has answered, so that it need not run twice on one input.
     """
 
     gated: nn.Module
@@ -42,6 +44,7 @@ class Subject:
     z: Tensor
     example: Inputs
     dtypes: Dtypes
+    asked: list[tuple[Answer, ...]] = field(default_factory=list)
 
 
 def subject_of(model: nn.Module) -> Subject:

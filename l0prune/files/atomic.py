@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,15 +24,27 @@ def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
         FileError: the folder does not exist, is not writable, or the disk is full, or the path
             is a folder or a device.
     """
+    with replacement(path) as temporary, open(temporary, "xb") as file:
+        write(file)
+
+
+@contextmanager
+def replacement(path: PathLike) -> Iterator[Path]:
+    """A path in the same folder, for a file to be made in the context and renamed after it.
+
+    It is flushed to disk before; where the context raises, it is removed and no more is changed.
+
+    Raises:
+        FileError: as ``atomic_write``.
+    """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "no ordinary file"
         raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(temporary, "xb") as file:
-            write(file)
-            file.flush()
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
         _sync_folder(target.parent)

@@ -38,7 +38,7 @@ def test_an_export_tells_its_stages(tmp_path):
     with watched(seen.append):
         l0prune.export(model).save_onnx(tmp_path / "model.onnx")
     names = list(dict.fromkeys(each.name for each in seen))
-    assert names[0] == "capturing the model"
+    assert names[0] == "folding and cutting its tensors"
     assert names[-1] == "comparing its ONNX file"
 
 

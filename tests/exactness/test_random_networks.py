@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from deadness import randomise, relative_effect_of_dead_slots
-from differences import difference
+from differences import difference, graph_difference
 from examples import costly
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +68,7 @@ def check_export(network: nn.Module, x: torch.Tensor) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dense = l0prune.export(model.eval())
     assert difference(model, dense, x) <= 1e-10
+    assert graph_difference(model, dense, x) <= 1e-10
     assert sum(p.numel() for p in dense.program.parameters()) == dense.params
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from deadness import randomise
-from differences import ROUNDED, difference, in_float64
+from differences import ROUNDED, difference, graph_difference, in_float64
 from networks import CASES as ELSEWHERE
 from networks import IMAGE, Fn, conv
 from small_networks import AXES, CASES, REASONS
@@ -39,6 +39,7 @@ def test_export_is_exact(name):
         return
     dense = cut(module, example)
     assert difference(module, dense, example) <= ROUNDED
+    assert graph_difference(module, dense, example) <= ROUNDED
     assert dense.params < dense.params_before
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 from averages import AVERAGES
 from deadness import close_some, randomise
-from differences import ROUNDED, difference, in_float64, onnx_difference, run_onnx
+from differences import (
+    ROUNDED,
+    difference,
+    graph_difference,
+    in_float64,
+    onnx_difference,
+    run_onnx,
+)
 from made_weights import MADE_WEIGHTS
 from models import Tied
 from networks import CASES, Fn
@@ -58,6 +65,7 @@ def test_dense_computes_what_gated_does(exported):
     model, x, dense = exported
     assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
     assert difference(model, dense, x) <= ROUNDED
+    assert graph_difference(model, dense, x) <= ROUNDED
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """The user's own class at the new sizes: which attributes follow, and what is said if it fails."""
 
+import sys
+
 import pytest
 import torch
 from deadness import close_some, randomise
-from differences import difference
+from differences import ROUNDED, difference, onnx_difference
 from models import Tied
 from torch import nn
 
 import l0prune
+from l0prune.errors import CertificateError
 from l0prune.exporting.own_class.comparison import InTraining, training_fault
 
 
@@ -78,6 +81,34 @@ def test_the_module_goes_on_training():
     assert dense.module[3].weight.grad.shape[1] == dense.module[0].out_channels < 8
 
 
+def test_what_the_own_class_is_shown_to_compute_needs_no_capture(monkeypatch, tmp_path):
+    """Only a program does; it is that of the export, whatever the module has learned since."""
+
+    def captured(*_):
+        raise AssertionError
+
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["l0prune.exporting.export"], "surveyed", captured)
+        model, dense = exported(nn.Sequential(*layers), x := torch.randn(2, 3, 6, 6), exclude=())
+    assert dense.params < dense.params_before
+    assert difference(model, dense, x) <= ROUNDED
+    kinds = {(check.what, check.batch) for check in dense.certificate.checks}
+    assert kinds == {("class", size) for size in (1, 2, 3)}
+    with torch.no_grad():
+        dense.module[3].weight.mul_(2)
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= 1e-5
+
+
+def test_a_program_is_compared_with_the_class_before_it_is_handed_out():
+    _, dense = exported(Attention(), torch.randn(2, 5, 12))
+    state = dense._made.pieces[0].program.state_dict
+    state["proj.bias"] = nn.Parameter(state["proj.bias"] + 1)  # as if it were another model's
+    with pytest.raises(CertificateError, match="program in float64"):
+        _ = dense.program
+
+
 def test_tied_weights_stay_tied():
     _, dense = exported(Tied(mix=False, bias=True), torch.randint(0, 20, (2, 5)), exclude=())
     assert dense.rebuilt
@@ -96,7 +127,8 @@ def test_what_only_training_uses_is_named():
             x = torch.relu(self.first(x))
             return (self.last(x), self.aux(x)) if self.training else self.last(x)
 
-    _, dense = exported(Auxiliary(), torch.randn(2, 6))
+    _, dense = exported(Auxiliary(), torch.randn(2, 6), exclude=["*.in"])
+    assert sum(p.numel() for p in dense.program.parameters()) == dense.params
     assert dense.note.startswith("aux: not used in eval mode, and therefore not cut.")
     assert dense.params == sum(
         p.numel() for name, p in dense.module.named_parameters() if not name.startswith("aux")

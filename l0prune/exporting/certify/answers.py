@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.recording import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.difference import comparable, difference
-from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.certify.lending import lent, read_of
 from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.slicing.dtypes import cast, name_of
 from l0prune.running.stages import stage
@@ -28,11 +28,13 @@ class Answer:
         inputs: the input.
         exact: the tensors and numbers of its output in float64.
         single: the same in float32.
+        read: names of the parameters that its forward has read by now.
     """
 
     inputs: Inputs
     exact: Sequence[Any]
     single: Sequence[Any]
+    read: frozenset[str] = frozenset()
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """The output in one of the two."""
@@ -59,26 +61,27 @@ def answers_of(model: nn.Module, inputs: Sequence[Inputs], path: str = "") -> tu
     Raises:
         CertificateError: it cannot be run.
     """
-    exact, single = (
-        _outputs(model, inputs, dtype, path) for dtype in (torch.float64, torch.float32)
-    )
-    return tuple(Answer(*each) for each in zip(inputs, exact, single, strict=True))
+    exact, read = _outputs(model, inputs, torch.float64, path)
+    single, _ = _outputs(model, inputs, torch.float32, path)
+    return tuple(Answer(*each, read) for each in zip(inputs, exact, single, strict=True))
 
 
 def _outputs(
     model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
-) -> list[list[Any]]:
+) -> tuple[list[list[Any]], frozenset[str]]:
     # the whole model is lent: a submodule alone would take its gates along as they are
-    again = lent(model, dtype).get_submodule(path)
+    whole = lent(model, dtype)
+    again = whole.get_submodule(path)
     outputs = (comparable(output_of(again, given, dtype)) for given in inputs)
     # copies, as it may return what its next forward writes into
-    return [pytree.tree_map_only(Tensor, torch.clone, output) for output in outputs]
+    copies = [pytree.tree_map_only(Tensor, torch.clone, output) for output in outputs]
+    return copies, read_of(whole)
 
 
 def is_valid(model: nn.Module, given: Inputs) -> bool:
     """Does the model take these inputs, and make numbers of them? Asked in float64."""
     try:
-        (output,) = _outputs(model, [given], torch.float64)
+        (output,), _ = _outputs(model, [given], torch.float64)
     except CertificateError:
         return False
     return not holds_nan(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -24,16 +24,18 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["dense", "class", "onnx"]
+Compared = Literal["dense", "class", "program", "onnx"]
+MODEL: tuple[Compared, ...] = ("dense", "class")  # what the module is that is handed out
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with the gated model.
+    """One comparison, with the gated model unless it says otherwise.
 
     Attributes:
-        what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes) or
-            ``onnx`` (the file, run by ONNX Runtime).
+        what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes),
+            ``onnx`` (the file, run by ONNX Runtime); or ``program`` (what torch.export makes of
+            the own class, compared with that one).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output.
@@ -87,9 +89,10 @@ class Certificate:
         """
         return Certificate((*self.checks, *checks))
 
-    def worst(self, what: Compared, dtype: str) -> float | None:
-        """The largest error of a kind of comparison, None if there was none."""
-        errors = [c.error for c in self.checks if c.what == what and c.dtype == dtype]
+    def worst(self, what: Compared | Collection[Compared], dtype: str) -> float | None:
+        """The largest error of a kind of comparison, or of several; None if there was none."""
+        kinds = (what,) if isinstance(what, str) else what
+        errors = [c.error for c in self.checks if c.what in kinds and c.dtype == dtype]
         return max(errors, default=None)
 
     def summary(self) -> list[tuple[Check, tuple[int, ...]]]:

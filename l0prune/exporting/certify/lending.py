@@ -31,6 +31,12 @@ def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
     return result.cpu() if dtype is None else follow(result, dtype)
 
 
+def read_of(borrower: nn.Module) -> frozenset[str]:
+    """Of the parameters that were lent to this copy, the names of those that it has read."""
+    named = borrower.named_parameters()
+    return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)
+
+
 def _can_be_lent(parameter: nn.Parameter) -> bool:
     """Is it an ordinary tensor of floats?"""
     is_float = parameter.is_floating_point() and parameter.device.type == "cpu"
@@ -50,9 +56,11 @@ class _Loan:
         self.original = original
         self.dtype = dtype
         self.own: Tensor | None = None
+        self.is_read = False
 
     def read(self) -> Tensor:
         """The values, in the borrower's dtype."""
+        self.is_read = True
         return self.original.to(self.dtype) if self.own is None else self.own
 
     def written(self) -> Tensor:

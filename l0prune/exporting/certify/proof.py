@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from l0prune.capture.recording import Inputs, examples_given, first_of
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.answers import Answer, answers_of, is_finite, is_valid
+from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
 from l0prune.exporting.certify.certificate import (
     Certificate,
     Check,
@@ -56,6 +58,59 @@ class Proven:
     changes: Changes
 
 
+def prove_class(
+    subject: Subject, own: OwnClass, predicted: int, counted: Set[str]
+) -> Proven | None:
+    """The dense model of its own class, without a capture: what it computes is the proof.
+
+    None where the class is not the same function, or not shown to be: at a size of ``BATCHES``
+    that the model does not take, or where its forward does not read its own parameters (it
+    reaches another object's, which a copy does not cut).
+
+    Args:
+        subject: before the cut.
+        own: what the class may be at the new sizes.
+        predicted: parameters that the dense model must have.
+        counted: by name, the parameters that count; the others were not used in eval mode.
+    """
+    answers = next(_answers_to_all(subject), ())
+    if not answers or not counted <= answers[0].read:
+        return None
+    choice = choose(own, [Reference("", subject.gated, answers)])
+    comparison = choice.comparisons[""]
+    if comparison.reason or _count(choice.module, counted) != predicted:
+        return None
+    checks = comparison.checks
+    return Proven(choice.module, {}, {"": answers}, checks, {"": comparison}, choice.changes)
+
+
+def _answers_to_all(subject: Subject) -> Iterator[tuple[Answer, ...]]:
+    """What the gated model computes on inputs of all of ``BATCHES``, where it takes them."""
+    for inputs in trials(subject.example, BATCHES):
+        if len(inputs) == len(BATCHES):
+            with suppress(CertificateError):
+                answers = _answers(subject, inputs)
+                if not any(holds_nan(answer.exact) for answer in answers):
+                    yield answers
+
+
+def _answers(subject: Subject, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
+    """What the gated model computes on these; it runs only on what it was not asked before."""
+    for known in subject.asked:
+        if _is_same([answer.inputs for answer in known], list(inputs)):
+            return known
+    subject.asked.append(answers_of(subject.gated, inputs))
+    return subject.asked[-1]
+
+
+def _is_same(some: list[Inputs], others: list[Inputs]) -> bool:
+    (first, structure), (second, other) = map(pytree.tree_flatten, (some, others))
+    return structure == other and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b
+        for a, b in zip(first, second, strict=True)
+    )
+
+
 def prove(
     subject: Subject,
     parts: Parts,
@@ -94,7 +149,7 @@ def _prove_whole(
     batches = free if captured.dynamic else (captured.batch,)
 
     def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
-        answers = answers_of(subject.gated, inputs)
+        answers = _answers(subject, inputs)
         with stage("comparing the smaller model with it"):
             return answers, compare(answers, graph)
 
@@ -228,10 +283,15 @@ def check_own_dtypes(subject: Subject, proven: Proven) -> None:
 
 def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
     """Raise CertificateError where the parameters left are not those that the plan counts."""
-    named = module.named_parameters()
-    found = sum(p.numel() for name, p in named if name not in parts.unused)
+    names = {name for name, _ in module.named_parameters()} - set(parts.unused)
+    found = _count(module, names)
     if found != predicted:
         raise CertificateError(
             f"The sliced model has {found:,} parameters where the plan predicts {predicted:,}: "
             "please report this with the model's code. Nothing was written."
         )
+
+
+def _count(module: nn.Module, names: Set[str]) -> int:
+    """How many numbers the parameters of these names hold."""
+    return sum(p.numel() for name, p in module.named_parameters() if name in names)

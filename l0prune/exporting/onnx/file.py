@@ -6,11 +6,11 @@ import contextlib
 import copy
 import io
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import compress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
 from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
-from l0prune.files.atomic import write_whole
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -32,23 +31,33 @@ LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
 @stage("translating it to ONNX")
-def runnable(program: ExportedProgram) -> tuple[onnx.ModelProto, Session]:
-    """The program in ONNX, loaded into ONNX Runtime.
+def write_runnable(program: ExportedProgram, path: Path) -> Session:
+    """Write the program in ONNX, and load the file into ONNX Runtime.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
     several clamps of one tensor): then the file is written as it is before.
 
     Raises:
         L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
+        FileError: the model is too large for one file.
     """
-    proto = to_onnx(program)
+    _write(to_onnx(program), path)
     try:
-        return proto, Session(proto.SerializeToString())
+        return Session(str(path))
     except L0pruneError:
         with contextlib.suppress(L0pruneError):
-            plain = to_onnx(program, optimize=False)
-            return plain, Session(plain.SerializeToString())
+            _write(to_onnx(program, optimize=False), path)
+            return Session(str(path))
         raise
+
+
+def _write(model: onnx.ModelProto, path: Path) -> None:
+    if model.ByteSize() > LARGEST:
+        raise FileError(
+            "No ONNX file was written: the model is larger than the 2 GB of one. Save it as .pt2 "
+            "instead."
+        )
+    path.write_bytes(model.SerializeToString())
 
 
 def to_onnx(program: ExportedProgram, *, optimize: bool = True) -> onnx.ModelProto:
@@ -154,22 +163,17 @@ def _named() -> Iterator[None]:
         ) from error
 
 
-def describe(model: onnx.ModelProto, facts: Mapping[str, Any]) -> None:
-    """Put facts into the file's metadata."""
-    for key, value in facts.items():
-        entry = model.metadata_props.add()
-        entry.key, entry.value = f"l0prune.{key}", str(value)
+def describe(path: Path, facts: Mapping[str, Any]) -> None:
+    """Add facts to the metadata of the file at a path.
 
-
-def write(model: onnx.ModelProto, path: str | os.PathLike[str]) -> None:
-    """Write the file whole or not at all.
-
-    Raises:
-        FileError: the file cannot be written, or is too large for one file.
+    Two messages of protobuf, one after the other, are one that holds the lists of both; so the
+    weights need not be read and written again.
     """
-    if model.ByteSize() > LARGEST:
-        raise FileError(
-            f"{path} was not written: the model is larger than the 2 GB of one ONNX file. "
-            "Save it as .pt2 instead."
-        )
-    write_whole(path, model.SerializeToString())
+    import onnx
+
+    entries = onnx.ModelProto()
+    for key, value in facts.items():
+        entry = entries.metadata_props.add()
+        entry.key, entry.value = f"l0prune.{key}", str(value)
+    with open(path, "ab") as file:
+        file.write(entries.SerializeToString())

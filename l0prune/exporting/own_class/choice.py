@@ -19,7 +19,6 @@ from l0prune.exporting.own_class.comparison import (
 from l0prune.exporting.own_class.remembered_sizes import remembered_sizes
 from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.slicing.graph import KEPT_INPUTS
 from l0prune.exporting.slicing.tensors import under_all_names
 from l0prune.running.stages import stage
 
@@ -46,10 +45,7 @@ class OwnClass:
 
 
 def own_class(
-    plain: nn.Module,
-    chosen: Chosen,
-    tensors: Mapping[str, Tensor],
-    graphs: Mapping[str, nn.Module],
+    plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor], *, whole: bool
 ) -> OwnClass:
     """What the resized model may be.
 
@@ -57,7 +53,7 @@ def own_class(
         plain: the ungated model at its old sizes.
         chosen: the slots that stay.
         tensors: the cut tensors in float64, by name.
-        graphs: by path, the captured parts at the new sizes.
+        whole: the model is captured as one part, in which a gather may stand.
     """
     sure = changed_attributes(plain, under_all_names(plain, chosen.plan, tensors))
     candidates = [sure]
@@ -67,7 +63,7 @@ def own_class(
             {p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}}
         )
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    return OwnClass(plain, tensors, distinct, _gathers(graphs.get(""), chosen))
+    return OwnClass(plain, tensors, distinct, _gathers(chosen) if whole else "")
 
 
 @dataclass(frozen=True)
@@ -153,14 +149,11 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
     return {path: attributes for path, attributes in left.items() if attributes}
 
 
-def _gathers(graph: nn.Module | None, chosen: Chosen) -> str:
+def _gathers(chosen: Chosen) -> str:
     """Why no class of the user's can stand in where inputs are picked one by one; else empty."""
-    names = (name for name, _ in graph.named_buffers()) if graph is not None else ()
-    if not any(name.startswith(KEPT_INPUTS) for name in names):
+    if not chosen.picks_inputs:
         return ""
-    inputs = [axis for axis in chosen.plan.axes if axis.kind == "input"]
-    picked = [axis.name for axis in inputs if not chosen.is_open[axis.slice].all()]
     return (
-        f"single inputs are picked ({', '.join(picked)}), for which its forward has no place; gate "
-        "with exclude='*.in' to keep the class"
+        f"single inputs are picked ({', '.join(chosen.picks_inputs)}), for which its forward has "
+        "no place; gate with exclude='*.in' to keep the class"
     )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
+from l0prune.exporting.slicing.tensors import stored_in
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
 # which the first that the module has counts.
@@ -48,7 +49,7 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
     """
     replaced: dict[int, Any] = {}
     for name, tensor in tensors.items():
-        old = _tensor(model, name)
+        old = stored_in(model, name)
         if old is not None and id(old) not in replaced:
             is_parameter = isinstance(old, nn.Parameter)
             is_plain = not is_parameter and not _is_buffer(model, name)
@@ -71,16 +72,6 @@ def manifest(model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes) 
         if name in tensors
     }
     return {"shapes": shapes, "attributes": changes}
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor | None:
-    """The parameter, buffer or plain attribute of this name; None where there is none."""
-    path, _, leaf = name.rpartition(".")
-    try:
-        found = getattr(model.get_submodule(path), leaf)
-    except AttributeError:
-        return None
-    return found if isinstance(found, Tensor) else None
 
 
 def _is_buffer(model: nn.Module, name: str) -> bool:

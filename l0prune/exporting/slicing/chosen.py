@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
+from l0prune.plan.layout import Both
 from l0prune.plan.plan import Plan
 
 
@@ -27,6 +28,17 @@ class Chosen:
     kept: Tensor
 
     @property
+    def picks_inputs(self) -> tuple[str, ...]:
+        """Axes of single inputs that are closed: what reads them needs a gather."""
+        plan = self.plan
+        columns = [d for dims in plan.tensors.values() for d in dims if isinstance(d, Both)]
+        gathers = any(
+            not plan.mask(d, self.kept)[plan.mask(d.base, self.kept)].all() for d in columns
+        )
+        inputs = [axis for axis in plan.axes if axis.kind == "input"] if gathers else []
+        return tuple(axis.name for axis in inputs if not self.is_open[axis.slice].all())
+
+    @property
     def is_open(self) -> Tensor:
         """Which gates are open, bool, flat."""
         return self.z > 0
@@ -34,12 +46,14 @@ class Chosen:
 
 def chosen_slots(subject: Subject, parts: Parts) -> tuple[Chosen, dict[str, Chosen]]:
     """Those of the whole model, and those of each of its parts by path."""
+    by_part = {part.path: chosen_on(part.analysis.plan, subject) for part in parts.found}
+    return chosen_on(parts.plan, subject), by_part
 
-    def on(plan: Plan) -> Chosen:
-        z = _on_plan(plan, subject.plan, subject.z)
-        return Chosen(plan, z, plan.kept(z > 0))
 
-    return on(parts.plan), {part.path: on(part.analysis.plan) for part in parts.found}
+def chosen_on(plan: Plan, subject: Subject) -> Chosen:
+    """Those of the model on the axes of this plan of it."""
+    z = _on_plan(plan, subject.plan, subject.z)
+    return Chosen(plan, z, plan.kept(z > 0))
 
 
 def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:

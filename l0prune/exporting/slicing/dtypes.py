@@ -39,6 +39,11 @@ class Dtypes:
         found = {name: tensor.dtype for name, tensor in _floats(module)}
         return cls(main, {n: dtype for n, dtype in found.items() if dtype != in_terms(dtype, main)})
 
+    @property
+    def are_one(self) -> bool:
+        """Are all tensors of float32, or all of float64? Then no file is more precise than they."""
+        return not self.others and self.main in (torch.float32, torch.float64)
+
     def under(self, names: Mapping[str, str]) -> Dtypes:
         """The same for a graph, of which ``names`` gives the model's name of each tensor."""
         others = {n: self.others[name] for n, name in names.items() if name in self.others}
@@ -140,8 +145,14 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
 def asks_for_less(module: nn.Module, dtype: torch.dtype) -> bool:
     """Does the module hold, or one of its graphs cast to, something less than ``dtype``?"""
     less = lifted(dtype)
-    asked = (leaf for graph in _graphs(module) for leaf in _dtypes_in(graph))
-    return any(found in less for found in (*asked, *(t.dtype for _, t in _floats(module))))
+    casts = any(casts_to_less(graph, dtype) for graph in _graphs(module))
+    return casts or any(tensor.dtype in less for _, tensor in _floats(module))
+
+
+def casts_to_less(graph: GraphModule, dtype: torch.dtype) -> bool:
+    """Does the graph name something less than ``dtype``?"""
+    less = lifted(dtype)
+    return any(found in less for found in _dtypes_in(graph))
 
 
 def _graphs(module: nn.Module) -> list[GraphModule]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,20 +27,29 @@ from l0prune.exporting.slicing.dtypes import (
 )
 
 
-def reexport(
-    module: nn.Module, example: Inputs, dynamic: bool, least: int = 1
-) -> tuple[ExportedProgram, bool]:
-    """The dense module as a program of its own, and whether its batch is dynamic.
+class Exported(NamedTuple):
+    """A program, whether its batch is free, and the smallest that it then takes."""
 
-    A dynamic one then refuses batches of less than ``least``.
+    program: ExportedProgram
+    dynamic: bool
+    least: int = 1
+
+
+Exporter = Callable[[nn.Module, Inputs], Exported]
+
+
+def reexport(module: nn.Module, example: Inputs, dynamic: bool, least: int = 1) -> Exported:
+    """The dense module as a program of its own, of a free batch where that is possible.
+
+    It refuses batches of less than ``least``.
     """
     if dynamic:
         wide = widened(*example)
         shapes = partial(batch_shapes, module, *wide, least)
         with _at_least(module, least):
-            program, is_free = _exported(module, wide, shapes)
-        if is_free:
-            return program, True
+            made = _exported(module, wide, shapes)
+        if made.dynamic:
+            return made._replace(least=least)
     return _exported(module, example, None)
 
 
@@ -63,28 +72,24 @@ def _at_least(module: nn.Module, least: int) -> Iterator[None]:
 
 
 def programs(
-    module: nn.Module,
-    dtypes: Dtypes,
-    example: Inputs,
-    export: Callable[[nn.Module, Inputs], tuple[ExportedProgram, bool]],
-) -> tuple[ExportedProgram, ExportedProgram, bool]:
+    module: nn.Module, dtypes: Dtypes, example: Inputs, export: Exporter
+) -> tuple[Exported, ExportedProgram]:
     """The module, which becomes one of ``dtypes``, as a program; and one of float32, for ONNX.
 
-    The last says whether the batch is free in both.
+    The first says which batches both of them take.
     """
     single = torch.float32
     if dtypes == Dtypes(single) and not asks_for_less(module, single):
-        program, is_free = export(restored(module, dtypes), cast(example, single))
-        return program, program, is_free
-    for_onnx, is_free = export(converted(module, single), cast(example, single))
+        made = export(restored(module, dtypes), cast(example, single))
+        return made, made.program
+    for_onnx = export(converted(module, single), cast(example, single))
     own = None if dtypes.others else dtypes.main
-    program, dynamic = export(restored(module, dtypes), cast(example, own))
-    return program, for_onnx, dynamic and is_free
+    made = export(restored(module, dtypes), cast(example, own))
+    is_free, least = made.dynamic and for_onnx.dynamic, max(made.least, for_onnx.least)
+    return Exported(made.program, is_free, least), for_onnx.program
 
 
-def reexport_part(
-    module: nn.Module, example: Inputs, least: int = 1
-) -> tuple[ExportedProgram, bool]:
+def reexport_part(module: nn.Module, example: Inputs, least: int = 1) -> Exported:
     """A part as a program of its own, with every dim free that its forward leaves free.
 
     What a part receives has a size of the data's making: an image's, the number of proposals.
@@ -105,9 +110,7 @@ def reexport_part(
         return _exported(module, example, partial(shapes, example))
 
 
-def _exported(
-    module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None
-) -> tuple[ExportedProgram, bool]:
+def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
     """The program with these dynamic shapes, or static where the module does not allow them."""
     args, kwargs = example
     with warnings.catch_warnings(), torch.no_grad(), without_hints():
@@ -116,7 +119,7 @@ def _exported(
             with suppress(Exception):  # the static shapes come next, and the result says so
                 free = torch.export.export(module, args, kwargs, dynamic_shapes=shapes())
                 respell(free)
-                return free, True
+                return Exported(free, True)
         program = torch.export.export(module, args, kwargs)
     respell(program)
-    return program, False
+    return Exported(program, False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dtypes import in_terms
 from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.infer.parts import Part, Parts
-from l0prune.plan.layout import Layouts, axes_of
+from l0prune.plan.layout import Layouts, axes_of, size_of
 from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage
 
@@ -28,14 +28,40 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
     return tensors
 
 
-@torch.no_grad()
+@stage("folding and cutting its tensors")
+def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
+    """The same of a model that was captured whole when it was gated, by the plan of that time.
+
+    None where its tensors are not those of the plan. A weight that the forward standardises is
+    cut as it is stored: for the model's own class that is wrong, and its comparison shows it.
+    """
+    stored = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    for name in chosen.plan.tensors.keys() - stored.keys():
+        constant = stored_in(plain, name)
+        if constant is not None:  # else the forward makes it anew, and the class will, too
+            stored[name] = constant
+    fits = all(
+        name not in stored or list(map(size_of, dims)) == list(stored[name].shape)
+        for name, dims in chosen.plan.tensors.items()
+    )
+    return _cut(chosen, stored, {}) if fits else None
+
+
 def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
-    """One tensor after the other, so that no more than one is held whole in float64."""
-    plan = part.analysis.plan
     captured = part.analysis.captured
     stored = {captured.stored(name): value for name, value in captured.program.constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-    standardise = standardised_weights(part.analysis, chosen.kept)
+    return _cut(chosen, stored, standardised_weights(part.analysis, chosen.kept))
+
+
+@torch.no_grad()
+def _cut(
+    chosen: Chosen,
+    stored: Mapping[str, Tensor],
+    standardise: Mapping[str, Callable[[Tensor], Tensor]],
+) -> dict[str, Tensor]:
+    """One tensor after the other, so that no more than one is held whole in float64."""
+    plan = chosen.plan
     sites: dict[str, list[Site]] = defaultdict(list)
     for site in plan.sites:
         sites[site.tensor].append(site)
@@ -47,6 +73,16 @@ def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
                 whole = standardise[name](whole)
             tensors[name] = cut(plan, plan.tensors[name], whole, chosen.kept)
     return tensors
+
+
+def stored_in(model: nn.Module, name: str) -> Tensor | None:
+    """The parameter, buffer or plain attribute of this name; None where there is none."""
+    path, _, leaf = name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(path), leaf)
+    except AttributeError:
+        return None
+    return found if isinstance(found, Tensor) else None
 
 
 def under_all_names(
