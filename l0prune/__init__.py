@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
     from l0prune.training.history import History
+    from l0prune.training.pruner import Pruner
     from l0prune.training.run import finetune, train_dense
     from l0prune.training.settings import Settings
 
@@ -45,6 +46,7 @@ _HOMES = {
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
+    "Pruner": "training.pruner",
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
@@ -79,6 +81,7 @@ __all__ = [
     "Gates",
     "HardConcrete",
     "History",
+    "Pruner",
     "Settings",
     "Survey",
     "Task",

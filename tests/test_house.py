@@ -18,7 +18,7 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
-    "Gate", "Gates", "HardConcrete", "History", "Settings", "Survey", "Task", "__version__",
+    "Gate", "Gates", "HardConcrete", "History", "Pruner", "Settings", "Survey", "Task", "__version__",
     "evaluate", "export", "finetune", "fit", "gate", "gates", "load", "load_data", "load_model",
     "param_groups", "penalty", "read_info", "save", "score", "scores", "survey", "train_dense",
     "ungate",

@@ -21,7 +21,7 @@ from l0prune.running.shards import shard_like, whole
 from l0prune.training.settings import Settings
 
 NAME = "checkpoint.pt"
-_FORMAT = 2
+_FORMAT = 3
 
 # What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
 CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
@@ -42,7 +42,7 @@ class Checkpoint:
             with when it stopped: only with a model of such weights can it go on.
         model: every parameter and buffer, by name.
         optimizers: their state_dicts.
-        budget: state of the budgets' multipliers, empty without any.
+        pruner: state of what is about gates, empty without any.
         teacher: the tensors of the network that is learned from, empty without one.
         average: the moving average by name, empty without one.
         updates: the average's updates so far.
@@ -59,7 +59,7 @@ class Checkpoint:
     models: list[str]
     model: dict[str, Tensor]
     optimizers: list[dict[str, Any]]
-    budget: dict[str, Any]
+    pruner: dict[str, Any]
     teacher: dict[str, Tensor]
     average: dict[str, Tensor]
     updates: int

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from l0prune.gating.kinds.base import Gate
-from l0prune.training.controller import Controller
+from l0prune.training.gate_terms import GateTerms
 from l0prune.training.history import Record
 from l0prune.training.phases import Phases
 
 Complaint = tuple[str, str]
 """What it is about, of which we complain once, and the text."""
+_Held: TypeAlias = tuple[Optimizer, dict[str, Any]]
 
 # Gates that moved less than this part of their way to being closed have not moved, …
 _STUCK = 0.1
@@ -34,13 +37,13 @@ class Doctor:
     """Watches the gates of one run, and complains of each thing once.
 
     Args:
-        controller: the gates as they are before the first step.
+        terms: the gates as they are before the first step, and what makes them close.
         phases: of the run.
     """
 
-    def __init__(self, controller: Controller, phases: Phases) -> None:
-        self._controller, self._gates, self._phases = controller, controller.gates, phases
-        self._rate = controller.gate_lr
+    def __init__(self, terms: GateTerms, phases: Phases) -> None:
+        self._terms, self._gates, self._phases = terms, terms.gates, phases
+        self._rate = terms.gate_lr
         self._start = _values(self._gates.log_alpha)
         self._threshold = closes_below(self._gates.gate)
         self._way = float((self._start - self._threshold).clamp(min=0).mean())
@@ -52,13 +55,37 @@ class Doctor:
         self._losses = [float(record["train_loss"]) for record in records]
         self._said = {about for record in records for about in record.get("doctor", {})}
 
-    def before(self, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-        """What is wrong before the first step."""
-        return self._new(self._out_of_reach(optimizers))
+    def state_dict(self) -> dict[str, Any]:
+        """Where the gates started, and what was said."""
+        return {"start": self._start, "said": sorted(self._said)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Know what was so before a stop."""
+        self._start, self._said = state["start"], set(state["said"])
+
+    def before(self, optimizers: Sequence[Optimizer], *, is_taken: bool = False) -> dict[str, str]:
+        """What is wrong before the first step.
+
+        Args:
+            optimizers: those that step, as far as they are known.
+            is_taken: the gates have an optimizer of their own beside them.
+        """
+        held = [] if is_taken else self._groups_of_gates(optimizers)
+        return self._new(
+            chain(
+                self._not_learning(optimizers, held, is_taken),
+                self._decayed(held),
+                self._out_of_reach(held),
+            )
+        )
 
     def after(self, record: Record) -> dict[str, str]:
-        """What is wrong after an epoch with this record, while the model is as it was measured."""
-        self._losses.append(float(record["train_loss"]))
+        """What is wrong after an epoch with this record, while the model is as it was measured.
+
+        Without ``train_loss`` in the record nothing is said of it.
+        """
+        if "train_loss" in record:
+            self._losses.append(float(record["train_loss"]))
         if record["phase"] == "settle":
             return {}
         return self._new(self._after(record))
@@ -78,26 +105,62 @@ class Doctor:
         self._said |= new.keys()
         return new
 
-    def _out_of_reach(self, optimizers: Sequence[Optimizer]) -> Iterator[Complaint]:
-        """Can the gates get from where they start to where they close?"""
-        plain = any(
-            isinstance(optimizer, SGD) and any(p is self._gates.log_alpha for p in group["params"])
+    def _groups_of_gates(self, optimizers: Sequence[Optimizer]) -> list[_Held]:
+        """The optimizers that hold the gates, each with the group that they are in."""
+        return [
+            (optimizer, group)
             for optimizer in optimizers
             for group in optimizer.param_groups
-        )
+            if any(p is self._gates.log_alpha for p in group["params"])
+        ]
+
+    def _not_learning(
+        self, optimizers: Sequence[Optimizer], held: Sequence[_Held], is_taken: bool
+    ) -> Iterator[Complaint]:
+        """Is there anything that moves the gates?"""
+        if not self._phases.learning:
+            return
+        if not self._gates.log_alpha.requires_grad:
+            yield (
+                "frozen",
+                "the gates are frozen, so that none can close: something has set requires_grad of "
+                "l0prune_gates.log_alpha to False. Freeze the weights alone, or set it back",
+            )
+        elif optimizers and not held and not is_taken:
+            yield (
+                "not in the optimizer",
+                "no optimizer holds the gates (l0prune_gates.log_alpha), so that none can close. "
+                "Make it over pruner.param_groups(...), or call pruner.take_gates()",
+            )
+
+    def _decayed(self, held: Sequence[_Held]) -> Iterator[Complaint]:
+        """Does weight decay pull the gates?"""
+        decay = max((float(group.get("weight_decay", 0.0)) for _, group in held), default=0.0)
+        if decay:
+            yield (
+                "decayed",
+                f"the optimizer decays the gates (weight_decay={decay:g}), which pulls log α to 0, "
+                "neither open nor closed. Make it over pruner.param_groups(...), or call "
+                "pruner.take_gates()",
+            )
+
+    def _out_of_reach(self, held: Sequence[_Held]) -> Iterator[Complaint]:
+        """Can the gates get from where they start to where they close?"""
+        plain = any(isinstance(optimizer, SGD) for optimizer, _ in held)
+        rate = max((float(group["lr"]) for _, group in held), default=self._rate)
         # Adam's steps are no longer than its rate; plain descent goes by the gradient.
         path = torch.linspace(self._threshold, float(self._start.max()), 100)
-        pull = self._controller.pull(path) if plain else 1.0
+        pull = self._terms.pull(path) if plain else 1.0
         if pull is None or not self._way or not self._phases.learning:
             return
-        reach = self._rate * pull * self._phases.learning
+        reach = rate * pull * self._phases.learning
         if reach < self._way:
             enough = 2 * self._way / max(pull * self._phases.learning, 1e-30)
             gradient = f" with gradients of {pull:.1g} at most" if plain else ""
             yield (
                 "out of reach",
                 f"no gate can close in this run: they start {self._way:.1f} above where they "
-                f"close (in log α), and {self._phases.learning} steps at gate_lr={self._rate:g}"
+                f"close (in log α), and {self._phases.learning} steps at gate_lr={rate:g}"
                 f"{gradient} move them by {reach:.2g} at most. Give gate_lr={enough:.1g} or more"
                 + (", or Adam for the gates" if plain else ", or more epochs"),
             )
@@ -112,7 +175,7 @@ class Doctor:
                 f"the gates have hardly moved: by {moved:.2g} in log α, and they close after "
                 f"{self._way:.1f}. Give a larger gate_lr (now {self._rate:g}), or more epochs",
             )
-        elif bool((now > self._threshold).all()) and self._controller.budget is None:
+        elif bool((now > self._threshold).all()) and self._terms.budget is None:
             yield (
                 "nothing closes",
                 "no gate has closed: closing any of them would cost more loss than λ saves. "
@@ -151,6 +214,8 @@ class Doctor:
 
     def _overwhelmed(self) -> Iterator[Complaint]:
         """Does the task still matter beside the penalty?"""
+        if not self._losses:
+            return
         first, last = self._losses[0], self._losses[-1]
         rising = len(self._losses) > 1 and last > self._losses[-2]
         if rising and last - first > max(first, _GROWTH):

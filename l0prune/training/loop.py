@@ -21,15 +21,14 @@ from l0prune.running.processes import World
 from l0prune.running.recalibrate import recalibrate
 from l0prune.running.shards import local, whole_state
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.training.controller import Controller
 from l0prune.training.distillation import Teacher
 from l0prune.training.diverged import diverged
-from l0prune.training.doctor import Doctor
 from l0prune.training.history import History, Log, Record
 from l0prune.training.interrupt import Interrupt
 from l0prune.training.meter import Meter, NotFinite
 from l0prune.training.phases import Phases
 from l0prune.training.progress import Display
+from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.stepper import Stepper
 from l0prune.training.wrappers import average_buffers
@@ -49,7 +48,7 @@ class Loop:
         settings: Settings,
         device: torch.device,
         phases: Phases,
-        controller: Controller | None,
+        pruner: Pruner | None,
         teacher: Teacher | None,
         interrupt: Interrupt,
         started_from: str,
@@ -57,13 +56,12 @@ class Loop:
         world: World,
     ) -> None:
         self._model, self._feed, self._settings = model, feed, settings
-        self._device, self._controller, self._interrupt = device, controller, interrupt
+        self._device, self._pruner, self._interrupt = device, pruner, interrupt
         self._task, self._world = feed.task, world
         self._stepper = Stepper(
-            model, self._task.loss, settings, device, controller, phases, teacher, world
+            model, self._task.loss, settings, device, pruner, phases, teacher, world
         )
         self._average = self._stepper.average
-        self._doctor = None if controller is None else Doctor(controller, phases)
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
         self._display = Display(settings.epochs, feed.steps, shown=shown)
@@ -83,15 +81,15 @@ class Loop:
         """
         put_back(self._model, state.model)
         self._epoch, self._step = state.epoch, state.step
-        self._stepper.load(state, self._done)
+        self._stepper.load(state)
         loss, penalty, count, self._seconds = state.losses
         self._meter = self._new_meter(loss, penalty, count)
         rank = self._world.rank
         self._rng_of_epoch = None if state.rng_epoch is None else state.rng_epoch[rank]
         rng.restore(state.rng[rank], self._device, self._feed.generators())
         self.history.records = state.records
-        if self._doctor is not None:
-            self._doctor.go_on_from(state.records)
+        if self._pruner is not None:
+            self._pruner.doctor.go_on_from(state.records)
         self._started_from = state.models[0]
 
     def _new_meter(self, loss: float = 0.0, penalty: float = 0.0, count: int = 0) -> Meter:
@@ -129,8 +127,8 @@ class Loop:
 
     def _examine(self) -> None:
         """Say what is wrong before the first step."""
-        if self._doctor is not None:
-            self._complain(self._doctor.before(self._stepper.optimizers))
+        if self._pruner is not None:
+            self._complain(self._pruner.doctor.before(self._stepper.optimizers))
         if (teacher := self._stepper.teacher) is not None:
             with rng.undisturbed(self._device, self._feed.generators()):
                 self._complain(teacher.before(self._feed, self._device, self._settings.autocast))
@@ -204,10 +202,10 @@ class Loop:
                 record |= measure(
                     self._model, batches, self._task, self._device, autocast, between, world
                 )
-            if self._controller is not None:
-                record |= self._controller.record()
-            if self._doctor is not None and (complaints := self._doctor.after(record)):
-                record["doctor"] = complaints
+            if self._pruner is not None:
+                record |= self._pruner.record()
+                if complaints := self._pruner.doctor.after(record):
+                    record["doctor"] = complaints
         return self._world.from_first(record)
 
     def _complain(self, complaints: dict[str, str]) -> None:
@@ -217,7 +215,7 @@ class Loop:
     @property
     def _phase(self) -> str:
         """The phase of the step that was done last."""
-        return self._stepper.phases.at(self._done - 1) if self._controller is not None else "dense"
+        return self._stepper.phases.at(self._done - 1) if self._pruner is not None else "dense"
 
     @property
     def _recalibrates(self) -> bool:
@@ -286,7 +284,7 @@ class Loop:
             models=models,
             model=snapshot(self._model),
             optimizers=[whole_state(each) for each in self._stepper.optimizers],
-            budget={} if self._controller is None else self._controller.state(),
+            pruner={} if self._pruner is None else self._pruner.state_dict(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
             average={} if average is None else average.tensors(),
             updates=0 if average is None else average.updates,
@@ -320,4 +318,4 @@ class Loop:
     def _give_up(self, what: str, step: int) -> NoReturn:
         done = self.history.last["epoch"] if self.history.records else 0
         where = f"epoch {self._epoch + 1}, step {step}"
-        raise diverged(what, where, self._settings, done, gated=self._controller is not None)
+        raise diverged(what, where, self._settings, done, gated=self._pruner is not None)

@@ -15,7 +15,6 @@ from l0prune.running.batch import Batch
 from l0prune.running.device import precision
 from l0prune.running.feed import call
 from l0prune.running.processes import World
-from l0prune.running.shards import placed_as
 from l0prune.running.task import Loss
 from l0prune.training.distillation import Teacher
 from l0prune.training.memory import images_channels_last
@@ -79,22 +78,6 @@ class Losses:
                 "is a loss or a forward with torch.no_grad(), detach() or a rounding in it."
             )
         return loss.requires_grad
-
-    @staticmethod
-    def add(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the gradients of what each process computes in full, such as a penalty.
-
-        It goes around DDP, which would take the parameters for ones that the next batch needs.
-        """
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            gradient = placed_as(gradient, parameter)
-            if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(gradient)
-            else:
-                parameter.grad.add_(gradient)
 
     def _laid_out(self, inputs: Any) -> Any:
         return images_channels_last(inputs) if self._settings.channels_last else inputs

@@ -30,26 +30,21 @@ class Phases:
 
     @staticmethod
     def plan(
-        epochs: int,
-        steps_per_epoch: int,
-        warmup: float | None,
-        settle: float | None,
-        least: int = 0,
+        total: int, warmup: int | None = None, settle: int | None = None, least: int = 0
     ) -> Phases:
-        """Phases of a run; ``warmup`` and ``settle`` are in epochs, None for the default part.
+        """Phases of a run of ``total`` steps; ``warmup`` and ``settle`` None for the default part.
 
         ``least`` is the number of steps in which the gates have to stand, whatever is asked.
 
         Raises:
             UsageError: the phases leave no step to prune in.
         """
-        total = epochs * steps_per_epoch
-        rise = round(total * WARMUP if warmup is None else warmup * steps_per_epoch)
-        rest = max(least, round(total * SETTLE if settle is None else settle * steps_per_epoch))
-        if rise + rest >= total:
+        rise = round(total * WARMUP) if warmup is None else warmup
+        rest = max(least, round(total * SETTLE) if settle is None else settle)
+        if min(rise, rest) < 0 or rise + rest >= total:
             raise UsageError(
                 f"warm-up ({rise} steps) and settling ({rest}) leave nothing of a run of {total} "
-                f"steps to prune in; give more than {epochs} epochs, or shorten these phases"
+                "steps to prune in; give more epochs or steps, or shorten these phases"
             )
         return Phases(total, rise, rest)
 

@@ -21,20 +21,18 @@ from l0prune.running.processes import World, joined
 from l0prune.running.task import Task
 from l0prune.running.trial import check_first_batch
 from l0prune.training import checkpoint
-from l0prune.training.controller import Controller
 from l0prune.training.distillation import taught
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.history import History
 from l0prune.training.interrupt import Interrupt
 from l0prune.training.loop import Loop
 from l0prune.training.memory import channels_last, checkpointed
 from l0prune.training.phases import Phases
+from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.wrappers import agree_on_start, sharded
 
-OF_GATES = (
-    "lam", "counting", "l2", "l2_detach", "prior", "gate_lr", "warmup", "settle",
-    "budget", "round_to", "budget_rate", "ramp", "learn",
-)  # fmt: skip
+OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn")
 
 
 def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
@@ -97,10 +95,10 @@ def _train_in(
     part = (world.rank, world.size)
     feed = Feed(task, settings.batch_size, settings.seed, settings.augment, part)
     if gates is None:
-        phases, controller = Phases.dense(settings.epochs, feed.steps), None
+        phases, pruner = Phases.dense(settings.epochs, feed.steps), None
     else:
         phases = _phases(settings, feed.steps)
-        controller = Controller(model, gates, settings, feed.size, phases)
+        pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
     folder = None if settings.out is None else Path(settings.out)
     if folder is not None:
         world.first_alone(partial(_made, folder))
@@ -132,15 +130,15 @@ def _train_in(
             fingerprint["processes"] = str(world.size)
             if kind is not None:
                 fingerprint["gate"] = str(kind.at(0))
-            if controller is not None and trained is not model:
-                controller = Controller(trained, gates_of(trained), settings, feed.size, phases)
+            if pruner is not None and trained is not model:
+                pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
             loop = Loop(
                 trained,
                 feed,
                 settings,
                 device,
                 phases,
-                controller,
+                pruner,
                 teacher,
                 interrupt,
                 started_from,
@@ -169,7 +167,12 @@ def _phases(settings: Settings, steps: int) -> Phases:
         return Phases.settling(settings.epochs, steps)
     # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
     least = int(settings.budget is not None or settings.round_to > 1)
-    return Phases.plan(settings.epochs, steps, settings.warmup, settings.settle, least)
+
+    def in_steps(epochs: float | None) -> int | None:
+        return None if epochs is None else round(epochs * steps)
+
+    warmup, settle = in_steps(settings.warmup), in_steps(settings.settle)
+    return Phases.plan(settings.epochs * steps, warmup, settle, least)
 
 
 @contextmanager

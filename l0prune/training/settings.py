@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from l0prune.errors import UsageError
-from l0prune.training.fields import documentation, in_words
+from l0prune.training.fields import documentation
+from l0prune.training.gate_settings import GateSettings
 
 # The command line reads its options off this file, and its help needs no torch.
 if TYPE_CHECKING:
@@ -30,57 +23,12 @@ else:
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
-class Settings(BaseModel):
+class Settings(GateSettings):
     """How to train: the keywords of ``l0prune.finetune`` and ``l0prune.train_dense``.
 
     A name that is unknown, or a value that makes no sense, is a ``UsageError``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    lam: Any = Field(
-        None,
-        description="λ in N training examples, the price of a parameter: 0.1/N, aic, bic, or "
-        "'conv*=10/N,*=0.1/N' by globs over axis names. A number, such a text or a mapping from "
-        "globs; None is 0.1/N, or 0 where there is a budget.",
-    )
-    budget: Any = Field(
-        None,
-        description="What the exported model may cost: macs=0.5, params=10k, "
-        "'layer3.*: params=0.3'. A text, a mapping such as {'macs': 0.5} or a list of those; None "
-        "for no such constraint.",
-    )
-    round_to: int = Field(1, ge=1, description="Widths are multiples of this, within the budget.")
-    budget_rate: float | None = Field(
-        None,
-        ge=0,
-        description="Rate of ascent of the budgets' multipliers, by default chosen by the number "
-        "of steps. See ``Budget``.",
-    )
-    ramp: float = Field(
-        0.6,
-        ge=0,
-        le=1,
-        description="Part of the steps before settling in which a budget's target sinks from the "
-        "dense count to what it is.",
-    )
-    counting: Literal["joint", "groups"] = Field(
-        "joint",
-        description="How the penalty counts: joint, exactly E‖θ‖₀; or groups, as the paper's "
-        "eq. 16 does. See ``penalty``.",
-    )
-    l2: float = Field(
-        0.0,
-        ge=0,
-        description="Weight decay weighted by the gates' probabilities (eq. 15 and 17 of the "
-        "paper).",
-    )
-    l2_detach: bool = Field(False, description="Keep that weight decay from changing the gates.")
-    prior: float | Mapping[str, float] | None = Field(
-        None,
-        description="P(z ≠ 0) of the gates before any data are seen, one for all or by globs over "
-        "axis names: the variational objective (eq. 21 of the paper). None for λ alone.",
-    )
     epochs: int = Field(10, ge=1, description="Passes over the training data.")
     batch_size: int = Field(
         100,
@@ -95,12 +43,6 @@ class Settings(BaseModel):
         "need less memory. Each is a forward with gates of its own.",
     )
     lr: float = Field(1e-3, ge=0, description="Learning rate of the weights.")
-    gate_lr: float | None = Field(
-        None,
-        ge=0,
-        description="Learning rate of the gates, by default chosen by the number of steps in which "
-        "they learn. So they can move far enough and no further.",
-    )
     optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory = Field(
         "adam",
         description="Optimizer of the weights: adam, adamw or sgd. With sgd the gates have Adam, "
@@ -224,23 +166,6 @@ class Settings(BaseModel):
         description="Write curves for TensorBoard into ``out``, by default where it is installed.",
     )
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return check(given)
-        except ValidationError as error:
-            raise UsageError(in_words(error, cls.model_fields, given)) from None
-
-    @field_validator("budget")
-    @classmethod
-    def _can_be_read(cls, budget: Any) -> Any:
-        from l0prune.cost.limits import limits
-
-        if budget is not None:
-            limits(budget)
-        return budget
-
     @field_validator("clip")
     @classmethod
     def _leaves_something(cls, clip: float | None) -> float | None:
@@ -289,14 +214,9 @@ class Settings(BaseModel):
             raise UsageError("resume needs out: the folder in which the run keeps its checkpoint")
         return self
 
-    @staticmethod
-    def of(given: Mapping[str, Any]) -> Settings:
-        """Settings from keywords.
-
-        Raises:
-            UsageError: a name is unknown, or a value makes no sense.
-        """
-        return Settings(**given)
+    def of_gates(self) -> dict[str, Any]:
+        """Those that ``l0prune.Pruner`` takes, too."""
+        return {name: getattr(self, name) for name in GateSettings.model_fields}
 
     @property
     def backend(self) -> str | None:

@@ -13,11 +13,11 @@ from l0prune.running.shards import sharded_state
 from l0prune.running.task import Loss
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint
-from l0prune.training.controller import Controller
 from l0prune.training.distillation import Teacher
 from l0prune.training.losses import Losses
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
+from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 
 
@@ -37,23 +37,21 @@ class Stepper:
         loss: Loss,
         settings: Settings,
         device: torch.device,
-        controller: Controller | None,
+        pruner: Pruner | None,
         phases: Phases,
         teacher: Teacher | None,
         world: World,
     ) -> None:
-        self._settings, self._controller, self.phases = settings, controller, phases
+        self._settings, self._pruner, self.phases = settings, pruner, phases
         self.teacher = teacher
-        gates = None if controller is None else controller.gates.log_alpha
-        self._learning = [p for p in model.parameters() if p.requires_grad]
-        self._weights = [p for p in self._learning if p is not gates]
+        gates = None if pruner is None else pruner.gates.log_alpha
+        self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
         self._losses = Losses(model, loss, teacher, settings, device, world, self._weights)
         self.optimizers = make_optimizers(settings, self._groups())
         self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
         self.zero_grad()
-        self._anneal(0)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -66,25 +64,19 @@ class Stepper:
 
     def _groups(self) -> list[dict[str, Any]]:
         settings = self._settings
-        if self._controller is not None:
-            return self._controller.param_groups()
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+        if self._pruner is not None:
+            return self._pruner.param_groups(**rest)
         return [{"name": "weights", "params": self._weights, **rest}]
 
-    def _anneal(self, steps: int) -> None:
-        """Make the gates what they are after so many steps."""
-        if self._controller is not None:
-            self._controller.anneal(self.phases.learned(steps))
-
-    def load(self, state: Checkpoint, steps: int) -> None:
-        """Take up the state after so many steps; the model must have its weights already."""
-        self._anneal(steps)
+    def load(self, state: Checkpoint) -> None:
+        """Take up the state; the model must have its weights already."""
+        if self._pruner is not None:
+            self._pruner.load_state_dict(state.pruner)
         if self.average is not None:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
             optimizer.load_state_dict(sharded_state(optimizer, of))
-        if self._controller is not None:
-            self._controller.load(state.budget)
         if self.teacher is not None:
             self.teacher.load(state.teacher)
         if self.scaler is not None:
@@ -97,42 +89,45 @@ class Stepper:
         The penalty is the model's, and every process has its gradient in full.
         """
         self._schedule.set(step)
-        settles = self.phases.at(step) == "settle"
-        if self._controller is not None:
-            if self.phases.begins_to_settle(step):
-                self._begin_to_settle(self._controller)
-            self._controller.fix(settles)
+        if self._pruner is not None:
+            self._begin(self._pruner)
         loss = self._losses.backward(batch, self._scaled)
-        extra = None if self._controller is None else self._controller.penalty(step)
-        if extra is not None and extra.requires_grad:
-            self._losses.add(self._scaled(extra), self._learning)
-        if self._controller is not None and settles:
-            self._controller.hold()
-        elif self._controller is not None:
-            self._controller.ascend()
+        self._clip()
+        extra = None if self._pruner is None else self._add_penalty(self._pruner)
         self._apply_gradients()
         if self.average is not None:
             self.average.update()
-        self._anneal(step + 1)
+        if self._pruner is not None:
+            self._pruner.advance()
         return loss, extra
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def _begin_to_settle(self, controller: Controller) -> None:
-        """From here on the gates stand: at their averages, and where the budgets want them."""
-        if self.average is not None:
+    def _begin(self, pruner: Pruner) -> None:
+        """Begin the step; where the gates stand from it on, they are first at their averages."""
+        settles = pruner.begins_to_settle
+        if settles and self.average is not None:
             self.average.install()
-        controller.fit()
-        if self.average is not None:
+        pruner.begin_step()
+        if settles and self.average is not None:
             self.average.restart()
 
+    def _clip(self) -> None:
+        """Limit the weights' gradient, that of the gates and of the penalty apart."""
+        if self._settings.clip is None:
+            return
+        if self.scaler is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(self._weights, self._settings.clip)
+
+    def _add_penalty(self, pruner: Pruner) -> Tensor | None:
+        if self.scaler is None or self._settings.clip is not None:
+            return pruner.before_step()
+        return pruner.before_step(scale=self._scaled(torch.ones_like(pruner.gates.log_alpha[0])))
+
     def _apply_gradients(self) -> None:
-        if self._settings.clip is not None:
-            if self.scaler is not None:
-                for optimizer in self.optimizers:
-                    self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self._weights, self._settings.clip)
         for optimizer in self.optimizers:
             if self.scaler is None:
                 optimizer.step()

@@ -1,14 +1,14 @@
 import pytest
 import torch
+from l0prune.training.gate_settings import GateSettings
+from l0prune.training.gate_terms import GateTerms, default_gate_rate
 from small_task import gated
 
 import l0prune
 from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
 from l0prune.objective.penalty import penalty
-from l0prune.training.controller import Controller, default_gate_rate
 from l0prune.training.phases import Phases
-from l0prune.training.settings import Settings
 
 PHASES = Phases(total=20, warmup=4, settle=5)
 WARMING, PRUNING, SETTLING = 1, 10, 17
@@ -19,7 +19,7 @@ def controlled(n=240, **settings):
     gates = l0prune.gates(model)
     with torch.no_grad():
         gates.log_alpha.normal_(0, 2, generator=torch.Generator().manual_seed(1))
-    return model, Controller(model, gates, Settings(**settings), n, PHASES)
+    return model, GateTerms(model, gates, GateSettings(**settings), n, PHASES)
 
 
 def test_lambda_is_in_examples():

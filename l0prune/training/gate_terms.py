@@ -1,4 +1,4 @@
-"""What gates add to training: penalty, budgets, a rate of their own, their rest, and counts."""
+"""What gates add to training: the penalty of a step, budgets, a rate of their own, and counts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from l0prune.cost.model import cost_of
 from l0prune.gating.bank import Gates
 from l0prune.objective.budget import Budget
 from l0prune.objective.lambdas import Lambda
-from l0prune.objective.penalty import param_groups, penalty
+from l0prune.objective.penalty import penalty
 from l0prune.selection.fit import check_feasible, fit
+from l0prune.training.gate_settings import GateSettings
 from l0prune.training.phases import Phases
-from l0prune.training.settings import Settings
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
 _TRAVEL = 120.0
 _FASTEST = 0.3
-# Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
-_BETAS = (0.9, 0.99)
 
 
 def default_gate_rate(steps: int) -> float:
@@ -34,8 +32,8 @@ def default_gate_rate(steps: int) -> float:
     return min(_FASTEST, _TRAVEL / max(steps, 1))
 
 
-class Controller:
-    """The gates of one model in training.
+class GateTerms:
+    """The terms of a training objective that are about the gates of one model.
 
     Attributes:
         gates: the bank.
@@ -47,7 +45,7 @@ class Controller:
     """
 
     def __init__(
-        self, model: nn.Module, gates: Gates, settings: Settings, n: int, phases: Phases
+        self, model: nn.Module, gates: Gates, settings: GateSettings, n: int | None, phases: Phases
     ) -> None:
         self._model, self._settings, self._phases = model, settings, phases
         self.gates = gates
@@ -78,16 +76,6 @@ class Controller:
         """The gates' learning rate."""
         given = self._settings.gate_lr
         return default_gate_rate(self._phases.learning) if given is None else given
-
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Weights and gates, each at their own rate."""
-        settings = self._settings
-        groups = param_groups(self._model, settings.lr, self.gate_lr, settings.weight_decay)
-        if self.budget is not None:
-            for group in groups:
-                if group["name"] == "gates":
-                    group["betas"] = _BETAS
-        return groups
 
     def penalty(self, step: int) -> Tensor | None:
         """What the gates add to the loss of a step, or None where that is nothing.
@@ -138,27 +126,6 @@ class Controller:
         elif self._settings.round_to > 1:
             fit(self._model, round_to=self._settings.round_to)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the budgets."""
-        return {} if self.budget is None else self.budget.state_dict()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Take up what ``state`` gave."""
-        if self.budget is not None:
-            self.budget.load_state_dict(state)
-
-    def anneal(self, progress: float) -> None:
-        """Make the gates what they are after this part of the steps in which they learn."""
-        self.gates.gate = self.gates.gate.at(progress)
-
-    def fix(self, fixed: bool) -> None:
-        """Make gates stand at their eval values, or let them be sampled."""
-        self.gates.fixed = fixed
-
-    def hold(self) -> None:
-        """Drop the gates' gradient, so that no optimizer moves them."""
-        self.gates.log_alpha.grad = None
-
     def record(self) -> dict[str, Any]:
         """Expected and actual counts, open slots by axis, and axes without an open gate."""
         p = self.gates.open_probability().detach()
@@ -176,7 +143,7 @@ class Controller:
         return counts
 
 
-def _lambda(settings: Settings) -> Any:
+def _lambda(settings: GateSettings) -> Any:
     if settings.lam is not None:
         return settings.lam
     return LAMBDA if settings.budget is None else 0.0

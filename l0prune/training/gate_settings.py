@@ -1,0 +1,107 @@
+"""How gates learn: settings that every training loop has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from l0prune.errors import UsageError
+from l0prune.training.fields import documentation, in_words
+
+
+class GateSettings(BaseModel):
+    """How gates learn: the keywords of ``l0prune.Pruner``, and with those of training ``Settings``.
+
+    A name that is unknown, or a value that makes no sense, is a ``UsageError``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    lam: Any = Field(
+        None,
+        description="λ in N training examples, the price of a parameter: 0.1/N, aic, bic, or "
+        "'conv*=10/N,*=0.1/N' by globs over axis names. A number, such a text or a mapping from "
+        "globs; None is 0.1/N, or 0 where there is a budget.",
+    )
+    budget: Any = Field(
+        None,
+        description="What the exported model may cost: macs=0.5, params=10k, "
+        "'layer3.*: params=0.3'. A text, a mapping such as {'macs': 0.5} or a list of those; None "
+        "for no such constraint.",
+    )
+    round_to: int = Field(1, ge=1, description="Widths are multiples of this, within the budget.")
+    budget_rate: float | None = Field(
+        None,
+        ge=0,
+        description="Rate of ascent of the budgets' multipliers, by default chosen by the number "
+        "of steps. See ``Budget``.",
+    )
+    ramp: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="Part of the steps before settling in which a budget's target sinks from the "
+        "dense count to what it is.",
+    )
+    counting: Literal["joint", "groups"] = Field(
+        "joint",
+        description="How the penalty counts: joint, exactly E‖θ‖₀; or groups, as the paper's "
+        "eq. 16 does. See ``penalty``.",
+    )
+    l2: float = Field(
+        0.0,
+        ge=0,
+        description="Weight decay weighted by the gates' probabilities (eq. 15 and 17 of the "
+        "paper).",
+    )
+    l2_detach: bool = Field(False, description="Keep that weight decay from changing the gates.")
+    prior: float | Mapping[str, float] | None = Field(
+        None,
+        description="P(z ≠ 0) of the gates before any data are seen, one for all or by globs over "
+        "axis names: the variational objective (eq. 21 of the paper). None for λ alone.",
+    )
+    gate_lr: float | None = Field(
+        None,
+        ge=0,
+        description="Learning rate of the gates, by default chosen by the number of steps in which "
+        "they learn. So they can move far enough and no further.",
+    )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return check(given)
+        except ValidationError as error:
+            raise UsageError(in_words(error, cls.model_fields, given)) from None
+
+    @field_validator("budget")
+    @classmethod
+    def _can_be_read(cls, budget: Any) -> Any:
+        from l0prune.cost.limits import limits
+
+        if budget is not None:
+            limits(budget)
+        return budget
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Settings from keywords.
+
+        Raises:
+            UsageError: a name is unknown, or a value makes no sense.
+        """
+        return cls(**given)
+
+
+GateSettings.__doc__ = documentation(GateSettings)

@@ -1,0 +1,312 @@
+"""The gates of a model in a training loop, of l0prune's own or of anybody's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from l0prune.errors import UsageError
+from l0prune.gating.attaching import gates_of
+from l0prune.objective.penalty import param_groups
+from l0prune.training.doctor import Doctor
+from l0prune.training.gate_settings import GateSettings
+from l0prune.training.gate_terms import GateTerms
+from l0prune.training.gradients import add_gradients
+from l0prune.training.own_optimizer import OwnOptimizer
+from l0prune.training.phases import Phases
+
+# Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
+_BETAS = (0.9, 0.99)
+_LOOKS = 20  # of the doctor, while the gates learn
+_FORMAT = 1
+
+
+class Pruner:
+    """All that is about gates in a run: phases, λ or budgets, annealing, fitting, and warnings.
+
+    In a training loop of your own::
+
+        pruner = l0prune.Pruner(model, budget="macs=0.5", steps=len(batches) * epochs)
+        optimizer = torch.optim.AdamW(pruner.param_groups(lr=1e-3, weight_decay=0.01))
+        for inputs, targets in batches:
+            criterion(model(inputs), targets).backward()
+            pruner.before_step(optimizer)  # after accumulation and clipping
+            optimizer.step()
+            pruner.after_step()
+            optimizer.zero_grad()
+
+    First λ warms up, then the network is pruned; at the end the gates stand, after the last of
+    them were opened and closed so that an export just meets the budgets, and the weights settle.
+
+    Where something else makes the optimizer, ``take_gates()`` lets the gates learn by one of
+    their own: then no ``param_groups`` are needed, and clipping, weight decay and learning rates
+    of the other do not reach them.
+
+    Attributes:
+        gates: the model's bank.
+        phases: where each phase ends, in steps.
+        step: optimizer steps that are done.
+        doctor: says what is wrong with the gates.
+
+    Args:
+        model: a gated model.
+        steps: optimizer steps of the whole run; or the phases themselves, for a loop that calls
+            ``begin_step`` and ``advance``, and the doctor, itself.
+        n: N, the number of training examples, for λ that is written in it, and for ``prior``.
+        warmup: steps over which λ rises from 0, by default 5 % of them.
+        settle: steps at the end in which the gates stand, by default 30 %.
+        say: what is called with each warning's text; by default it is a Python warning.
+        **settings: see ``GateSettings``.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: a setting makes no sense, or a budget cannot be met.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        steps: int | Phases,
+        n: int | None = None,
+        warmup: int | None = None,
+        settle: int | None = None,
+        say: Callable[[str], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._model, self._say = model, say or _warned
+        self.gates = gates_of(model)
+        self._settings = GateSettings.of(settings)
+        self._drives_itself = not isinstance(steps, Phases)
+        self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
+        self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
+        self.budget = self._terms.budget
+        self.step = 0
+        self._begun: int | None = None
+        self._own: OwnOptimizer | None = None
+        self.doctor = Doctor(self._terms, self.phases)
+        if self._drives_itself:
+            self.begin_step()
+
+    def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
+        # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
+        least = int(self._settings.budget is not None or self._settings.round_to > 1)
+        return Phases.plan(steps, warmup, settle, least)
+
+    # --- optimizers ------------------------------------------------------------------------
+
+    @property
+    def gate_lr(self) -> float:
+        """The gates' learning rate."""
+        return self._terms.gate_lr
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that learn, without those of the gates: what is to be clipped."""
+        return [p for p in self._learning if p is not self.gates.log_alpha]
+
+    @property
+    def _learning(self) -> list[nn.Parameter]:
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
+        """Groups for any optimizer: the weights, and the gates undecayed at their own rate."""
+        groups = param_groups(self._model, lr, self.gate_lr, weight_decay)
+        if self.budget is not None:
+            for group in groups:
+                if group["name"] == "gates":
+                    group["betas"] = _BETAS
+        return groups
+
+    def take_gates(self) -> None:
+        """From here on the gates learn by an optimizer of their own, inside ``before_step``.
+
+        Any other that holds ``log_alpha`` finds it without a gradient, and leaves it alone.
+        """
+        if self._own is None:
+            betas = {} if self.budget is None else {"betas": _BETAS}
+            self._own = OwnOptimizer(self.gates.log_alpha, self.gate_lr, **betas)
+
+    def release_gates(self) -> None:
+        """Undo ``take_gates``."""
+        if self._own is not None:
+            self._own.release()
+        self._own = None
+
+    # --- a step ----------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """``warm-up``, ``prune`` or ``settle``: that of the next step."""
+        return self.phases.at(self.step)
+
+    @property
+    def begins_to_settle(self) -> bool:
+        """Do the gates stand from the next step on, and not yet?"""
+        return self._begun != self.step and self.phases.begins_to_settle(self.step)
+
+    def begin_step(self) -> None:
+        """Before a step's first forward: let the gates be sampled or stand, as the phase has it.
+
+        A loop of your own need not call it: ``after_step`` does, for the next step.
+        """
+        if self._begun == self.step:
+            return
+        self._anneal()
+        if self.phases.begins_to_settle(self.step):
+            self._terms.fit()
+        self._begun = self.step
+        self.gates.fixed = self.phase == "settle"
+
+    def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
+        """Once a step, after backward, accumulation and clipping: add the penalty's gradient.
+
+        Args:
+            *optimizers: those that step next; what is wrong with how they treat the gates is
+                said once.
+            scale: by which the gradients are multiplied now, where a loss scaler has not yet
+                been undone (``scaler.get_scale()``).
+
+        Returns:
+            The penalty, a scalar; None where there is none at this step.
+        """
+        if self._drives_itself and self.step == 0:
+            self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
+        log_alpha = self.gates.log_alpha
+        if self._own is not None:
+            self._own.hand_over()
+        extra = self._terms.penalty(self.step)
+        if extra is not None and extra.requires_grad:
+            add_gradients(extra * scale, self._learning)
+        if self.phase == "settle":
+            log_alpha.grad = None  # so that no optimizer moves them
+        elif self.budget is not None:
+            self.budget.step()
+        if self._own is not None:
+            self._own.step(scale)
+        return None if extra is None else extra.detach()
+
+    def after_step(self) -> None:
+        """After the optimizer's step: go on to the next one."""
+        self.advance()
+        if self._drives_itself:
+            self._look()
+            self.begin_step()
+
+    def advance(self) -> None:
+        """Count the step that was done, and make the gates what they are after it."""
+        self.step += 1
+        self._anneal()
+
+    def _anneal(self) -> None:
+        self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
+
+    def finish(self) -> None:
+        """Where a loop ends before its last step: fit and fix the gates as if they had stood."""
+        if self.phase != "settle":
+            self.step = self.phases.learning
+            self._begun = None
+            self._anneal()
+            self._terms.fit()
+            self._begun = self.step
+            self.gates.fixed = True
+
+    # --- what there is to say --------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Every few steps: what does the doctor say?"""
+        every = max(1, self.phases.learning // _LOOKS)
+        if self.step % every and self.step != self.phases.learning:
+            return
+        record = {"step": self.step, "epoch": self.step / every, "phase": self._phase_done}
+        self._speak(self.doctor.after(record | self.record()))
+
+    @property
+    def _phase_done(self) -> str:
+        return self.phases.at(self.step - 1)
+
+    def _speak(self, complaints: dict[str, str]) -> None:
+        for text in complaints.values():
+            self._say(text)
+
+    def record(self) -> dict[str, Any]:
+        """Expected and actual counts, budgets, open slots by axis, and axes without any."""
+        return self._terms.record()
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger: shares of the dense counts, and what the budgets are at.
+
+        ``open`` is the share of slots that an export keeps; ``expected_macs`` and ``macs``, and
+        the same of params, are the counts over the gates' noise and those of an export now.
+        """
+        record = self._terms.record()
+        found = {"open": sum(record["open"].values()) / max(self.gates.plan.size, 1)}
+        for unit in ("params", "macs"):
+            for name in (f"expected_{unit}", unit):
+                found[name] = record[name] / max(record[f"dense_{unit}"], 1)
+        for text, of in record.get("budget", {}).items():
+            found |= {f"{name}:{text}": of[name] for name in ("target", "multiplier")}
+        return found
+
+    # --- state -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is to be kept beside the model's and the optimizer's state to go on from here."""
+        return {
+            "format": _FORMAT,
+            "axes": self._axes(),
+            "phases": [self.phases.total, self.phases.warmup, self.phases.settle],
+            "step": self.step,
+            "begun": self._begun,
+            "budget": {} if self.budget is None else self.budget.state_dict(),
+            "own": None if self._own is None else self._own.state_dict(),
+            "doctor": self.doctor.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what ``state_dict`` gave; the model has its own state already.
+
+        Raises:
+            UsageError: it is the state of another model or run; then nothing has changed.
+        """
+        self._check(state)
+        self.step, self._begun = state["step"], state["begun"]
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+        if state["own"] is not None:
+            self.take_gates()
+            assert self._own is not None
+            self._own.load_state_dict(state["own"])
+        self.doctor.load_state_dict(state["doctor"])
+        self._anneal()
+        self.gates.fixed = self._begun == self.step and self.phase == "settle"
+
+    def _check(self, state: dict[str, Any]) -> None:
+        keys = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor"}
+        if not isinstance(state, dict) or not keys <= state.keys() or state["format"] != _FORMAT:
+            raise UsageError("this is no state of a Pruner of this version of l0prune")
+        if state["axes"] != self._axes():
+            raise UsageError(
+                "this state is of a Pruner for another model: its gates are on other axes. Load "
+                "it into the Pruner of a model that was gated in the same way"
+            )
+        mine = [self.phases.total, self.phases.warmup, self.phases.settle]
+        if list(state["phases"]) != mine:
+            raise UsageError(
+                f"this state is of a run of {state['phases'][0]} steps ({state['phases'][1]} of "
+                f"warm-up, {state['phases'][2]} of settling), and this Pruner is for {mine[0]} "
+                f"({mine[1]}, {mine[2]}): make it with the same steps, warmup and settle"
+            )
+        if bool(state["budget"]) != (self.budget is not None):
+            raise UsageError("this state is of a run with another budget: give the same")
+
+    def _axes(self) -> list[list[Any]]:
+        return [[axis.name, axis.size] for axis in self.gates.plan.axes]
+
+
+def _warned(text: str) -> None:
+    warnings.warn(f"l0prune: {text}", UserWarning, stacklevel=4)

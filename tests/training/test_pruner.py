@@ -1,0 +1,306 @@
+"""The gates of a model in a loop of one's own: what finetune does, step by step, and what is said."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from small_task import FEATURES, clouds, differing, gated, tensors
+from torch import nn
+
+import l0prune
+from l0prune.errors import NotGated, UsageError
+from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
+from l0prune.objective.penalty import penalty
+from l0prune.training.pruner import Pruner
+
+STEPS = 40
+SETTINGS = {"budget": "params=0.5", "gate_lr": 0.2}
+
+
+def batches(steps, size=30):
+    examples = clouds()
+    inputs, targets = examples.inputs, examples.targets
+    for step in range(steps):
+        rows = torch.arange(step * size, (step + 1) * size) % len(inputs)
+        yield inputs[rows], targets[rows]
+
+
+def own_loop(model, pruner, optimizer, steps, start=0):
+    for inputs, targets in list(batches(start + steps))[start:]:
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        pruner.before_step(optimizer)
+        optimizer.step()
+        pruner.after_step()
+        optimizer.zero_grad()
+    return model
+
+
+def quiet(text):
+    """Most runs here are too short to be any good, which would be said."""
+
+
+def made(steps=STEPS, **settings):
+    model = gated()
+    pruner = Pruner(model, steps=steps, **{"say": quiet, **SETTINGS, **settings})
+    return model, pruner, torch.optim.Adam(pruner.param_groups(lr=1e-2))
+
+
+def test_a_loop_of_ones_own_is_finetune_to_the_bit():
+    """Eight batches of 30 an epoch, no average, no recalibration: what is left is the same."""
+    pairs = [(x, y) for x, y in batches(8)]
+    ours = gated()
+    settings = {**SETTINGS, "settle": 2, "warmup": 1, "lr": 1e-2}
+    with torch.random.fork_rng():
+        l0prune.finetune(
+            ours, pairs, epochs=5, ema=0.0, recalibrate=0, schedule="constant", progress=False,
+            **settings,
+        )  # fmt: skip
+    own = gated()
+    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, **SETTINGS)
+    optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
+    torch.manual_seed(0)  # as finetune seeds its run
+    own_loop(own.train(), pruner, optimizer, STEPS)
+    assert differing(tensors(ours), tensors(own)) == []
+    assert pruner.phase == "settle"
+
+
+def test_the_export_meets_the_budget():
+    model, pruner, optimizer = made()
+    own_loop(model, pruner, optimizer, STEPS)
+    dense = l0prune.export(model)
+    assert 0.4 < dense.params / dense.params_before <= 0.5
+    assert pruner.metrics()["params"] == dense.params / dense.params_before
+
+
+def test_phases_go_by_steps_and_the_gates_with_them():
+    model, pruner, optimizer = made(warmup=4, settle=10)
+    seen = []
+    for step in range(STEPS):
+        seen.append((pruner.phase, pruner.gates.fixed))
+        own_loop(model, pruner, optimizer, 1, start=step)
+    assert seen[:4] == [("warm-up", False)] * 4
+    assert seen[4:30] == [("prune", False)] * 26
+    assert seen[30:] == [("settle", True)] * 10
+
+
+def test_gates_stand_while_the_weights_settle():
+    model, pruner, optimizer = made(settle=10)
+    own_loop(model, pruner, optimizer, STEPS - 10)
+    stood = pruner.gates.log_alpha.detach().clone()
+    weight = model[0].weight.detach().clone()
+    own_loop(model, pruner, optimizer, 10, start=STEPS - 10)
+    assert torch.equal(stood, pruner.gates.log_alpha)
+    assert not torch.equal(weight, model[0].weight)
+
+
+def test_the_penalty_is_added_after_clipping_and_only_once():
+    model, pruner, _ = made(budget=None, lam=0.01, warmup=0)
+    for _ in range(3):  # accumulation: three backwards, one step
+        model(torch.randn(4, FEATURES)).sum().backward()
+    before = pruner.gates.log_alpha.grad.clone()
+    (expected,) = torch.autograd.grad(penalty(model, 0.01), pruner.gates.log_alpha)
+    nn.utils.clip_grad_norm_(pruner.weights, 1e-3)
+    value = pruner.before_step()
+    torch.testing.assert_close(pruner.gates.log_alpha.grad - before, expected)
+    torch.testing.assert_close(value, penalty(model, 0.01).detach())
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken):
+    whole = made()
+    for model, pruner, optimizer in (whole,):
+        if taken:
+            pruner.take_gates()
+        torch.manual_seed(1)
+        own_loop(model, pruner, optimizer, 20)
+        kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), pruner.state_dict()))
+        file = io.BytesIO()
+        torch.save(kept[2], file)
+        rng = torch.get_rng_state()
+        own_loop(model, pruner, optimizer, 20, start=20)
+    model, pruner, optimizer = made()
+    model.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    file.seek(0)
+    pruner.load_state_dict(torch.load(file, weights_only=True))
+    torch.set_rng_state(rng)
+    own_loop(model, pruner, optimizer, 20, start=20)
+    assert differing(tensors(whole[0]), tensors(model)) == []
+
+
+def test_gates_of_their_own_optimizer_are_out_of_reach_of_any_other():
+    model = gated()
+    pruner = Pruner(model, steps=STEPS, lam=0.0, warmup=0, gate_lr=0.1, say=quiet)
+    pruner.take_gates()
+    theirs = torch.optim.AdamW(model.parameters(), lr=100.0, weight_decay=0.5)
+    start = pruner.gates.log_alpha.detach().clone()
+    inputs, targets = next(batches(1))
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    with_gates = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert torch.equal(with_gates, nn.utils.get_total_norm([p.grad for p in pruner.weights]))
+    pruner.before_step(theirs)
+    theirs.step()
+    moved = (pruner.gates.log_alpha.detach() - start).abs()
+    assert 0 < moved.max() <= 0.1 * 1.0001
+    assert pruner.gates.log_alpha not in theirs.state
+
+
+def test_gates_of_their_own_optimizer_learn_as_in_a_group_of_another():
+    ends = []
+    for taken in (False, True):
+        model, pruner, optimizer = made()
+        if taken:
+            pruner.take_gates()
+        torch.manual_seed(1)
+        own_loop(model, pruner, optimizer, STEPS)
+        ends.append(tensors(model))
+    assert differing(*ends) == []
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_accumulation_gives_the_same_gates(taken):
+    """With gates that draw nothing: four quarters of a batch are the batch."""
+    ends = []
+    for parts in (1, 4):
+        model = gated(ContinuousSparsification(), norm=False)
+        pruner = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+        optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-3))
+        if taken:
+            pruner.take_gates()
+        for inputs, targets in batches(STEPS, size=32):
+            for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+                (nn.functional.cross_entropy(model(x), y) / parts).backward()
+            pruner.before_step(optimizer)
+            optimizer.step()
+            pruner.after_step()
+            optimizer.zero_grad()
+        ends.append(pruner.gates.log_alpha.detach())
+    torch.testing.assert_close(*ends, atol=1e-4, rtol=1e-4)
+
+
+def test_a_scaled_loss_gives_the_same_gates():
+    ends = []
+    for scale in (1.0, 1024.0):
+        model, pruner, optimizer = made(lam=0.01, l2=1e-3, warmup=0)
+        torch.manual_seed(1)
+        for inputs, targets in batches(STEPS):
+            (scale * nn.functional.cross_entropy(model(inputs), targets)).backward()
+            pruner.before_step(scale=scale)
+            for p in model.parameters():
+                p.grad = None if p.grad is None else p.grad / scale
+            optimizer.step()
+            pruner.after_step()
+            optimizer.zero_grad()
+        ends.append(pruner.gates.log_alpha.detach())
+    torch.testing.assert_close(*ends, atol=1e-3, rtol=1e-3)
+
+
+def test_a_loop_that_ends_early_can_be_finished():
+    model, pruner, optimizer = made()
+    own_loop(model, pruner, optimizer, 10)
+    assert pruner.metrics()["params"] > 0.5
+    pruner.finish()
+    assert pruner.gates.fixed
+    assert pruner.metrics()["params"] <= 0.5
+    stood = pruner.gates.log_alpha.detach().clone()
+    pruner.finish()
+    assert torch.equal(stood, pruner.gates.log_alpha)
+
+
+# --- what is said ---------------------------------------------------------------------------
+
+
+def said(pruner, optimizer, model, steps=1):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        own_loop(model, pruner, optimizer, steps)
+    return [str(each.message) for each in found]
+
+
+def test_a_healthy_run_says_nothing():
+    model, pruner, optimizer = made(steps=400, say=None)
+    assert said(pruner, optimizer, model, steps=400) == []
+
+
+def test_gates_that_are_frozen():
+    model, pruner, optimizer = made(say=None)
+    pruner.gates.log_alpha.requires_grad_(False)
+    (text,) = said(pruner, optimizer, model)
+    assert "frozen" in text
+
+
+def test_gates_that_no_optimizer_holds():
+    model, pruner, _ = made(say=None)
+    (text,) = said(pruner, torch.optim.Adam(pruner.weights), model, steps=3)
+    assert "take_gates()" in text
+
+
+def test_gates_that_are_decayed():
+    model, pruner, _ = made(say=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.2, weight_decay=0.1)
+    (text,) = said(pruner, optimizer, model)
+    assert "weight_decay=0.1" in text
+
+
+def test_gates_that_move_too_slowly():
+    model, pruner, _ = made(say=None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    (text,) = said(pruner, optimizer, model)
+    assert "gate_lr=0.001" in text
+
+
+def test_what_is_said_goes_where_the_user_wants_it():
+    texts = []
+    model, pruner, _ = made(say=texts.append)
+    own_loop(model, pruner, torch.optim.Adam(pruner.weights), 1)
+    assert len(texts) == 1
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+def test_a_model_without_gates():
+    with pytest.raises(NotGated):
+        Pruner(nn.Linear(2, 2), steps=10)
+
+
+def test_a_budget_that_cannot_be_met():
+    with pytest.raises(UsageError, match="params"):
+        Pruner(gated(), steps=10, budget="params=0.01")
+
+
+def test_a_misspelt_setting():
+    with pytest.raises(UsageError, match="budget"):
+        Pruner(gated(), steps=10, bugdet="params=0.5")
+
+
+def test_phases_that_leave_nothing_to_prune_in():
+    with pytest.raises(UsageError, match="10 steps"):
+        Pruner(gated(), steps=10, warmup=5, settle=5, lam=0.1)
+
+
+def test_lambda_in_examples_that_are_not_counted():
+    with pytest.raises(UsageError, match="N"):
+        Pruner(gated(), steps=10)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"axes": [["other", 3]]}, "another model"),
+        ({"phases": [99, 0, 1]}, "99 steps"),
+        ({"budget": {}}, "another budget"),
+        ({"format": 99}, "no state"),
+    ],
+)
+def test_the_state_of_another_run_changes_nothing(change, text):
+    _, pruner, _ = made()
+    state = pruner.state_dict()
+    _, other, _ = made()
+    with pytest.raises(UsageError, match=text):
+        other.load_state_dict({**state, **change, "step": 7})
+    assert other.step == 0
