@@ -30,7 +30,7 @@ def made(model, **changes):
     optimizer.step()
     values = {
         "settings": SETTINGS, "models": ["start"], "model": snapshot(model),
-        "optimizers": [optimizer.state_dict()], "budget": {}, "teacher": {},
+        "optimizers": [optimizer.state_dict()], "pruner": {}, "teacher": {},
         "average": {"a": torch.ones(2)}, "updates": 3,
         "scaler": {}, "epoch": 1, "step": 2, "losses": (1.5, 0.25, 2, 0.1), "rng_epoch": None,
         "rng": [rng.capture(CPU)], "records": [{"epoch": 1, "open": {"fc": 3}, "dead": []}],
@@ -81,7 +81,7 @@ def test_another_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="this version can read"):
         read(tmp_path)
-    torch.save({"format": 2, "epoch": 3}, tmp_path / checkpoint.NAME)
+    torch.save({"format": 3, "epoch": 3}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="not a complete checkpoint"):
         read(tmp_path)
 
