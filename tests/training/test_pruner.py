@@ -1,4 +1,4 @@
-"""The gates of a model in a loop of one's own: what finetune does, step by step, and what is said."""
+"""Gates in a loop of one's own: what finetune does, step by step, and what is said."""
 
 from __future__ import annotations
 
