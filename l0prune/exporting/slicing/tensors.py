@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dtypes import in_terms
 from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.infer.parts import Part, Parts
-from l0prune.plan.layout import Layouts, axes_of, size_of
+from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
 from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage
 
@@ -60,7 +60,10 @@ def _cut(
     stored: Mapping[str, Tensor],
     standardise: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> dict[str, Tensor]:
-    """One tensor after the other, so that no more than one is held whole in float64."""
+    """Cut first and then folded in float64: no tensor is ever whole in that.
+
+    But for one that is standardised: its statistics are those of the whole.
+    """
     plan = chosen.plan
     sites: dict[str, list[Site]] = defaultdict(list)
     for site in plan.sites:
@@ -68,10 +71,14 @@ def _cut(
     tensors = {}
     for name, tensor in stored.items():
         if name in plan.tensors:
-            whole = fold(plan, sites[name], doubled(tensor.detach()), chosen.z)
+            dims, own = plan.tensors[name], tensor.detach()
             if name in standardise:
-                whole = standardise[name](whole)
-            tensors[name] = cut(plan, plan.tensors[name], whole, chosen.kept)
+                whole = fold(plan, sites[name], doubled(own), chosen.z)
+                tensors[name] = cut(plan, dims, standardise[name](whole), chosen.kept)
+            else:
+                part = doubled(cut(plan, dims, own, chosen.kept))
+                left = [_index(plan, layout, chosen.kept) for layout in dims]
+                tensors[name] = fold(plan, sites[name], part, chosen.z, left)
     return tensors
 
 
@@ -104,13 +111,20 @@ def doubled(tensor: Tensor) -> Tensor:
     return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
 
 
-def fold(plan: Plan, sites: Iterable[Site], tensor: Tensor, z: Tensor) -> Tensor:
-    """A tensor multiplied by its gates, in place.
+def fold(
+    plan: Plan,
+    sites: Iterable[Site],
+    tensor: Tensor,
+    z: Tensor,
+    left: Sequence[Tensor | slice] | None = None,
+) -> Tensor:
+    """A tensor multiplied by its gates, in place; ``left`` are the positions that it still has.
 
     Products too small for a normal number become zero: they slow CPUs down manyfold.
     """
     for site in sites:
         scale = plan.spread(site.layout, z).to(tensor.dtype)
+        scale = scale if left is None else scale[left[site.dim]]
         tensor *= scale.view([-1 if dim == site.dim else 1 for dim in range(tensor.ndim)])
         tensor.masked_fill_(tensor.abs() < _TINY, 0)
     return tensor
@@ -119,7 +133,12 @@ def fold(plan: Plan, sites: Iterable[Site], tensor: Tensor, z: Tensor) -> Tensor
 def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
     """A tensor with the slots that are not kept sliced out of each of its dims."""
     for dim, layout in enumerate(dims):
-        if axes_of(layout):
-            index = plan.mask(layout, kept).nonzero().flatten()
+        index = _index(plan, layout, kept)
+        if isinstance(index, Tensor):
             tensor = tensor.index_select(dim, index)
     return tensor
+
+
+def _index(plan: Plan, layout: Layout, kept: Tensor) -> Tensor | slice:
+    """The positions of a dim that stay; a slice where it has no axis."""
+    return plan.mask(layout, kept).nonzero().flatten() if axes_of(layout) else slice(None)
