@@ -33,8 +33,10 @@ def in_float64_too(tree):
 
 
 @torch.no_grad()
-def difference(gated, dense, args, kwargs=None):
+def difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     """Of any output, as a part of its scale, in float64; nan where one is no number.
+
+    That all of an output is zero would say little, and is a failure unless it ``may_vanish``.
 
     ``gated`` is the model in eval mode, ``dense`` what ``l0prune.export`` made of it, and the
     example inputs say what others may look like.
@@ -44,11 +46,12 @@ def difference(gated, dense, args, kwargs=None):
     for inputs, named in others(dense, *in_float64_too((args, kwargs))):
         with InOneDtype(torch.float64):
             pair = [model(*inputs, **named) for model in models]
-        found += [of_scale(*each) for each in zip(*map(tensors, pair), strict=True)]
+        outputs = zip(*map(tensors, pair), strict=True)
+        found += [of_scale(*each, may_vanish=may_vanish) for each in outputs]
     return float(torch.stack(found).max())
 
 
-def graph_difference(gated, dense, args, kwargs=None):
+def graph_difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     """The same of the captured graph, which is made only where the class cannot stand for it."""
     if any(check.what == "dense" for check in dense.certificate.checks):
         return 0.0  # it was made, and its certificate is one of what it computes
@@ -60,7 +63,7 @@ def graph_difference(gated, dense, args, kwargs=None):
         other = l0prune.export(gated)
     assert not other.rebuilt
     assert (other.params, other.macs, other.widths) == (dense.params, dense.macs, dense.widths)
-    return difference(gated, other, args, kwargs)
+    return difference(gated, other, args, kwargs, may_vanish=may_vanish)
 
 
 @torch.no_grad()
@@ -108,13 +111,13 @@ def changed(example, size):
     return pytree.tree_map(change, example)
 
 
-def of_scale(expected, found):
+def of_scale(expected, found, *, may_vanish=False):
     assert expected.shape == found.shape
     expected, found = expected.double(), found.double()
     apart = torch.where(expected == found, 0.0, (expected - found).abs())  # infinities are equal
     scale = expected[expected.isfinite()].abs().max()
-    assert scale > 0
-    return apart.max() / scale
+    assert scale > 0 or may_vanish
+    return apart.max() / (scale if scale > 0 else 1)
 
 
 def tensors(tree):

@@ -24,6 +24,7 @@ from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.spelling import respell
+from l0prune.capture.wrappers import own_forward
 from l0prune.errors import CaptureError
 
 _CONTRACTIONS = {
@@ -97,7 +98,7 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), without_hints(), _quiet():
+    with evaluating(part), own_forward(part), without_hints(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(part, *widened(args, kwargs))

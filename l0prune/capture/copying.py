@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from l0prune.capture.wrappers import take_off
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
-    """A deep copy whose functions speak of the copy.
+    """A deep copy whose functions speak of the copy, with the forward of its own class.
 
     Args:
         model: any module. What its code reaches by a global is not copied.
@@ -29,6 +31,7 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
     renewal = _Renewal({id(module) for module in model.modules()}, memo)
     for module in result.modules():
         renewal.of(vars(module))
+    take_off(result)
     return result
 
 

@@ -47,7 +47,8 @@ class Pruner:
     of the other do not reach them.
 
     Attributes:
-        gates: the model's bank.
+        model: the gated model.
+        gates: its bank.
         phases: where each phase ends, in steps.
         step: optimizer steps that are done.
         doctor: says what is wrong with the gates.
@@ -78,7 +79,7 @@ class Pruner:
         say: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> None:
-        self._model, self._say = model, say or _warned
+        self.model, self._say = model, say or _warned
         self.gates = gates_of(model)
         self._settings = GateSettings.of(settings)
         self._drives_itself = not isinstance(steps, Phases)
@@ -111,11 +112,11 @@ class Pruner:
 
     @property
     def _learning(self) -> list[nn.Parameter]:
-        return [p for p in self._model.parameters() if p.requires_grad]
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
         """Groups for any optimizer: the weights, and the gates undecayed at their own rate."""
-        groups = param_groups(self._model, lr, self.gate_lr, weight_decay)
+        groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
         if self.budget is not None:
             for group in groups:
                 if group["name"] == "gates":

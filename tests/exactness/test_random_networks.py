@@ -67,8 +67,9 @@ def check_export(network: nn.Module, x: torch.Tensor) -> None:
         bank.log_alpha[torch.rand(bank.plan.size, generator=generator) < 0.5] = -5.0
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dense = l0prune.export(model.eval())
-    assert difference(model, dense, x) <= 1e-10
-    assert graph_difference(model, dense, x) <= 1e-10
+    # what half of a small network's gates leave open may be nothing
+    assert difference(model, dense, x, may_vanish=True) <= 1e-10
+    assert graph_difference(model, dense, x, may_vanish=True) <= 1e-10
     assert sum(p.numel() for p in dense.program.parameters()) == dense.params
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,1 @@
+"""Callbacks for the training loops of other packages; each has a module of that package's name."""

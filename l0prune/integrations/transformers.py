@@ -1,0 +1,102 @@
+"""Gates in ``transformers.Trainer``.
+
+model = l0prune.gate(model, kwargs=tokens)
+pruner = l0prune.Pruner(model, budget="macs=0.5", steps=1000)  # as many as the run has
+trainer = Trainer(model, TrainingArguments(..., max_steps=1000), callbacks=[L0Callback(pruner)])
+trainer.train()
+dense = l0prune.export(model)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from l0prune.integrations import state as files
+from l0prune.integrations.checks import check_belongs
+from l0prune.training.pruner import Pruner
+
+
+class L0Callback(TrainerCallback):  # type: ignore[misc]
+    """Lets a Trainer prune: its own optimizer never moves the gates, its own loss has no penalty.
+
+    The gates learn by an optimizer of their own, after accumulation and clipping. What they are at
+    is in the Trainer's log under ``l0/``, their state in its checkpoints.
+
+    Args:
+        pruner: of the model that the Trainer has, for as many steps as it does.
+    """
+
+    def __init__(self, pruner: Pruner) -> None:
+        self.pruner = pruner
+        # A Trainer sets it for itself, which changes what the model returns.
+        self._use_cache = getattr(_config(pruner), "use_cache", None)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Check that all belongs together, and go on where a checkpoint left the gates.
+
+        Raises:
+            UsageError: the Trainer has another model, or does another number of steps.
+            FileError: the checkpoint has no state of gates.
+        """
+        check_belongs(self.pruner, given["model"], state.max_steps)
+        self.pruner.take_gates()
+        if state.global_step:
+            files.read(self.pruner, _folder(args, state.global_step))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """After accumulation and clipping: move the gates."""
+        optimizer = given["optimizer"]
+        scaler = getattr(optimizer, "scaler", None)
+        self.pruner.before_step(optimizer, scale=1.0 if scaler is None else scaler.get_scale())
+
+    def on_step_end(self, *_: Any, **given: Any) -> None:
+        """Go on to the next step."""
+        self.pruner.after_step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        """Add what the gates are at to what is logged."""
+        found = {f"l0/{name}": round(value, 6) for name, value in self.pruner.metrics().items()}
+        for each in (logs, state.log_history[-1] if state.log_history else None):
+            if each is not None:
+                each.update(found)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Put the gates' state beside the rest of the checkpoint."""
+        if state.is_world_process_zero:
+            files.write(self.pruner, _folder(args, state.global_step))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Let the gates stand, also those of the best checkpoint, such that a budget is met."""
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            files.read(self.pruner, Path(state.best_model_checkpoint))
+        self.pruner.finish()
+        self.pruner.release_gates()
+        if self._use_cache is not None:
+            _config(self.pruner).use_cache = self._use_cache
+
+
+def _config(pruner: Pruner) -> Any:
+    return getattr(pruner.model, "config", None)
+
+
+def _folder(args: TrainingArguments, step: int) -> Path:
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
