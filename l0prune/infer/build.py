@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod as product
@@ -11,7 +12,18 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.decomposition import take_apart
-from l0prune.infer.expressions import COPIES, Cat, Const, Expr, Pick, Prod, Reason, Var, variables
+from l0prune.infer.expressions import (
+    COPIES,
+    Cat,
+    Const,
+    Expr,
+    Pick,
+    Prod,
+    Reason,
+    Var,
+    picks,
+    variables,
+)
 from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
@@ -82,10 +94,29 @@ class Builder:
             costs=tuple(self._costs()),
             aliases=self.infer.captured.aliases,
             roles=self._roles(),
-            wider=tuple(
-                (self.layout(wide), self.layout(other)) for wide, other in self.infer.wider
-            ),
+            wider=tuple(self._wider()),
         )
+
+    def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
+        """What has to keep more positions than another, or than none.
+
+        An axis keeps one slot at least. But a pick of some of its slots may be left with none,
+        and there are operators that take no dim of size 0.
+        """
+        yield from ((self.layout(wide), self.layout(other)) for wide, other in self.infer.wider)
+        resolved = map(self.infer.solver.resolve, self._everything())
+        some = [each for expr in dict.fromkeys(resolved) for each in picks(expr)]
+        for layout in dict.fromkeys(map(self.layout, filter(_leaves_out, some))):
+            if data.axes_of(layout):
+                yield layout, data.Const(0)
+
+    def _everything(self) -> Iterator[Expr]:
+        """The dims of all tensors and values."""
+        for dims in self.infer.tensors.values():
+            yield from dims
+        for value in self.infer.values.values():
+            for dims in value if isinstance(value, list) else [value or ()]:
+                yield from dims
 
     # --- which variables may be cut ---------------------------------------------------------
 
@@ -107,11 +138,7 @@ class Builder:
 
     def _pin_repeated(self) -> None:
         """A variable nested in itself is no set of independent slots."""
-        everything = [d for dims in self.infer.tensors.values() for d in dims]
-        for value in self.infer.values.values():
-            for dims in value if isinstance(value, list) else [value or ()]:
-                everything += dims
-        for expr in everything:
+        for expr in self._everything():
             for var in _nested(self.infer.solver.resolve(expr)):
                 self._pin(var, "it is combined with itself", None)
 
@@ -296,6 +323,10 @@ class Builder:
         weights = [p for p in places if len(self.infer.tensors[p[0]]) > 1]
         numel = [product(d.size for d in self.infer.tensors[name]) for name, _ in weights]
         return max(sum(numel) // var.size, 1)
+
+
+def _leaves_out(some: Pick) -> bool:
+    return set(some.index) != set(range(some.base.size))
 
 
 def _nested(expr: Expr) -> list[Var]:

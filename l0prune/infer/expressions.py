@@ -70,6 +70,7 @@ class Pick:
 
 
 Expr = Const | Var | Cat | Prod | Pick
+SINGLE = "single positions are picked out of it"
 
 
 def cat(parts: Iterable[Expr]) -> Expr:
@@ -123,6 +124,16 @@ def _merge(a: Const, b: Const, size: int) -> Const:
         return Const(size, known.what, known.is_input)
     both = a.is_input and b.is_input
     return Const(size, a.what if a.what == b.what or both else "a fixed dimension", both)
+
+
+def picks(expr: Expr) -> Iterator[Pick]:
+    """Every pick in a resolved expression."""
+    match expr:
+        case Cat(inner, _) | Prod(inner, _):
+            for each in inner:
+                yield from picks(each)
+        case Pick():
+            yield expr
 
 
 def variables(expr: Expr) -> Iterator[Var]:

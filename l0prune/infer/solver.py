@@ -12,6 +12,7 @@ from math import prod as product
 from torch.fx import Node
 
 from l0prune.infer.expressions import (
+    SINGLE,
     Cat,
     Const,
     Expr,
@@ -195,6 +196,8 @@ class Solver:
             case Prod(factors, _):
                 return self._split_product(factors, at)
             case Pick(base, index):
+                if 1 in (at, len(index) - at):
+                    self.pin(base, SINGLE)
                 return [pick(base, index[:at]), pick(base, index[at:])]
 
     def _split_parts(self, parts: tuple[Expr, ...], at: int) -> list[Expr]:

@@ -161,8 +161,8 @@ class Plan:
         """The slots that stay in a sliced model, as a flat bool vector.
 
         An open slot that nobody reads any more (all its fine gates are closed) goes too; an
-        axis whose gates are all closed keeps its first slot, whose weights are zero. So does one
-        that has to stay ``wider`` than another keep closed slots.
+        axis whose gates are all closed keeps its first slot, whose weights are zero. So does a
+        dim that has to stay ``wider`` than another, or than nothing, keep closed slots.
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
@@ -179,12 +179,11 @@ class Plan:
         return kept
 
     def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
-        """Keep closed slots of a layout, its first, until it has this size; in place."""
-        for slots in dict.fromkeys(leaves(layout)):
-            for slot in range(self.flat(slots).start, self.flat(slots).stop):
-                if int(self.mask(layout, kept).sum()) >= size:
-                    return
-                kept[slot] = True
+        """Keep closed slots of a layout's first positions until it has this size; in place."""
+        for slots in self.gate_table(layout).T:
+            if int(self.mask(layout, kept).sum()) >= size:
+                return
+            kept[slots[slots < self.size]] = True
 
     def _is_read(self, number: int, readers: Iterable[Site], kept: Tensor) -> Tensor:
         """Which slots of an axis does any of ``readers`` still read? Bool, (axis size,)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from differences import difference, graph_difference
 from networks import Fn
 from torch import nn
 
@@ -57,3 +58,36 @@ def test_an_index_names_the_new_places():
     dense = exported(lambda h: h[:, [7, 6, 4, 5, 3, 2, 1, 0]], [1, 3, 4, 6])
     (index,) = [b for name, b in dense.module.named_buffers() if "picked_by" in name]
     assert index.tolist() == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("some", [[1, 1], [1, 3]])
+def test_of_channels_that_are_picked_one_stays(some, groups):
+    """A convolution takes no image of 0 channels: what is picked of closed ones keeps one."""
+    layers = {
+        "a": nn.Conv2d(3, 4, 3),
+        "b": nn.Conv2d(2, 6, 3, groups=groups),
+        "c": nn.Conv2d(6, 2, 1),
+    }
+    model = Fn(lambda m, x: m.c(torch.relu(m.b(m.a(x)[:, some]))), **layers).double().eval()
+    x = torch.randn(2, 3, 8, 8).double()
+    bank = l0prune.gates(l0prune.gate(model, (x,)))
+    with torch.no_grad():
+        bank.log_alpha.fill_(20.0)
+        bank.log_alpha[bank.axes[0].slice.start + torch.tensor(some)] = -20.0
+    dense = l0prune.export(model)
+    assert dense.widths[bank.axes[0].name] == (4 - len(set(some)) + 1, 4)
+    assert difference(model, dense, x) <= 1e-12
+    assert graph_difference(model, dense, x) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    "one", [lambda h: h[:, [1]], lambda h: h.flip(1)[:, :1], lambda h: h.flip(1).chunk(8, 1)[2]]
+)
+def test_a_single_slot_that_is_picked_stays_with_all_of_its_axis(one):
+    """It may be stretched, or folded into positions: there a dim of one says nothing of slots."""
+    layers = {"a": nn.Conv2d(3, 8, 1), "b": nn.Linear(36, 3), "c": nn.Conv2d(8, 2, 1)}
+    model = Fn(lambda m, x: (m.b(one(h := m.a(x)).flatten(1)), m.c(h)), **layers)
+    found = l0prune.survey(model, (torch.randn(2, 3, 6, 6),))
+    assert found.axes == ()
+    assert "single positions" in next(la for la in found.layers if la.name == "a").output.reason

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import Const, Expr, cat, pick
+from l0prune.infer.expressions import SINGLE, Const, Expr, cat, pick
 from l0prune.infer.known_values import known_positions
 from l0prune.infer.nodes import SLICES, SPLITS, argument, shape_of
 from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
@@ -127,7 +127,7 @@ def select(infer: Inference, node: Node) -> Value:
     """One position of a dim, which therefore cannot be cut."""
     dims = infer.dims(source(node))
     dim = int(node.args[1]) % len(dims)  # type: ignore[arg-type]
-    infer.solver.pin(dims[dim], "single positions are picked out of it")
+    infer.solver.pin(dims[dim], SINGLE)
     return (*dims[:dim], *dims[dim + 1 :])
 
 
@@ -212,6 +212,8 @@ def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
         return None  # the rows of a table, as of positions relative to each other, are no slots
     infer.pin_all(index, "it is used as an index")
     infer.picks[node.name] = positions
+    if len(positions) == 1:  # a dim of one says nothing of its slots where it is stretched
+        infer.solver.pin(whole, SINGLE)
     return pick(whole, positions)
 
 
