@@ -29,6 +29,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = {"default": 40, "slow": 200}
+LONG = {"test_wrappers", "test_random_networks", "test_commands", "test_torchrun"}
 MOST_WORKERS = 8  # each holds torch and what it compiled: about a gigabyte
 
 for name, count in EXAMPLES.items():
@@ -50,7 +51,8 @@ def wants_slow(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """With ``-m slow`` properties run, too, on more examples."""
+    """With ``-m slow`` properties run, too, on more examples. What takes long begins first."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if wants_slow(config):
         for item in items:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

@@ -15,8 +15,9 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from l0prune.capture.provenance import origin_of
+
 _ATEN = torch.ops.aten
-_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says where a node is from
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,7 @@ def _write(module: GraphModule, node: Node, autocast: Autocast) -> bool:
     for operand, dtype in to.items():
         with module.graph.inserting_before(node):
             new = module.graph.call_function(_ATEN.to.dtype, (operand, dtype))
-        new.meta = {key: node.meta[key] for key in _ORIGIN if key in node.meta}
-        new.meta["val"] = cast[operand]
+        new.meta = origin_of(node) | {"val": cast[operand]}
         node.replace_input_with(operand, new)
     return True
 

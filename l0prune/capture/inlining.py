@@ -42,6 +42,7 @@ def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[st
             renamed += put_in_line(module, node, inner, operands)[1]
     if renamed:
         module.graph.eliminate_dead_code()
+        module.delete_all_unused_submodules()
         module.graph.lint()
         module.recompile()
     return renamed

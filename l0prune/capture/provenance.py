@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 _LIBRARY = os.path.dirname(torch.__file__)
+_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")
 
 
 def within(path: str, name: str) -> str:
     """A name inside the submodule at ``path`` as the whole model knows it."""
     return f"{path}.{name}" if path and name else path or name
+
+
+def origin_of(node: Node) -> dict[str, Any]:
+    """What a node's meta says of where it comes from, for nodes that take its place."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
 def source_of(node: Node) -> str:

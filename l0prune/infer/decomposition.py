@@ -20,10 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.inlining import put_in_line
+from l0prune.capture.provenance import origin_of
 from l0prune.infer.nodes import has_tensor, is_pointwise, operator_name
 from l0prune.infer.registry import registered
-
-_ORIGIN = ("nn_module_stack", "stack_trace", "source_fn_stack")  # what says where a node is from
 
 
 def take_apart(program: ExportedProgram) -> None:
@@ -41,7 +40,7 @@ def take_apart(program: ExportedProgram) -> None:
         operands = [leaf for leaf in leaves if isinstance(leaf, Node)]
         new, names = put_in_line(module, node, inner, operands)
         for each in new:
-            each.meta |= {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+            each.meta |= origin_of(node)
         renamed += names
     if renamed:
         module.graph.eliminate_dead_code()

@@ -62,6 +62,7 @@ def test_the_casts_of_autocast_are_nodes_of_the_graph():
     x = torch.randn(5, 10)
     program = capture(model, (x,)).program
     assert not any("wrap_with" in str(node.target) for node in program.graph.nodes)
+    assert list(program.graph_module.children()) == []
     assert torch.equal(program.module()(x), model(x))
     assert l0prune.survey(model, (x,)).reachable("macs") == 1
     l0prune.gate(model, (x,))

@@ -147,11 +147,14 @@ def test_weights_alone_are_clipped_and_decayed(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"bf16": True},
-        {"activation_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
+        pytest.param({"bf16": True}, id="bf16"),
+        pytest.param({"activation_checkpointing": True}, id="checkpointing"),
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            id="compile",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["bf16", "checkpointing", "compile"],
 )
 def test_ways_of_computing(arguments, tmp_path):
     model, _, _ = trained(tmp_path, save_strategy="no", **arguments)
