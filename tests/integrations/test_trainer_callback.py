@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 
 import pytest
@@ -25,12 +27,12 @@ CLASSES = [{"input_ids": row, "labels": (row[0] > WORDS // 2).long()} for row in
 TEXTS = [{"input_ids": row, "labels": row.clone()} for row in IDS]
 
 
-def bert(**more):
+def bert():
     torch.manual_seed(0)
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-            intermediate_size=24, max_position_embeddings=LENGTH, **more,
+            intermediate_size=24, max_position_embeddings=LENGTH,
         )
     )  # fmt: skip
 
@@ -45,8 +47,13 @@ def llama():
     )  # fmt: skip
 
 
-def gated(make=bert, kind=None, **more):
-    return l0prune.gate(make(**more), (), {"input_ids": IDS[:2]}, gate=kind)
+@functools.cache
+def gated_once(make, kind):
+    return l0prune.gate(make(), (), {"input_ids": IDS[:2]}, gate=kind)
+
+
+def gated(make=bert, kind=None):
+    return copy.deepcopy(gated_once(make, kind))
 
 
 def quiet(text):
