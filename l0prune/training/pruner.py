@@ -94,6 +94,9 @@ class Pruner:
             self.begin_step()
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
+        for name, given in (("steps", steps), ("warmup", warmup), ("settle", settle)):
+            if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
+                raise UsageError(f"{name} is a whole number of optimizer steps, not {given!r}")
         # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
         least = int(self._settings.budget is not None or self._settings.round_to > 1)
         return Phases.plan(steps, warmup, settle, least)

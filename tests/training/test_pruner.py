@@ -283,6 +283,13 @@ def test_phases_that_leave_nothing_to_prune_in():
         Pruner(gated(), steps=10, warmup=5, settle=5, lam=0.1)
 
 
+@pytest.mark.parametrize("name", ["steps", "warmup", "settle"])
+@pytest.mark.parametrize("value", [0.3, "10", True])
+def test_what_is_no_number_of_steps(name, value):
+    with pytest.raises(UsageError, match=f"{name} is a whole number"):
+        Pruner(gated(), **{"steps": 10, "lam": 0.1, name: value})
+
+
 def test_lambda_in_examples_that_are_not_counted():
     with pytest.raises(UsageError, match="N"):
         Pruner(gated(), steps=10)
