@@ -1,6 +1,8 @@
 """Two processes against one: the same examples, the same gates, the same weights in the end."""
 
+import copy
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from typing import ClassVar
@@ -55,29 +57,40 @@ def own_samples(rank, distributed):
     return torch.stack(Watched.noises), small_task.tensors(model), history.records, found
 
 
-def stopped(rank, folder, distributed, then):
-    """A run that is stopped in one process and goes on, and the same without a stop."""
-    results = []
-    for out, stop in (("whole", None), ("stopped", 11)):
-        for resume in (False, True) if stop else (False,):
-            model, done = mlp(), 0
+def stopped(rank, folder, ways):
+    """A run that is stopped in one process and goes on in each of these ways, and one without.
 
-            def watched(outputs, targets, stop=None if resume else stop):
-                nonlocal done
-                done += torch.is_grad_enabled()
-                if done == stop and rank == 1:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return loss(outputs, targets)
+    The first of the ways is that of the run itself.
+    """
+    distributed = next(iter(ways.values()))
 
-            train = doubled()
-            task = Task(train, doubled(121, seed=1), watched, loss, "test", name="clouds")
-            how = then if resume else distributed
-            settings = common(lr=1e-2, out=folder / out, resume=resume, distributed=how)
-            try:
-                finetune(model, task, **settings)
-            except Interrupted as error:
-                results.append((error.signal, str(error)))
-        results.append(small_task.tensors(model))
+    def run(model, out, how, stop=None, resume=False):
+        done = 0
+
+        def watched(outputs, targets):
+            nonlocal done
+            done += torch.is_grad_enabled()
+            if done == stop and rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            return loss(outputs, targets)
+
+        task = Task(doubled(), doubled(121, seed=1), watched, loss, "test", name="clouds")
+        settings = common(lr=1e-2, out=out, resume=resume, distributed=how)
+        try:
+            finetune(model, task, **settings)
+        except Interrupted as error:
+            return error.signal, str(error)
+        return None
+
+    whole, halted = mlp(), mlp()
+    run(whole, folder / "whole", distributed)
+    said = run(halted, folder / "halted", distributed, stop=11)
+    results = {}
+    for name, how in ways.items():
+        again, own = copy.deepcopy(halted), folder / f"{name}-{rank}"
+        shutil.copytree(folder / "halted", own)
+        run(again, own, how, resume=True)
+        results[name] = [small_task.tensors(whole), said, small_task.tensors(again)]
     return results
 
 
@@ -103,8 +116,7 @@ def all_of(rank, folder, distributed, names):
     return {
         "runs": {name: outcome(name, distributed=distributed) for name in names},
         "samples": own_samples(rank, distributed),
-        "stopped": stopped(rank, folder / "same", distributed, distributed),
-        "switched": stopped(rank, folder / "other", distributed, other),
+        **stopped(rank, folder, {"stopped": distributed, "switched": other}),
     }
 
 
@@ -166,7 +178,7 @@ def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
 @pytest.mark.parametrize("how", ["stopped", "switched"])
 def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
     first, second = (results[how] for results in both[0])
-    folder = both[1] / ("same" if how == "stopped" else "other") / "stopped"
+    folder = both[1] / f"{how}-0"
     whole, (number, text), after = first
     assert number == signal.SIGINT
     assert "epoch 2, step 3" in text
