@@ -19,24 +19,28 @@ from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_by_plan, cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
+from l0prune.gating.attaching import holder
 
 
 def export(model: nn.Module) -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 
-    The model is left as it is. All work is on the CPU, in eval mode.
+    The model is left as it is. All work is on the CPU, in eval mode. Of a wrapper around the model
+    that was gated (compiled, DDP, a LightningModule) that model is exported.
 
     Raises:
         NotGated: the model carries no gates.
         CaptureError: torch.export can no longer follow it.
         CertificateError: the dense model differs from the gated one beyond rounding.
     """
-    subject = subject_of(model)
+    gated, _ = holder(model)
+    subject = subject_of(gated)
     cut = _as_class(subject) or _as_graph(subject)
     plan, proven = cut.chosen.plan, cut.proven
     cost = cost_of(plan)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
+    around = "" if gated is model else _note_on_wrapper(model, subject.plain)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
     return Export(
         module=proven.module,
@@ -48,10 +52,15 @@ def export(model: nn.Module) -> Export:
         macs_before=cost.dense("macs"),
         widths={a.name: (int(cut.chosen.kept[a.slice].sum()), a.size) for a in plan.axes},
         _made=cut.made,
-        _note=note_on(proven.comparisons, cut.unused),
+        _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused)))),
         _state=cut.state,
         _manifest={**manifest(subject.plain, cut.state, proven.changes), "rebuild": rebuild},
     )
+
+
+def _note_on_wrapper(model: nn.Module, gated: nn.Module) -> str:
+    kinds = type(gated).__name__, type(model).__name__
+    return "What was gated is exported: the {} in this {}.".format(*kinds)
 
 
 @dataclass(frozen=True)

@@ -322,3 +322,25 @@ def test_inputs_that_an_export_picks_can_be_picked_from():
             l0prune.gates(model).log_alpha[axis.slice][closed] = -9.0
         model = l0prune.export(model).module
     assert torch.equal(model.get_parameter("0.weight"), weight[:, [1, 4]])
+
+
+class Around(nn.Module):
+    """As a framework's module around a network."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, batch):
+        return self.network(batch[0]).sum()
+
+
+@pytest.mark.parametrize(
+    "wrap", [Around, nn.DataParallel, lambda m: torch.compile(m, backend="eager")]
+)
+def test_of_a_wrapper_the_model_in_it_is_exported(wrap):
+    model, x = gated_case("sigmoid_after_bn")
+    dense = l0prune.export(wrap(model))
+    assert difference(model, dense, x) <= ROUNDED
+    assert dense.note.startswith("What was gated is exported")
+    assert dense.module.state_dict().keys() == l0prune.export(model).module.state_dict().keys()
