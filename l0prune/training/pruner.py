@@ -130,7 +130,15 @@ class Pruner:
         """From here on the gates learn by an optimizer of their own, inside ``before_step``.
 
         Any other that holds ``log_alpha`` finds it without a gradient, and leaves it alone.
+
+        Raises:
+            UsageError: the gates are frozen.
         """
+        if not self.gates.log_alpha.requires_grad:
+            raise UsageError(
+                "the gates are frozen (requires_grad of l0prune_gates.log_alpha is False), so that "
+                "no optimizer can move them: freeze the weights alone, or set it back"
+            )
         if self._own is None:
             betas = {} if self.budget is None else {"betas": _BETAS}
             self._own = OwnOptimizer(self.gates.log_alpha, self.gate_lr, **betas)

@@ -233,6 +233,13 @@ def test_gates_that_are_frozen():
     assert "frozen" in text
 
 
+def test_gates_that_are_frozen_cannot_be_taken():
+    _, pruner, _ = made()
+    pruner.gates.log_alpha.requires_grad_(False)
+    with pytest.raises(UsageError, match="frozen"):
+        pruner.take_gates()
+
+
 def test_gates_that_no_optimizer_holds():
     model, pruner, _ = made(say=None)
     (text,) = said(pruner, torch.optim.Adam(pruner.weights), model, steps=3)
