@@ -22,9 +22,9 @@ from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
+from l0prune.capture.own_forward import own_forward
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.spelling import respell
-from l0prune.capture.wrappers import own_forward
 from l0prune.errors import CaptureError
 
 _CONTRACTIONS = {

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from l0prune.capture.wrappers import take_off
+from l0prune.capture.own_forward import take_off
 
 Model = TypeVar("Model", bound=nn.Module)
 
