@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from l0prune.data.dataset import Data
-    from l0prune.data.sources import load_data
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from l0prune.objective.penalty import param_groups, penalty
     from l0prune.report.survey import Survey, survey
     from l0prune.running.evaluate import evaluate
+    from l0prune.running.sources import load_data
     from l0prune.running.task import Task
     from l0prune.selection import scores
     from l0prune.selection.fit import fit
@@ -57,7 +57,7 @@ _HOMES = {
     "gate": "gating.gate",
     "gates": "gating.gate",
     "load": "files.artifact",
-    "load_data": "data.sources",
+    "load_data": "running.sources",
     "load_model": "files.model_sources",
     "param_groups": "objective.penalty",
     "penalty": "objective.penalty",

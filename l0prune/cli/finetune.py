@@ -18,9 +18,9 @@ _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --
 
 
 @with_settings(
-    "lam", "budget", "round_to", "counting", "epochs", "batch_size", "lr", "gate_lr", "optimizer",
-    "learn", "settle", "augment", "seed", "device", "distill", "autocast", "accumulate",
-    "checkpointing", "compile", "channels_last", "distributed",
+    "loss", "metric", "lam", "budget", "round_to", "counting", "epochs", "batch_size", "lr",
+    "gate_lr", "optimizer", "learn", "settle", "augment", "seed", "device", "distill", "autocast",
+    "accumulate", "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
     file: Annotated[
@@ -46,6 +46,8 @@ def finetune(
         l0prune finetune --data mnist --budget macs=0.5
 
         l0prune finetune --data mnist --lambda 0.1/N
+
+        l0prune finetune --data prices.py:load --loss mse --metric mae --budget macs=0.5
 
     On several GPUs, which share the examples of each step:
 

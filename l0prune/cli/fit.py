@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,11 +11,13 @@ import l0prune
 from l0prune.cli.edge import emit
 from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_data
 from l0prune.cli.project import newest, output_path
+from l0prune.cli.setting_options import with_settings
 from l0prune.errors import UsageError
 
 _GATES = "gates"
 
 
+@with_settings("loss")
 def fit(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
@@ -33,6 +35,8 @@ def fit(
     round_to: Annotated[int, typer.Option(help="Widths come in multiples of this.")] = 1,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    *,
+    settings: dict[str, Any],
     batches: Annotated[
         int | None, typer.Option(help="Batches of data for taylor and fisher [all].")
     ] = None,
@@ -57,7 +61,7 @@ def fit(
     scores = None
     if score != _GATES:
         source = l0prune.load_data(spec, root) if spec else None
-        scores = l0prune.score(model, score, source, batches=batches, seed=seed)
+        scores = l0prune.score(model, score, source, batches=batches, seed=seed, **settings)
     counts = l0prune.fit(model, budget or None, scores, round_to=round_to)
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, info)

@@ -30,7 +30,10 @@ TrustPickle = Annotated[
 ]
 Input = Annotated[
     str | None,
-    typer.Option(help="Example input, batch first: 1x3x224x224; several by comma; 2x16:int64."),
+    typer.Option(
+        help="Example input, batch first: 1x3x224x224; several by comma; 2x16:int64; by name "
+        "input_ids=2x16:int64,attention_mask=2x16:int64."
+    ),
 ]
 DataSpec = Annotated[
     str | None,
@@ -76,18 +79,25 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
     if text is not None:
         from l0prune.files.model_sources import parse_input  # loads torch
 
-        inputs = parse_input(text)
-        if all(tensor.ndim and tensor.shape[0] == 1 for tensor in inputs):
-            inputs = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)
-        return inputs, {}
+        args, kwargs = parse_input(text)
+        if all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
+            args = tuple(map(_doubled, args))
+            kwargs = {name: _doubled(tensor) for name, tensor in kwargs.items()}
+        return args, kwargs
     if data is None:
         raise UsageError(
             "an example input is needed to look at the model: --input 1x3x224x224 (batch first), "
             "or --data NAME."
         )
-    from l0prune.data.inputs import as_arguments  # loads torch
+    from l0prune.data.inputs import as_arguments  # loads torch, as do the next ones
+    from l0prune.running.feed import example
+    from l0prune.running.task import Task
 
-    return as_arguments(data.train.example(2))
+    return as_arguments(example(Task.of(data), 2))
+
+
+def _doubled(tensor: Any) -> Any:
+    return tensor.repeat(2, *[1] * (tensor.ndim - 1))
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

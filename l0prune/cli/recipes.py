@@ -54,10 +54,13 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
+    from l0prune.training.description import IN_PERCENT  # loads torch
+
     metric = result["metric"]
-    form = ".2%" if metric == "error" else ".4g"
-    table.add_row(f"test {metric}", format(result[f"test_{metric}"], form))
-    table.add_row("of the ONNX file", format(result[f"onnx_test_{metric}"], form))
+    form = ".2%" if metric in IN_PERCENT else ".4g"
+    for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
+        if (value := result[f"{of}_{metric}"]) is not None:
+            table.add_row(text, format(value, form))
     errors: dict[tuple[str, str], float] = {}
     for check in result["certificate"]:
         key = (check["what"], check["dtype"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,9 +20,10 @@ from torch.utils.data import (
 )
 
 from l0prune.data.inputs import moved
+from l0prune.data.pairs import pair, without_labels
 from l0prune.errors import DataError, UsageError
 
-Batch = tuple[Any, Tensor]
+Batch = tuple[Any, Any]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 Share = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
@@ -85,7 +86,7 @@ class Tensors:
 
     Attributes:
         inputs: ready for the model, shape (examples, …).
-        targets: int64 class numbers, shape (examples,).
+        targets: int64 class numbers, shape (examples, …), or numbers of any type.
         augmentation: what varies a batch of inputs at random, if anything does.
     """
 
@@ -151,7 +152,7 @@ class Loaded:
     """Examples read one by one from a torch dataset, by a DataLoader.
 
     Attributes:
-        dataset: a map-style dataset of (inputs, target).
+        dataset: a map-style dataset of (inputs, target), or of mappings that hold their labels.
         workers: processes that read; 0 to read in this one.
         augmented: the same examples with random changes, if there are such.
         collate: what makes a batch of a list of examples.
@@ -189,13 +190,15 @@ class Loaded:
             collate_fn=self.collate,
             pin_memory=torch.device(device).type == "cuda",
         )
-        for inputs, targets in _read(loader):
-            yield moved(inputs, device), torch.as_tensor(targets).to(device, non_blocking=True)
+        for batch in _read(loader):
+            inputs, targets = pair(batch)
+            tensors = targets if isinstance(targets, Mapping) else torch.as_tensor(targets)
+            yield moved(inputs, device), moved(tensors, device)
 
     def example(self, count: int) -> Any:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
-        return moved(self.collate(examples)[0], "cpu")
+        return moved(without_labels(pair(self.collate(examples))[0]), "cpu")
 
 
 class _Parts(Sampler[list[int]]):
@@ -245,7 +248,7 @@ class Data:
         name: as the user named it.
         train: what is learned from; its length is N.
         test: what is reported on.
-        classes: number of classes.
+        classes: number of classes; 0 where the targets are no classes.
     """
 
     name: str
@@ -257,7 +260,7 @@ class Data:
         for part, split in (("training", self.train), ("test", self.test)):
             if not len(split):
                 raise DataError(f"{self.name} holds no {part} examples.")
-            if isinstance(split, Tensors) and not split.targets.is_floating_point():
+            if self.classes and isinstance(split, Tensors):
                 self._check_labels(part, int(split.targets.max()))
 
     def _check_labels(self, part: str, largest: int) -> None:

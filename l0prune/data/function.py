@@ -11,26 +11,29 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from l0prune.data.dataset import Data, Loaded, Split, Tensors
 from l0prune.errors import DataError
-from l0prune.files.user_code import called, named
 
-_WANTED = "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets)"
+_WANTED = (
+    "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets), or a "
+    "l0prune.Task"
+)
+_IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
-def from_function(spec: str) -> Data:
-    """What ``file.py:function`` returns: a ``Data``, or training and test data.
+def data_of(found: Any, spec: str) -> Data:
+    """What ``file.py:function`` returned as a ``Data``: that itself, or training and test data.
 
     Raises:
-        DataError: it returns something else, nothing, or labels that are no class numbers.
-        FileError: the file is missing, or fails.
-        UsageError: the function fails, or does not exist.
+        DataError: it is something else, nothing, or its whole labels are no class numbers.
     """
-    found = called(named(spec), spec)
     if isinstance(found, Data):
         return replace(found, name=spec)
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise DataError(f"{spec} must return {_WANTED}, not a {type(found).__name__}.")
     train, test = (_split(part, spec) for part in found)
-    return Data(spec, train, test, max(_class_count(train, spec), _class_count(test, spec)))
+    counts = [_class_count(part, spec) for part in (train, test)]
+    if counts.count(None) == 1:
+        raise DataError(f"{spec}: the labels of one part are class numbers, of the other not.")
+    return Data(spec, train, test, max(count or 0 for count in counts))
 
 
 def _split(part: Any, spec: str) -> Split:
@@ -51,20 +54,21 @@ def _split(part: Any, spec: str) -> Split:
     )
 
 
-def _class_count(split: Split, spec: str) -> int:
-    """Number of classes as far as this part of the data shows."""
+def _class_count(split: Split, spec: str) -> int | None:
+    """Number of classes as far as this part of the data shows; None if targets are no classes."""
     if not len(split):
         return 0  # Data says so in its own words
     if isinstance(split, Tensors):
-        return _largest(split.targets, spec) + 1
+        return _count(split.targets, spec)
     assert isinstance(split, Loaded)
     classes = getattr(split.dataset, "classes", None)
     if isinstance(classes, list | tuple):
         return len(classes)
     known = _known_targets(split.dataset)
     if known is not None:
-        return _largest(known, spec) + 1
-    return max(_largest(targets, spec) for _, targets in split.batches(256)) + 1
+        return _count(known, spec)
+    counts = [_count(targets, spec) for _, targets in split.batches(256)]
+    return None if None in counts else max(count or 0 for count in counts)
 
 
 def _known_targets(dataset: Any) -> Tensor | None:
@@ -79,7 +83,10 @@ def _known_targets(dataset: Any) -> Tensor | None:
     return torch.tensor(targets) if is_numbers else None
 
 
-def _largest(targets: Tensor, spec: str) -> int:
-    if targets.is_floating_point() or int(targets.min()) < 0:
+def _count(targets: Any, spec: str) -> int | None:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    numbers = targets[targets != _IGNORED]
+    if numbers.numel() and int(numbers.min()) < 0:
         raise DataError(f"{spec}: labels must be class numbers: whole, from 0 up.")
-    return int(targets.max())
+    return int(numbers.max()) + 1 if numbers.numel() else 0

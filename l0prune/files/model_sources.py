@@ -214,26 +214,46 @@ def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     return result
 
 
-def parse_input(text: str, seed: int = 0) -> tuple[Tensor, ...]:
+def parse_input(text: str, seed: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Example inputs from ``"1x3x224x224"``; several by comma; a dtype after a colon.
 
-    Floats are drawn from a normal distribution, integers (``"2x16:int64"``) are zeros and ones.
+    With a name before them (``"input_ids=2x16:int64"``) they are keyword arguments. Floats are
+    drawn from a normal distribution, integers (``"2x16:int64"``) are zeros and ones.
+
+    Returns:
+        Positional arguments, and those by name.
 
     Raises:
         UsageError: the text does not parse, or the input does not fit into memory.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(_parse_one(part.strip(), text, generator) for part in text.split(","))
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for part in text.split(","):
+        name, equals, sizes = (each.strip() for each in part.rpartition("="))
+        tensor = _parse_one(sizes, text, generator)
+        if not equals and not kwargs:
+            args.append(tensor)
+        elif name.isidentifier() and name not in kwargs:
+            kwargs[name] = tensor
+        else:
+            raise UsageError(_no_input(text))
+    return tuple(args), kwargs
+
+
+def _no_input(text: str) -> str:
+    return (
+        f"{text!r} is no input. Write the sizes with x between them, batch first, such as "
+        "1x3x224x224, several inputs with a comma, a dtype after a colon (2x16:int64); those by "
+        "name come last, each name once (mask=2x16:bool)."
+    )
 
 
 def _parse_one(part: str, text: str, generator: torch.Generator) -> Tensor:
     match = re.fullmatch(r"([1-9][0-9]*(?:x[1-9][0-9]*)*)(?::(\w+))?", part, re.ASCII)
     dtype = getattr(torch, match[2] or "float32", None) if match else None
     if match is None or not isinstance(dtype, torch.dtype):
-        raise UsageError(
-            f"{text!r} is no input. Write the sizes with x between them, batch first, such as "
-            "1x3x224x224, several inputs with a comma, a dtype after a colon (2x16:int64)."
-        )
+        raise UsageError(_no_input(text))
     shape = [int(size) for size in match[1].split("x")]
     try:
         if dtype.is_floating_point or dtype.is_complex:

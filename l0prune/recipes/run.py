@@ -10,20 +10,24 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import onnx
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.data import Data, load_data
 from l0prune.data.inputs import as_arguments
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
+from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
-from l0prune.recipes.schema import GateSection, ModelSection, Recipe, RoundSection
+from l0prune.recipes.schema import DataSection, GateSection, ModelSection, Recipe, RoundSection
+from l0prune.running.feed import example
+from l0prune.running.sources import load_data
+from l0prune.running.task import LOSS, Task
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -65,7 +69,8 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
-    return recipe.model_copy(update={"model": _located(recipe.model, path.parent)})
+    sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
+    return recipe.model_copy(update=sections)
 
 
 def _override(content: dict[str, Any], text: str) -> None:
@@ -86,12 +91,14 @@ def _override(content: dict[str, Any], text: str) -> None:
         target[last] = value
 
 
-def _located(model: ModelSection, folder: Path) -> ModelSection:
-    """Relative paths in a recipe start at the recipe."""
-    path, _, factory = model.source.rpartition(":")
-    if path.endswith(".py") and not Path(path).is_absolute():
-        return model.model_copy(update={"source": f"{(folder / path).resolve()}:{factory}"})
-    return model
+def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:
+    """Relative paths of Python files start at the recipe; those that are not there, here."""
+    changed = {}
+    for key, value in section:
+        path, _, name = str(value).rpartition(":")
+        if is_code(str(value)) and (folder / path).is_file():
+            changed[key] = f"{(folder / path).resolve()}:{name}"
+    return section.model_copy(update=changed)
 
 
 def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str, Any]:
@@ -105,7 +112,8 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
         L0pruneError: a stage failed; what earlier stages made stays.
     """
     _claim(folder, recipe)
-    data = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
+    source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
+    data = Task.of(source, recipe.data.loss, recipe.data.metric)
     dense = network = _dense(recipe, data, folder, data_root)
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
@@ -135,7 +143,7 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     write_whole(path, text)
 
 
-def _dense(recipe: Recipe, data: Data, folder: Path, data_root: str | None) -> nn.Module:
+def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> nn.Module:
     """The network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
@@ -175,7 +183,7 @@ def _pruned(
     part: RoundSection,
     network: nn.Module,
     dense: nn.Module,
-    data: Data,
+    data: Task,
     folder: Path,
 ) -> nn.Module:
     """The network with gates that have learned; what is done in the folder is not done again."""
@@ -191,9 +199,9 @@ def _pruned(
     return l0prune.load(tuned, copied(network))
 
 
-def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Data, path: Path) -> None:
+def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path: Path) -> None:
     settings = part.model_dump(exclude={"kind", "settings"})
-    args, kwargs = as_arguments(data.train.example(2))
+    args, kwargs = as_arguments(example(data, 2))
     l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
@@ -204,15 +212,32 @@ class _OnnxFile(nn.Module):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._session = Session(str(path))
+        inputs = onnx.load(str(path), load_external_data=False).graph.input
+        self._names = [each.name for each in inputs]
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """The file's first output."""
-        return self._session(list(inputs))[0]
+        return self._session([*inputs, *(named[name] for name in self._names if name in named)])[0]
+
+
+def _measured(module: nn.Module, file: Path, data: Task) -> dict[str, Any]:
+    """The metric on the test data, of the module and of the file; without a metric the loss.
+
+    Of the file it is None where loss and metric are of outputs by name, which a file has not.
+    """
+    found = l0prune.evaluate(module, data)
+    key = data.metric_name if data.metric_name in found else LOSS
+    try:
+        of_file = l0prune.evaluate(_OnnxFile(file), data, device="cpu").get(key)
+    except (AttributeError, LookupError, TypeError, UsageError):
+        of_file = None
+    name = key.removeprefix("test_")
+    return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file}
 
 
 def _export(
     recipe: Recipe,
-    data: Data,
+    data: Task,
     tuned: nn.Module,
     exports: Sequence[Export],
     dense: nn.Module,
@@ -225,25 +250,22 @@ def _export(
         settings = _settings(recipe, folder / "recover", recipe.recover, dense)
         history = l0prune.train_dense(small.module, data, **settings).last
         small = small.renewed()
-    onnx = folder / f"{recipe.name}.onnx"
-    small.save_onnx(onnx)
+    file = folder / f"{recipe.name}.onnx"
+    small.save_onnx(file)
     if recipe.export.pt2:
         small.save(folder / f"{recipe.name}.pt2")
     if recipe.export.state:
         small.save(folder / f"{recipe.name}.state.pt")
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(tuned).axes}
-    metric = l0prune.Task.of(data).metric_name
     result = {
         "recipe": recipe.name,
         "architecture": "-".join(map(str, axes.values())),
-        "metric": metric,
-        f"test_{metric}": l0prune.evaluate(small.module, data)[metric],
-        f"onnx_test_{metric}": l0prune.evaluate(_OnnxFile(onnx), data, device="cpu")[metric],
+        **_measured(small.module, file, data),
         **small.to_dict(),
         "params_before": first.params_before,
         "macs_before": first.macs_before,
         "axes": axes,
-        "onnx": str(onnx),
+        "onnx": str(file),
         "training": history,
     }
     write_whole(folder / "result.json", json.dumps(result, indent=2))

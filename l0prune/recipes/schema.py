@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from l0prune.errors import UsageError
 from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
+from l0prune.running.criteria import check_name
 from l0prune.training.settings import Settings
 
 
@@ -23,10 +24,21 @@ class ModelSection(_Section):
     weights: str | None = None
 
 
+def _checked(given: str | None, kind: str) -> str | None:
+    try:
+        if given is not None:
+            check_name(given, kind)
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    return given
+
+
 class DataSection(_Section):
-    """What it learns from."""
+    """What it learns from, and by which loss and metric; paths are relative to the recipe."""
 
     source: str
+    loss: Annotated[str | None, AfterValidator(lambda given: _checked(given, "loss"))] = None
+    metric: Annotated[str | None, AfterValidator(lambda given: _checked(given, "metric"))] = None
 
 
 class GateSection(_Section):

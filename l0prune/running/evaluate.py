@@ -12,8 +12,10 @@ from l0prune.capture.modes import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
 from l0prune.running.batch import Batch
+from l0prune.running.calling import call
+from l0prune.running.criteria import Loss, Metric
 from l0prune.running.device import choose, on_device, precision
-from l0prune.running.feed import call, test_batches
+from l0prune.running.feed import test_batches
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
 
@@ -22,6 +24,8 @@ def evaluate(
     model: nn.Module,
     data: Any,
     *,
+    loss: Loss | str | None = None,
+    metric: Metric | str | None = None,
     batch_size: int = 100,
     device: str | torch.device = "auto",
     autocast: str | None = None,
@@ -31,24 +35,26 @@ def evaluate(
     Args:
         model: left as it was found, its mode included.
         data: a data source or a ``Task``, as for ``finetune``.
+        loss: see ``Task``; None for that of the data, or ``"auto"``.
+        metric: see ``Task``; None for that of the data.
         batch_size: examples at a time, where the source lets us choose.
         device: see ``Settings``.
         autocast: see ``Settings``.
 
     Returns:
-        ``test_loss``, the mean over the examples, and the task's metric under its name (see
-        ``Task``): ``error``, the fraction of wrong answers, or ``loss`` for a task with a loss of
-        its own.
+        ``test_loss``, the mean over the examples, and the metric, if there is one, under its name
+        (see ``Task``): ``error``, the fraction of wrong answers, where nothing else is asked for
+        and the targets are classes.
 
     Raises:
-        DataError: there is no test data.
-        UsageError: there is no such device.
+        DataError: there is no test data, or it does not fit the model.
+        UsageError: there is no such device, loss or metric, or one of these gives no number.
     """
-    task = Task.of(data)
+    task = Task.of(data, loss, metric)
     if task.test is None:
         raise DataError("this data has no test part; give a Task(…, test=…) or (training, test)")
     place = choose(device, model)
-    with on_device(model, place):
+    with on_device(model, place), task.on_device(place):
         batches = test_batches(task, batch_size, place, WHOLE)
         return measure(model, batches, task, place, autocast)
 
@@ -66,22 +72,25 @@ def measure(
 
     ``between`` is called after each batch and may raise.
     """
-    losses: list[Tensor] = []
-    metrics: list[Tensor] = []
-    count = 0
+    found: dict[str, list[Tensor]] = {}
+    counts: dict[str, int] = {}
     with evaluating(model), precision(device, autocast):
         for batch in batches:
             outputs = call(model, batch.inputs)
-            judged = task.judged(outputs, batch.targets)
-            loss_here, metric_here = (_total(value, batch.examples) for value in judged)
-            losses.append(loss_here)
-            metrics.append(metric_here)
-            count += batch.examples
+            for name, value in task.judged(outputs, batch.targets).items():
+                found.setdefault(name, []).append(_total(value, batch.examples))
+                counts[name] = counts.get(name, 0) + batch.examples
             between()
-    loss, metric, examples = world.total([_sum(losses), _sum(metrics), count])
-    if not examples:
+    names = list(dict.fromkeys(name for of_one in world.gather(list(found)) for name in of_one))
+    totals = world.total(
+        [each for name in names for each in (_sum(found.get(name, [])), counts.get(name, 0))]
+    )
+    if not sum(totals[1::2]):
         raise DataError("the test data is empty")
-    return {"test_loss": loss / examples, task.metric_name: metric / examples}
+    return {
+        name: total / examples
+        for name, total, examples in zip(names, totals[::2], totals[1::2], strict=True)
+    }
 
 
 def _total(value: Tensor, examples: int) -> Tensor:

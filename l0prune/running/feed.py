@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
 from l0prune.data.dataset import WHOLE, Share, Split
-from l0prune.data.inputs import as_arguments, moved, plain
+from l0prune.data.inputs import moved, plain
+from l0prune.data.pairs import pair, without_labels
 from l0prune.errors import DataError
 from l0prune.running.batch import Batch, weight_of
 from l0prune.running.task import Source, Task, batch_length, is_split
@@ -62,15 +64,15 @@ class Feed:
             )
             weight = weight_of(min(self.batch_size, len(source)), self.part)
             return (
-                Batch(plain(batch[0]), plain(batch[1]), weight)
-                for batch in islice(batches, self.steps)
+                Batch(plain(inputs), plain(targets), weight)
+                for inputs, targets in map(self.task.pair, islice(batches, self.steps))
             )
         set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         loaded = islice(self._in_one_order(source, epoch), self.steps)
         part = WHOLE if _is_shared_out(source) else self.part
-        return (Batch(*moved(_pair(batch), device)).part(part) for batch in loaded)
+        return (Batch(*moved(self.task.pair(batch), device)).part(part) for batch in loaded)
 
     def _seed_of(self, epoch: int) -> int:
         return self._seed * 1_000_003 + epoch
@@ -105,13 +107,34 @@ def test_batches(task: Task, batch_size: int, device: torch.device, part: Share)
     if is_split(source):
         lengths = _lengths(source, batch_size)
         batches = source.batches(batch_size, device=device, part=part)
-        for (inputs, targets), length in zip(batches, lengths, strict=True):
+        for (inputs, targets), length in zip(map(task.pair, batches), lengths, strict=True):
             yield Batch(plain(inputs), plain(targets), weight_of(length, part))
         return
     if _is_shared_out(source):
         part = WHOLE
     for batch in source:
-        yield Batch(*moved(_pair(batch), device)).part(part)
+        yield Batch(*moved(task.pair(batch), device)).part(part)
+
+
+def example(task: Task, count: int) -> Any:
+    """The inputs of the first examples of the training data, ``count`` of them, on the CPU.
+
+    Raises:
+        DataError: there are none.
+    """
+    source = task.train
+    if is_split(source):
+        return without_labels(source.example(count))
+    batch = next(iter(source), None)
+    if batch is None:
+        raise DataError("the training data is empty")
+    inputs, targets = moved(pair(batch), "cpu")
+    length = batch_length(inputs, targets)
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:count] if tensor.dim() and len(tensor) == length else tensor
+
+    return plain(without_labels(inputs), first)
 
 
 def _lengths(source: Split, batch_size: int) -> Iterator[int]:
@@ -133,7 +156,7 @@ def _examples(source: Source) -> int:
     if dataset is not None and hasattr(dataset, "__len__"):
         return len(dataset)
     if isinstance(source, (list, tuple)):
-        return sum(batch_length(*_pair(batch)) for batch in source)
+        return sum(batch_length(*pair(batch)) for batch in source)
     raise DataError(
         "the training data cannot say how many examples it holds, which λ in N needs; "
         "give Task(…, size=N)"
@@ -144,22 +167,3 @@ def _length(source: Any, way_on: str) -> int:
     if not hasattr(source, "__len__"):
         raise DataError(f"the training data cannot say how many batches it has; give {way_on}")
     return len(source)
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    text = f"a batch must be (inputs, targets), but the data gave a {type(batch).__name__}"
-    if isinstance(batch, Mapping):
-        raise DataError(
-            f"{text} of {', '.join(map(str, batch))}: take the targets out of it, in the "
-            "DataLoader's collate_fn for instance: return batch, batch.pop('labels')"
-        )
-    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-    raise DataError(f"{text}{length}; several inputs go into a tuple or a dict")
-
-
-def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """The model's outputs: a tuple is its positional arguments, a mapping its keyword ones."""
-    args, kwargs = as_arguments(inputs)
-    return model(*args, **kwargs)

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from l0prune.capture.modes import evaluating
 from l0prune.running.batch import Batch
+from l0prune.running.calling import call
 from l0prune.running.device import precision
-from l0prune.running.feed import call
 
 
 def learning_norms(model: nn.Module) -> list[_BatchNorm]:

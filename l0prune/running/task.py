@@ -2,121 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import TypeIs
 
-from l0prune.data import Data
+from l0prune.data import Data, Loaded
 from l0prune.data.dataset import Split
 from l0prune.data.inputs import plain
+from l0prune.data.pairs import pair, without_labels
 from l0prune.errors import DataError, UsageError
+from l0prune.running import criteria
+from l0prune.running.classes import choose_classes, cross_entropy, error_rate, tensor_in
+from l0prune.running.criteria import AUTO, Loss, Metric
+from l0prune.running.device import on_device
+from l0prune.running.own_loss import are_findings, own_loss
 
 Source = Split | Iterable[Any]
-Loss = Callable[[Any, Any], Tensor]
+Judge = Callable[[Any, Any], Tensor | None]
 
-# Probabilities of classes sum to 1 up to this, also in half precision.
-_SUMS_TO_1 = 0.01
-
-
-def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of class scores, in float32: the loss where none is given.
-
-    Shape: outputs ``(batch, classes, …)`` or an object with such ``.logits``; targets
-    ``(batch, …)`` of class numbers, or probabilities of the outputs' shape.
-
-    Raises:
-        UsageError: the targets are neither, so that a loss has to be named.
-    """
-    scores = scores_of(outputs)
-    if not _are_classes(scores, targets):
-        raise UsageError(_way_on(outputs, scores, targets))
-    return F.cross_entropy(scores.float(), targets if _is_float(targets) else targets.long())
-
-
-def _are_classes(scores: Tensor, targets: Any) -> bool:
-    """Do the targets choose between classes: by number, or by probabilities that sum to 1?"""
-    if not isinstance(targets, Tensor) or targets.dtype == torch.bool or scores.shape[1] == 1:
-        return False
-    if not _is_float(targets):
-        return targets.shape == _places(scores)
-    sums = targets.detach().float().sum(1) if targets.shape == scores.shape else None
-    return sums is not None and bool(((sums - 1).abs() < _SUMS_TO_1).all() & (targets >= 0).all())
-
-
-def _way_on(outputs: Any, scores: Tensor, targets: Any) -> str:
-    """What to write where cross-entropy is not the loss."""
-    if not isinstance(targets, Tensor):
-        return (
-            f"no loss is given, and cross-entropy is not for targets that are a "
-            f"{type(targets).__name__}; give l0prune.Task(train, test, loss=…)"
-        )
-    dtype = str(targets.dtype).removeprefix("torch.")
-    text = (
-        f"no loss is given, and cross-entropy is not for outputs of shape {tuple(scores.shape)} "
-        f"with {dtype} targets of shape {tuple(targets.shape)}"
-    )
-    if scores.shape[1] == 1:
-        text += ": one output column is no choice between classes"
-    if targets.numel() == scores.numel():
-        of_numbers, of_labels = (
-            f"l0prune.Task(train, test, loss={_line(name, outputs, scores, targets)})"
-            for name in ("mse_loss", "binary_cross_entropy_with_logits")
-        )
-        return f"{text}. For numbers give {of_numbers}, for labels that are 0 or 1 {of_labels}"
-    if _is_float(targets) and targets.shape == _places(scores):
-        return f"{text}. Class numbers are whole: give targets.long()"
-    return (
-        f"{text}. Class numbers would have the shape {tuple(_places(scores))}; for anything else "
-        "give l0prune.Task(train, test, loss=…)"
-    )
-
-
-def _line(name: str, outputs: Any, scores: Tensor, targets: Tensor) -> str:
-    """One of torch's losses as an argument that fits these outputs y and targets t."""
-    y = "y" if isinstance(outputs, Tensor) else "y.logits"
-    y += "" if targets.shape == scores.shape else "[:, 0]"
-    t = "t" if _is_float(targets) else "t.float()"
-    function = f"torch.nn.functional.{name}"
-    return function if (y, t) == ("y", "t") else f"lambda y, t: {function}({y}, {t})"
-
-
-def _is_float(targets: Tensor) -> bool:
-    return targets.is_floating_point()
-
-
-def _places(scores: Tensor) -> torch.Size:
-    """The shape of class numbers for these scores: all dims but that of the classes."""
-    return scores.shape[:1] + scores.shape[2:]
-
-
-def error_rate(outputs: Any, targets: Tensor) -> Tensor:
-    """For each example, the fraction of its targets that do not have the highest score.
-
-    Shape: as for ``cross_entropy``; result ``(batch,)``.
-    """
-    scores = scores_of(outputs)
-    if targets.is_floating_point() and targets.shape == scores.shape:
-        targets = targets.argmax(1)
-    wrong = (scores.argmax(1) != targets).float()
-    return wrong.flatten(1).mean(1) if wrong.dim() > 1 else wrong
-
-
-@dataclass(frozen=True)
-class _OfData:
-    """Cross-entropy that refuses a model with fewer outputs than the data has classes."""
-
-    data: Data
-
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        scores = scores_of(outputs)
-        if scores.shape[1] < self.data.classes:
-            self.data.check_fits(scores.shape[1])
-        return cross_entropy(outputs, targets)
+LOSS, ERROR = "test_loss", "error"
+# What records hold beside the metric.
+TAKEN = frozenset({
+    "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "expected_params",
+    "expected_macs", "params", "macs", "dense_params", "dense_macs", "open", "dead", "budget",
+    "doctor",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,63 +40,165 @@ class Task:
     """What a model learns to do.
 
     Attributes:
-        train: training examples: a split of a ``Data``, or any iterable of (inputs, targets)
-            batches that can be gone through again and again, such as a DataLoader. Inputs are a
-            tensor, a tuple of positional or a dict of keyword arguments of the model.
+        train: training examples: a split of a ``Data``, a dataset, or any iterable of batches
+            that can be gone through again and again, such as a DataLoader. A batch is (inputs,
+            targets), the inputs a tensor, a tuple of positional or a mapping of keyword arguments
+            of the model; or a mapping of all of these, with the targets under ``labels``.
         test: the same for the test; None to report the training loss only.
-        loss: ``loss(outputs, targets)``, the mean over a batch, a scalar tensor; by default
-            cross-entropy, which is for class numbers and probabilities of classes only.
-        metric: ``metric(outputs, targets)``, one number per example or their mean, of which
-            less is better. It is reported under ``metric_name``. None for the rate of wrong
-            answers with the default loss, and for the loss itself with another.
-        metric_name: key of the metric in the records; where it is left out, ``error`` for the
-            rate of wrong answers, ``loss`` for the loss, ``metric`` for a metric of your own.
+        loss: what is learned from, the mean over a batch. ``"auto"``: the loss that the model
+            computes itself from the labels in its inputs, else cross-entropy, which is for class
+            numbers and probabilities of classes only. Or ``"cross-entropy"``, ``"mse"``,
+            ``"l1"``, ``"smooth-l1"``, ``"bce"`` (of labels that are 0 or 1, from scores before a
+            sigmoid), ``"file.py:function"``, or a function of (outputs, targets) that returns a
+            scalar tensor; in eval mode None where the model's outputs have no loss.
+        metric: what is reported beside the loss on the test data: ``"error"`` (the rate of wrong
+            classes), ``"accuracy"``, ``"label-error"`` (of labels that are 0 or 1), ``"mae"``,
+            the name of a loss, ``"file.py:function"``, or a function of (outputs, targets) that
+            returns one number per example or their mean. None for the rate of wrong classes where
+            the loss is ``"auto"`` or cross-entropy and the targets are classes, else for nothing.
+        metric_name: key of the metric in the records; where it is left out, the metric's own
+            name, and ``metric`` for a lambda.
         size: N, the number of training examples; None to ask the data.
         steps: batches in one pass over ``train``; None to ask the data.
         name: of the data, for the checkpoint to tell one run from another.
+        larger_is_better: of the metric; None for what is known of a named one, else False.
+
+    Raises:
+        UsageError: there is no such loss or metric, or its name is that of something else in
+            the records.
     """
 
     train: Source
     test: Source | None = None
-    loss: Loss = cross_entropy
-    metric: Loss | None = None
+    loss: Loss | str = AUTO
+    metric: Metric | str | None = None
     metric_name: str = ""
     size: int | None = None
     steps: int | None = None
     name: str = ""
+    larger_is_better: bool | None = None
+    _data: Data | None = field(default=None, repr=False)
+    _loss: Loss = field(init=False, repr=False, compare=False)
+    _metric: Metric | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.metric is None and (self.loss is cross_entropy or isinstance(self.loss, _OfData)):
-            object.__setattr__(self, "metric", error_rate)
-        if not self.metric_name:
-            own = "loss" if self.metric is None else "metric"
-            name = "error" if self.metric is error_rate else own
-            object.__setattr__(self, "metric_name", name)
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
-    def judged(self, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-        """Loss and metric of a batch: one number each, or one per example for the metric."""
-        loss = self.loss(outputs, targets)
-        return loss, loss if self.metric is None else self.metric(outputs, targets)
+        for name in ("train", "test"):
+            fill(name, _batched(getattr(self, name)))
+        fill("_loss", self._automatic if self.loss == AUTO else criteria.loss_of(self.loss))
+        fill("_metric", None if self.metric is None else criteria.metric_of(self.metric))
+        if not self.metric_name:
+            own = "" if self.metric is None else criteria.label(self.metric) or "metric"
+            fill("metric_name", own or (ERROR if self._tells_classes else LOSS))
+        if self.metric is not None and self.metric_name in TAKEN:
+            raise UsageError(
+                f"the metric cannot be called {self.metric_name}, since the records have something "
+                "else of that name: give Task(…, metric_name=…)"
+            )
+        if self.larger_is_better is None:
+            fill("larger_is_better", self.metric in criteria.LARGER_IS_BETTER)
 
     @staticmethod
-    def of(given: Any) -> Task:
+    def of(given: Any, loss: Any = None, metric: Any = None) -> Task:
         """A task from what the user gives: a Task, a Data, (train, test), or training batches.
+
+        Args:
+            given: that.
+            loss: in place of the task's own; None for that.
+            metric: the same.
 
         Raises:
             DataError: it is nothing to learn from.
+            UsageError: there is no such loss or metric.
         """
+        asked = {k: v for k, v in (("loss", loss), ("metric", metric)) if v is not None}
         if isinstance(given, Task):
-            return given
+            if "metric" in asked:
+                asked |= {"metric_name": "", "larger_is_better": None}
+            elif given.metric is None:
+                asked["metric_name"] = ""
+            return replace(given, **asked) if loss is not None or metric is not None else given
         if isinstance(given, Data):
-            return Task(given.train, given.test, loss=_OfData(given), name=given.name)
+            return Task(given.train, given.test, name=given.name, _data=given, **asked)
         if isinstance(given, tuple) and len(given) == 2:
-            return Task(*given)
-        if is_split(given) or isinstance(given, Iterable):
-            return Task(given)
+            return Task(*given, **asked)
+        is_batches = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+        if is_split(given) or is_batches or _batched(given) is not given:
+            return Task(given, **asked)
         raise DataError(
             f"a {type(given).__name__} is nothing to train on; give a data source "
             "(l0prune.load_data('mnist')), a DataLoader, (training, test) loaders, or a Task"
         )
+
+    def pair(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and targets of a batch; the labels are inputs, too, where the model's loss counts.
+
+        Raises:
+            DataError: the batch is neither a pair nor a mapping.
+        """
+        inputs, targets = pair(batch)
+        return (inputs if self.loss == AUTO else without_labels(inputs)), targets
+
+    def loss_in(self, outputs: Any, targets: Any) -> Tensor | None:
+        """The mean loss of a batch, a scalar; None where the outputs have none in eval mode.
+
+        Raises:
+            UsageError: the loss is no scalar, or does not fit the outputs and targets.
+        """
+        loss = self._loss(outputs, targets)
+        return None if loss is None else criteria.one_number(loss, self.loss)
+
+    def judged(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Loss and metric of a batch by name: one number, or one per example for the metric.
+
+        Raises:
+            UsageError: one of them is no number, or does not fit the outputs and targets.
+        """
+        loss = self.loss_in(outputs, targets)
+        found = {} if loss is None else {LOSS: loss}
+        if self._metric is not None:
+            value = self._metric(outputs, targets)
+            found[self.metric_name] = criteria.numbers(value, self.metric)
+        elif self._tells_classes and choose_classes(outputs, targets):
+            found[self.metric_name] = error_rate(outputs, targets)
+        if not found:
+            raise UsageError(
+                "in eval mode the model gives no loss, so that nothing can be said of the test "
+                "data: give a metric"
+            )
+        return found
+
+    @contextmanager
+    def on_device(self, device: torch.device) -> Iterator[None]:
+        """Within the context the tensors of loss and metric are on ``device``: class weights."""
+        with ExitStack() as stack:
+            for each in (self._loss, self._metric):
+                if isinstance(each, nn.Module):
+                    stack.enter_context(on_device(each, device))
+            yield
+
+    @property
+    def _tells_classes(self) -> bool:
+        return self.loss == AUTO or self._loss is cross_entropy
+
+    def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
+        """The model's own loss, else cross-entropy; None for what a detector finds."""
+        own = own_loss(outputs)
+        if own is not None:
+            return own
+        if are_findings(outputs):
+            return None
+        if isinstance(targets, Mapping):
+            raise UsageError(
+                f"the batches hold no labels, only {', '.join(map(str, targets))}, and the model "
+                "gives no loss for them: put the targets under 'labels', or give a loss"
+            )
+        scores = tensor_in(outputs)
+        if self._data is not None and scores is not None and scores.dim() > 1:
+            self._data.check_fits(scores.shape[1])
+        return cross_entropy(outputs, targets)
 
 
 def is_split(source: Any) -> TypeIs[Split]:
@@ -188,31 +206,23 @@ def is_split(source: Any) -> TypeIs[Split]:
     return hasattr(source, "batches")
 
 
-def tensor_in(outputs: Any) -> Tensor | None:
-    """What a model returns if that is a tensor, or its ``.logits`` if those are one."""
-    found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
-    return found if isinstance(found, Tensor) else None
-
-
-def scores_of(outputs: Any) -> Tensor:
-    """The class scores in what a model returns."""
-    scores = tensor_in(outputs)
-    if scores is None:
-        raise UsageError(
-            f"the model returns a {type(outputs).__name__}, not a tensor of class scores; give a "
-            "Task with a loss (and a metric) that knows what to do with it"
-        )
-    if scores.dim() < 2:
-        raise DataError(
-            f"the model's output has the shape {tuple(scores.shape)}; class scores would be "
-            "(batch, classes). Give a Task with a loss of your own"
-        )
-    return scores
+def _batched(source: Any) -> Any:
+    """A source of batches; a dataset, of torch or of ``datasets``, is made one."""
+    is_torchs = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
+    is_table = hasattr(source, "column_names") and hasattr(source, "__getitem__")
+    return Loaded(source) if (is_torchs or is_table) and not is_split(source) else source
 
 
 def batch_length(inputs: Any, targets: Any) -> int:
-    """Number of examples in a batch."""
-    for leaf in torch.utils._pytree.tree_leaves(plain((targets, inputs))):
+    """Number of examples in a batch.
+
+    It is the length of the first tensor, of the targets if there is one in them; or the number of
+    targets where they are one mapping for each example, as for detectors.
+    """
+    found = plain((targets, inputs))
+    if are_findings(found[0]):
+        return len(found[0])
+    for leaf in torch.utils._pytree.tree_leaves(found):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     return 1

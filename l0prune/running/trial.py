@@ -1,58 +1,67 @@
-"""One batch through model and loss, before anything is computed that takes long."""
+"""One batch through model, loss and metric, before anything is computed that takes long."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import nn
 
 from l0prune.capture.modes import evaluating
-from l0prune.errors import DataError, L0pruneError, UsageError
+from l0prune.errors import DataError, L0pruneError
+from l0prune.running.batch import Batch
+from l0prune.running.calling import call
+from l0prune.running.criteria import shapes
 from l0prune.running.device import precision
-from l0prune.running.feed import Feed, call
+from l0prune.running.feed import Feed, test_batches
 
 
 def check_first_batch(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
-) -> float:
-    """One batch through model and loss, so that what does not fit is known before training.
+) -> float | None:
+    """One training batch through model and loss, so that what does not fit is known before.
 
     Returns:
-        The loss, in eval mode.
+        The loss, in eval mode; None where the model has none then.
 
     Raises:
         DataError: model, data and loss do not fit together.
+        UsageError: the loss is no number.
     """
     batch = next(feed.train(0, device), None)
     if batch is None:
         raise DataError("the training data is empty")
-    inputs, targets = batch.inputs, batch.targets
+    with _fitting(batch, "model, data and loss"), evaluating(model), precision(device, autocast):
+        loss = feed.task.loss_in(call(model, batch.inputs), batch.targets)
+    return None if loss is None else float(loss)
+
+
+def check_first_test(
+    model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
+) -> None:
+    """The same for the first test batch, if there is one, with the metric.
+
+    Raises:
+        DataError: model, test data, loss and metric do not fit together.
+        UsageError: the loss or the metric is no number.
+    """
+    what = "model, test data, loss and metric"
+    for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
+        with _fitting(batch, what), evaluating(model), precision(device, autocast):
+            feed.task.judged(call(model, batch.inputs), batch.targets)
+
+
+@contextmanager
+def _fitting(batch: Batch, what: str) -> Iterator[None]:
+    """What goes wrong within the context is said in words."""
     try:
-        with evaluating(model), precision(device, autocast):
-            loss = feed.task.loss(call(model, inputs), targets)
+        yield
     except L0pruneError:
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise DataError(
-            f"model, data and loss do not fit together. Inputs are {_shapes(inputs)}, targets "
-            f"{_shapes(targets)}; what went wrong: {error}"
+            f"{what} do not fit together. Inputs are {shapes(batch.inputs)}, targets "
+            f"{shapes(batch.targets)}; what went wrong: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(loss, torch.Tensor) or loss.dim():
-        raise UsageError(
-            f"the loss must be one number, a scalar tensor; it is {_shapes(loss)}. "
-            "Take its mean over the batch"
-        )
-    return float(loss)
-
-
-def _shapes(part: Any) -> str:
-    """A batch's part for people: shapes and types."""
-    if isinstance(part, torch.Tensor):
-        return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
-    if isinstance(part, (tuple, list)):
-        return f"({', '.join(map(_shapes, part))})"
-    if isinstance(part, Mapping):
-        return ", ".join(f"{key}: {_shapes(value)}" for key, value in part.items())
-    return type(part).__name__

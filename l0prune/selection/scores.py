@@ -23,8 +23,10 @@ from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
+from l0prune.running.calling import call
+from l0prune.running.criteria import Loss
 from l0prune.running.device import choose, on_device
-from l0prune.running.feed import Feed, call
+from l0prune.running.feed import Feed
 from l0prune.running.task import Task, batch_length
 from l0prune.running.trial import check_first_batch
 
@@ -38,6 +40,7 @@ def score(
     how: str = "taylor",
     data: Any = None,
     *,
+    loss: Loss | str | None = None,
     normalise: Normalise = "axis-mean",
     batches: int | None = None,
     batch_size: int = 100,
@@ -69,6 +72,7 @@ def score(
         model: a gated model.
         how: the score's name.
         data: for those that look at data: what ``finetune`` takes; its training part is used.
+        loss: see ``Task``; None for that of the data, or ``"auto"``.
         normalise: ``"axis-mean"`` or ``"none"``.
         batches: at most so many batches of the data; None for all.
         batch_size: examples a batch, where the data lets us choose.
@@ -88,7 +92,7 @@ def score(
         raise UsageError(f"there is no score {how!r}; there are {', '.join(sorted(_scores))}")
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
-    task = None if data is None else Task.of(data)
+    task = None if data is None else Task.of(data, loss)
     values = _scores[how](Subject(root, gates, task, batches, batch_size, device, seed))
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
@@ -142,6 +146,7 @@ class Subject:
         with (
             rng.undisturbed(place, feed.generators()),
             on_device(self.root, place),
+            self.task.on_device(place),
             evaluating(self.root),
         ):
             with rng.undisturbed(place, feed.generators()):
@@ -149,7 +154,13 @@ class Subject:
             z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
                 for inputs, targets, _ in islice(feed.train(0, place), self.batches):
-                    loss = self.task.loss(call(self.root, inputs), targets)
+                    loss = self.task.loss_in(call(self.root, inputs), targets)
+                    if loss is None:
+                        raise UsageError(
+                            "in eval mode the model gives no loss, and this score is of its "
+                            "gradients: give loss=a function of (outputs, targets), or another "
+                            "score"
+                        )
                     if not loss.requires_grad:
                         raise UsageError(
                             "the loss does not depend on the gates in a way that torch can "

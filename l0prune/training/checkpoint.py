@@ -18,6 +18,7 @@ from l0prune.files.atomic import atomic_write
 from l0prune.files.loading import load_pickle
 from l0prune.files.structure import tensors_of
 from l0prune.running.shards import shard_like, whole
+from l0prune.running.task import Task
 from l0prune.training.settings import Settings
 
 NAME = "checkpoint.pt"
@@ -114,9 +115,10 @@ class Checkpoint:
         return texts
 
 
-def fingerprint(settings: Settings) -> dict[str, str]:
+def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
     """What decides a run's numbers, as text; a run goes on only with the same."""
-    return {name: _text(value) for name, value in settings if name not in IRRELEVANT}
+    chosen = dict(settings) | {"loss": task.loss, "metric": task.metric, "data": task.name}
+    return {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
 
 
 def _text(value: Any) -> str:

@@ -15,9 +15,10 @@ from l0prune.errors import NotGated, UsageError
 from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
+from l0prune.running.calling import call
+from l0prune.running.classes import tensor_in
 from l0prune.running.device import device_of, on_device
-from l0prune.running.feed import Feed, call
-from l0prune.running.task import tensor_in
+from l0prune.running.feed import Feed
 from l0prune.running.trial import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
@@ -77,7 +78,7 @@ class Teacher:
         )
         for outputs in self._features:
             outputs.forget()
-        if theirs - mine <= _WORSE * abs(mine):
+        if mine is None or theirs is None or theirs - mine <= _WORSE * abs(mine):
             return {}
         advice = (
             "Once weights have learned together with gates, the model without its gates is no "

@@ -23,8 +23,10 @@ class History:
 
     Each has ``epoch`` (from 1), ``step`` (steps done), ``phase`` (at its end), ``seconds``,
     ``train_loss`` and ``penalty`` (means over its steps), ``lr``, and with test data ``test_loss``
-    and the metric under its name (see ``Task``): ``error``, or ``loss`` for a task with a loss of
-    its own. A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
+    and the metric, if there is one, under its name (see ``Task``): ``error`` where the targets are
+    classes and nothing else is asked for.
+
+    A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
     ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
     ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
@@ -34,11 +36,14 @@ class History:
 
     Attributes:
         records: the records.
-        metric: name of the metric by which records compare; less is better.
+        metric: name of the metric by which records compare; where they have none, the test loss
+            counts, and without test data the training loss.
+        larger_is_better: of the metric.
     """
 
     records: list[Record] = field(default_factory=list)
     metric: str = "error"
+    larger_is_better: bool = False
 
     @property
     def last(self) -> Record:
@@ -49,14 +54,15 @@ class History:
 
     @property
     def best(self) -> Record:
-        """The record with the least metric in the phase that the run has reached.
+        """The record with the best metric in the phase that the run has reached.
 
-        Earlier phases have larger models, whose errors do not compare. Without test data it is
-        the training loss that counts.
+        Earlier phases have larger models, whose errors do not compare.
         """
         phase = self.last["phase"]
-        key = self.metric if self.metric in self.last else "train_loss"
-        return min((r for r in self.records if r["phase"] == phase), key=lambda r: float(r[key]))
+        key = next(k for k in (self.metric, "test_loss", "train_loss") if k in self.last)
+        sign = -1 if self.larger_is_better and key == self.metric else 1
+        of_phase = (record for record in self.records if record["phase"] == phase)
+        return min(of_phase, key=lambda record: sign * float(record[key]))
 
     @property
     def complaints(self) -> dict[str, str]:

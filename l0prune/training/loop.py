@@ -59,14 +59,17 @@ class Loop:
         self._device, self._pruner, self._interrupt = device, pruner, interrupt
         self._task, self._world = feed.task, world
         self._stepper = Stepper(
-            model, self._task.loss, settings, device, pruner, phases, teacher, world
+            model, self._task.loss_in, settings, device, pruner, phases, teacher, world
         )
         self._average = self._stepper.average
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
         self._display = Display(settings.epochs, feed.steps, shown=shown)
         self._log: Log | None = None
-        self.history = History(metric=self._task.metric_name)
+        self.history = History(
+            metric=self._task.metric_name,
+            larger_is_better=bool(self._task.larger_is_better),
+        )
         self._started_from = started_from
         self._fingerprint = fingerprint
         self._epoch, self._step, self._seconds = 0, 0, 0.0

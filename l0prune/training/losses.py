@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.errors import UsageError
 from l0prune.running.batch import Batch
+from l0prune.running.calling import call
 from l0prune.running.device import precision
-from l0prune.running.feed import call
 from l0prune.running.processes import World
-from l0prune.running.task import Loss
+from l0prune.running.task import Judge
 from l0prune.training.distillation import Teacher
 from l0prune.training.memory import images_channels_last
 from l0prune.training.settings import Settings
@@ -32,7 +32,7 @@ class Losses:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Judge,
         teacher: Teacher | None,
         settings: Settings,
         device: torch.device,
@@ -103,7 +103,7 @@ class _LossOf(nn.Module):
     """Model and loss as one module, which returns what is differentiated and nothing else."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, teacher: Teacher | None, backend: str | None
+        self, model: nn.Module, loss: Judge, teacher: Teacher | None, backend: str | None
     ) -> None:
         super().__init__()
         self.model = model
@@ -115,5 +115,10 @@ class _LossOf(nn.Module):
         """The task's mean loss, and what is learned from: that, or mixed with a teacher's."""
         outputs = call(self._runs[0], inputs)
         loss = self._loss(outputs, targets)
+        if loss is None:
+            raise UsageError(
+                "in train mode the model gives no loss to learn from: give loss=a function of "
+                "(outputs, targets)"
+            )
         teacher = self._teacher
         return loss.detach(), loss if teacher is None else teacher.mixed(loss, outputs, inputs)

@@ -16,10 +16,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from l0prune.training.description import describe
 from l0prune.training.history import Record
 
 _REFRESH = 0.1  # seconds
-_FEW = 8  # so many axes are shown one by one
 
 
 class Display:
@@ -82,48 +82,3 @@ class Display:
         """Take the live line away."""
         if self._bar is not None:
             self._bar.stop()
-
-
-def describe(record: Record, epochs: int) -> str:
-    """A record in one line."""
-    parts = [f"epoch {record['epoch']}/{epochs}", f"{record['phase']:7}"]
-    parts.append(f"loss {record['train_loss']:.4f}")
-    for name, value in record.items():
-        if name == "error":
-            parts.append(f"error {100 * value:.2f} %")
-        elif name == "loss":
-            parts.append(f"test loss {value:.4g}")
-        elif name not in _KNOWN and isinstance(value, float):
-            parts.append(f"{name} {value:.4g}")
-    if "open" in record:
-        parts += [_part("params", record), _part("MACs", record), _widths(record["open"])]
-    parts.append(f"{record['seconds']:.1f} s")
-    if record.get("dead"):
-        parts.append(f"no open gate left in {', '.join(record['dead'])}")
-    return "  ".join(parts)
-
-
-_KNOWN = {
-    "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", "test_loss", "params",
-    "macs", "dense_params", "dense_macs", "expected_params", "expected_macs",
-}  # fmt: skip
-
-
-def _part(label: str, record: Record) -> str:
-    now, dense = record[label.lower()], record[f"dense_{label.lower()}"]
-    return f"{label} {_short(now)} ({100 * now / dense:.1f} %)" if dense else f"{label} 0"
-
-
-def _widths(counts: dict[str, int]) -> str:
-    if len(counts) <= _FEW:
-        return "-".join(map(str, counts.values()))
-    return f"{sum(counts.values())} open"
-
-
-def _short(count: int) -> str:
-    """A count in three digits: 77.3 k, 1.82 G."""
-    value, units = float(count), ["", " k", " M", " G", " T"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g}{units[0]}"

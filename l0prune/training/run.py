@@ -19,7 +19,7 @@ from l0prune.running.device import choose, on_device, training
 from l0prune.running.feed import Feed
 from l0prune.running.processes import World, joined
 from l0prune.running.task import Task
-from l0prune.running.trial import check_first_batch
+from l0prune.running.trial import check_first_batch, check_first_test
 from l0prune.training import checkpoint
 from l0prune.training.distillation import taught
 from l0prune.training.gate_settings import GateSettings
@@ -50,9 +50,11 @@ def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
 
     Args:
         model: a model with gates (``l0prune.gate``).
-        data: what ``l0prune.load_data`` returned; a DataLoader or other list of (inputs, targets)
-            batches; (training, test) of those; or a ``Task`` with a loss of its own.
-        **settings: see ``Settings``.
+        data: what ``l0prune.load_data`` returned; a dataset; a DataLoader or other list of batches,
+            each (inputs, targets) or a mapping that holds its labels; (training, test) of those;
+            or a ``Task``.
+        **settings: see ``Settings``. ``loss`` and ``metric`` are what is learned from and what is
+            reported.
 
     Returns:
         What was measured in each epoch.
@@ -66,7 +68,7 @@ def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
         Interrupted: Ctrl-C or SIGTERM (a KeyboardInterrupt). The model then has the averages
             that it had come to; after any other error it is as it was found.
     """
-    return _train(model, Task.of(data), Settings.of(settings), gates_of(model))
+    return _train(model, data, Settings.of(settings), gates_of(model))
 
 
 def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
@@ -80,10 +82,11 @@ def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
         if name in settings:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
     check_ungated(model)
-    return _train(model, Task.of(data), Settings.of(settings), None)
+    return _train(model, data, Settings.of(settings), None)
 
 
-def _train(model: nn.Module, task: Task, settings: Settings, gates: Gates | None) -> History:
+def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
+    task = Task.of(data, settings.loss, settings.metric)
     with joined(wanted=settings.distributed is not None) as world:
         return _train_in(world, model, task, settings, gates)
 
@@ -100,8 +103,6 @@ def _train_in(
         phases = _phases(settings, feed.steps)
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
     folder = None if settings.out is None else Path(settings.out)
-    if folder is not None:
-        world.first_alone(partial(_made, folder))
     interrupt = Interrupt(world)
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
@@ -113,6 +114,7 @@ def _train_in(
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
+            task.on_device(device),
             training(trained),
             taught(trained, settings, origin=model) as teacher,
             rng.undisturbed(device, own),
@@ -121,11 +123,11 @@ def _train_in(
                 generator.set_state(world.from_first(generator.get_state()))
             with rng.undisturbed(device, own):
                 check_first_batch(trained, feed, device, settings.autocast)
+                check_first_test(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
             fingerprint = {
-                **checkpoint.fingerprint(settings),
+                **checkpoint.fingerprint(settings, task),
                 "N": str(feed.size),
-                "data": task.name,
             }
             fingerprint["processes"] = str(world.size)
             if kind is not None:
@@ -146,6 +148,7 @@ def _train_in(
                 world,
             )
             if folder is not None:
+                world.first_alone(partial(_made, folder))
                 _prepare(folder, loop, settings, started_from, fingerprint, world)
             loop.run()
     except Interrupted:

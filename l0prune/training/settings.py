@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from l0prune.errors import UsageError
 from l0prune.training.fields import documentation
@@ -29,6 +29,19 @@ class Settings(GateSettings):
     A name that is unknown, or a value that makes no sense, is a ``UsageError``.
     """
 
+    loss: Any = Field(
+        None,
+        description="What is learned from: auto (the loss that a model computes itself from its "
+        "labels, else cross-entropy), cross-entropy, mse, l1, smooth-l1, bce or file.py:function. "
+        "In Python also a function of (outputs, targets). None for what the data says, else auto. "
+        "See ``Task``.",
+    )
+    metric: Any = Field(
+        None,
+        description="What is reported beside the loss: error, accuracy, label-error, mae, the name "
+        "of a loss or file.py:function. In Python also a function of (outputs, targets). None for "
+        "what the data says, else error where the targets are classes.",
+    )
     epochs: int = Field(10, ge=1, description="Passes over the training data.")
     batch_size: int = Field(
         100,
@@ -165,6 +178,15 @@ class Settings(GateSettings):
         None,
         description="Write curves for TensorBoard into ``out``, by default where it is installed.",
     )
+
+    @field_validator("loss", "metric")
+    @classmethod
+    def _is_known(cls, given: Any, info: ValidationInfo) -> Any:
+        if given is not None:
+            from l0prune.running.criteria import check_name
+
+            check_name(given, str(info.field_name))
+        return given
 
     @field_validator("clip")
     @classmethod

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from l0prune.running.batch import Batch
 from l0prune.running.processes import World
 from l0prune.running.shards import sharded_state
-from l0prune.running.task import Loss
+from l0prune.running.task import Judge
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint
 from l0prune.training.distillation import Teacher
@@ -34,7 +34,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        loss: Loss,
+        loss: Judge,
         settings: Settings,
         device: torch.device,
         pruner: Pruner | None,

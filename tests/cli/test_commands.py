@@ -310,3 +310,84 @@ def test_data_in_dicts_are_a_models_keyword_inputs(command, tmp_path):
     assert code == 0, err
     code, _, err = command("finetune", *given, "--epochs", "2", "--batch-size", "4")
     assert code == 0, err
+
+
+PRICES = """
+import torch
+from torch import nn
+import l0prune
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+def data():
+    x = torch.randn(32, 4)
+    return (x, x.sum(1)), (x, x.sum(1))
+
+def far(outputs, targets):
+    return float((outputs[:, 0] - targets).abs().max())
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.first, self.last = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        x = (self.embedding(input_ids) * attention_mask[..., None]).mean(1)
+        logits = self.last(self.first(x).relu())
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return {"logits": logits} if loss is None else {"logits": logits, "loss": loss}
+
+def task():
+    ids = torch.arange(32).view(8, 4) % 9
+    batches = [{"input_ids": ids, "attention_mask": ids > 0, "labels": torch.arange(8) % 2}] * 2
+    return l0prune.Task(batches, batches, metric=lambda y, t: y["logits"].argmax(1).ne(t).float())
+"""
+
+
+def test_loss_and_metric_by_name_and_of_a_file(command, tmp_path):
+    (tmp_path / "prices.py").write_text(PRICES)
+    given = ("--data", "prices.py:data")
+    code, _, err = command("gate", "prices.py:net", *given)
+    assert code == 0, err
+    short = (*given, "--epochs", "2", "--json")
+    code, _, err = command("finetune", *short)
+    assert code == 2
+    assert "float32 of shape (32,): one output column is no choice between classes" in err
+    code, _, err = command("finetune", *short, "--loss", "mes")
+    assert (code, "did you mean 'mse'" in err) == (2, True)
+    assert not (tmp_path / "net.run").exists()
+    code, out, err = command("finetune", *short, "--loss", "mse")
+    assert code == 0, err
+    alone = json.loads(out)
+    assert alone["test_loss"] > 0
+    assert "error" not in alone
+    assert f"test loss {alone['test_loss']:.4g}" in err
+    code, out, err = command(
+        "finetune", *short, "--loss", "l1", "--metric", "prices.py:far", "--run", "other"
+    )
+    assert code == 0, err
+    assert json.loads(out)["far"] >= json.loads(out)["test_loss"]
+    code, out, err = command(
+        "fit", *given, "--loss", "mse", "--score", "taylor", "--budget", "macs=0.5", "--json"
+    )
+    assert code == 0, err
+
+
+def test_a_function_may_return_a_task_and_inputs_have_names(command, tmp_path):
+    (tmp_path / "prices.py").write_text(PRICES)
+    named = ("--input", "input_ids=1x4:int64,attention_mask=1x4:bool")
+    code, out, err = command("survey", "prices.py:Words", *named, "--json")
+    assert code == 0, err
+    by_hand = json.loads(out)
+    given = ("--data", "prices.py:task")
+    code, out, err = command("survey", "prices.py:Words", *given, "--json")
+    assert code == 0, err
+    assert json.loads(out) == by_hand
+    assert by_hand["gates"] > 0
+    code, _, err = command("gate", "prices.py:Words", *named)
+    assert code == 0, err
+    code, out, err = command("finetune", *given, "--epochs", "2", "--json")
+    assert code == 0, err
+    assert {"metric", "test_loss"} < json.loads(out).keys()

@@ -15,7 +15,7 @@ FLAGS = {
     "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast", "--accumulate",
     "--checkpointing", "--no-checkpointing", "--compile", "--no-compile", "--channels-last",
     "--no-channels-last", "--distributed", "--set", "--run", "--resume", "--no-resume", "--out",
-    "--trust-pickle", "--json",
+    "--trust-pickle", "--json", "--loss", "--metric",
 }  # fmt: skip
 
 
@@ -79,5 +79,5 @@ def test_help_is_the_settings_own_words_with_their_default(monkeypatch):
 
 def test_a_signature_says_what_there_is():
     names = list(inspect.signature(finetune).parameters)
-    assert names[:5] == ["file", "data", "data_root", "lam", "budget"]
+    assert names[:5] == ["file", "data", "data_root", "loss", "metric"]
     assert "settings" not in names

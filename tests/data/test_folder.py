@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from l0prune.data import load_data
 from l0prune.errors import DataError
+from l0prune.running.sources import load_data
 
 
 def make(folder, parts=("train", "val"), labels=("cat", "dog"), count=3):

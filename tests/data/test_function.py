@@ -8,8 +8,9 @@ import textwrap
 import pytest
 import torch
 
-from l0prune.data import Loaded, Tensors, load_data
+from l0prune.data import Loaded, Tensors
 from l0prune.errors import DataError, UsageError
+from l0prune.running.sources import load_data
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_no_image_is_read_to_count_classes(data_of, labels):
         ("return (x[:0], y[:0]), (x, y)", "no training examples"),
         ("return TensorDataset(x[:0], y[:0]), (x, y)", "no training examples"),
         ("return (x, y - 1), (x, y)", "labels must be class numbers"),
-        ("return (x, y), (x, y + 0.5)", "labels must be class numbers"),
+        ("return (x, y), (x, y + 0.5)", "labels of one part are class numbers"),
         ("return (x, y[:2]), (x, y)", "2 targets for inputs"),
         ("return l0prune.Data('d', Tensors(x, y), Tensors(x, y), 3), 1", "a Data where a dataset"),
         ("return l0prune.Data('d', Tensors(x, y), Tensors(x, y), 2)", "training label is 2"),

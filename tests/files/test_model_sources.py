@@ -201,13 +201,23 @@ def test_which_sources_can_be_built_again():
 
 
 def test_example_inputs():
-    image, tokens = parse_input("2x3x4x4, 2x7:int64")
+    (image, tokens), named = parse_input("2x3x4x4, 2x7:int64")
+    assert named == {}
     assert image.shape == (2, 3, 4, 4)
     assert image.dtype == torch.float32
     assert tokens.shape == (2, 7)
     assert tokens.dtype == torch.int64
     assert set(tokens.unique().tolist()) <= {0, 1}
-    assert torch.equal(image, parse_input("2x3x4x4")[0])
+    assert torch.equal(image, parse_input("2x3x4x4")[0][0])
+
+
+def test_example_inputs_by_name():
+    (image,), named = parse_input("2x3, input_ids=2x16:int64,attention_mask=2x16:bool")
+    assert image.shape == (2, 3)
+    assert {name: value.dtype for name, value in named.items()} == {
+        "input_ids": torch.int64,
+        "attention_mask": torch.bool,
+    }
 
 
 @given(
@@ -215,15 +225,18 @@ def test_example_inputs():
     st.sampled_from(["float32", "float64", "bfloat16", "int32", "int64", "uint8", "bool"]),
 )
 def test_any_shape_and_dtype(shape, dtype):
-    (tensor,) = parse_input("x".join(map(str, shape)) + f":{dtype}")
+    ((tensor,), _) = parse_input("x".join(map(str, shape)) + f":{dtype}")
     assert tensor.shape == tuple(shape)
     assert tensor.dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "3by4", "2x0", "2x3:float99", "-1x3", "2x3:", "2xx3", "2x3:save", "1,", "٣x2", "1e3"],
-)
+UNREADABLE = (
+    "", "3by4", "2x0", "2x3:float99", "-1x3", "2x3:", "2xx3", "2x3:save", "1,", "٣x2", "1e3",
+    "a=2x3,2x3", "a=2,a=2", "=2x3", "a=", "a b=2x3", "a=b=2x3",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
 def test_inputs_that_do_not_parse(text):
     with pytest.raises(UsageError, match="is no input"):
         parse_input(text)

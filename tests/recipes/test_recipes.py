@@ -250,3 +250,50 @@ def test_each_round_starts_from_what_the_last_one_left(tmp_path):
 def test_a_setting_that_makes_no_sense_is_found_before_anything_is_trained(stage):
     with pytest.raises(UsageError, match=f"{stage}: .*epochs"):
         recipes.load("digits-lenet", [f"{stage}.epochs=abc"])
+
+
+REGRESSION = """
+import torch
+from torch import nn
+
+def net():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+def data():
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    return (x, x.sum(1)), (x, x.sum(1))
+"""
+NUMBERS = """
+description = "numbers"
+[model]
+source = "numbers.py:net"
+[data]
+source = "numbers.py:data"
+loss = "mse"
+metric = "mae"
+[dense]
+epochs = 2
+progress = false
+[finetune]
+epochs = 2
+budget = "params=0.7"
+progress = false
+"""
+
+
+def test_a_recipe_names_its_loss_and_metric(tmp_path):
+    (tmp_path / "numbers.py").write_text(REGRESSION)
+    (tmp_path / "numbers.toml").write_text(NUMBERS)
+    recipe = recipes.load(str(tmp_path / "numbers.toml"), [])
+    result = recipes.run(recipe, tmp_path / "run")
+    assert result["metric"] == "mae"
+    assert result["test_mae"] == pytest.approx(result["onnx_test_mae"], rel=1e-4)
+    assert "error" not in result["training"]
+    (tmp_path / "numbers.toml").write_text(NUMBERS.replace('metric = "mae"', ""))
+    recipe = recipes.load(str(tmp_path / "numbers.toml"), [])
+    result = recipes.run(recipe, tmp_path / "alone")
+    assert result["metric"] == "loss"
+    assert result["test_loss"] == pytest.approx(result["onnx_test_loss"], rel=1e-4)
+    (tmp_path / "numbers.toml").write_text(NUMBERS.replace("mse", "mes"))
+    with pytest.raises(UsageError, match=r"data\.loss: .*did you mean 'mse'"):
+        recipes.load(str(tmp_path / "numbers.toml"), [])

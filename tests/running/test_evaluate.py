@@ -58,7 +58,42 @@ def test_with_a_loss_of_its_own_a_task_is_measured_by_it():
     wanted = torch.nn.functional.one_hot(source.test.targets, 3).float()
     task = Task(source.train, [(source.test.inputs, wanted)], loss=mse_loss)
     loss = mse_loss(model(source.test.inputs), wanted).item()
-    assert evaluate(model, task) == pytest.approx({"test_loss": loss, "loss": loss}, rel=1e-6)
+    assert evaluate(model, task) == pytest.approx({"test_loss": loss}, rel=1e-6)
+    batches = ([], [(source.test.inputs, wanted)])
+    found = evaluate(model, batches, loss="mse", metric="mae")
+    distance = (model(source.test.inputs) - wanted).abs().mean().item()
+    assert found == pytest.approx({"test_loss": loss, "mae": distance}, rel=1e-6)
+
+
+class Labelled(torch.nn.Module):
+    """As transformers' models do, it computes its loss from its labels."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, labels=None):
+        logits = self.model(x)
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return ModelOutput(loss=loss, logits=logits)
+
+
+class ModelOutput(dict):
+    def __getattr__(self, name):
+        return self.get(name)
+
+
+def test_batches_of_dicts_count_by_their_examples():
+    source, model = data().test, gated().eval()
+    batches = [
+        {"x": source.inputs[rows], "labels": source.targets[rows]}
+        for rows in (slice(0, 100), slice(100, 101), slice(101, 120))
+    ]
+    wanted = evaluate(model, (source, source))
+    for each in (model, Labelled(model)):
+        named = [{"input": b["x"], "labels": b["labels"]} for b in batches]
+        found = evaluate(each, ([], named if each is model else batches))
+        assert found == pytest.approx(wanted, rel=1e-6)
 
 
 def test_between_batches_somebody_may_stop_it():

@@ -4,19 +4,19 @@ import pytest
 import torch
 from shared_runs import OneByOne, doubled
 from small_task import clouds
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from l0prune.data import Loaded
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.running.feed import Feed, call, test_batches
+from l0prune.running.feed import Feed, example, test_batches
 from l0prune.running.task import Task, batch_length
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
 CPU = torch.device("cpu")
 SPLIT = clouds(100)
+TARGETS = torch.tensor([0, 1, 1, 2])
 
 
 def feed(source, batch_size=30, **kwargs):
@@ -110,14 +110,60 @@ def test_a_mapping_that_is_no_dict_does_as_a_dict_does():
     first, _ = batch.parts(2)
     assert (first.inputs["a"].shape, first.examples) == ((2, 2), 2)
     assert batch_length(Encoding(a=torch.ones(4, 2)), None) == 4
-    found = call(lambda a, b: a.sum() + b.sum(), batches[0][0])
-    assert found == 12
 
 
-def test_a_batch_that_holds_its_targets_is_refused_with_the_way_on():
-    batch = Encoding(input_ids=torch.ones(2), labels=torch.ones(2))
-    with pytest.raises(DataError, match=r"Encoding of input_ids, labels: take .* batch\.pop"):
-        feed([batch])
+WORDS = torch.arange(8).view(4, 2)
+
+
+@pytest.mark.parametrize("kind", [Encoding, dict])
+def test_a_batch_may_hold_its_targets(kind):
+    batch = kind(input_ids=WORDS, labels=TARGETS)
+    one = feed([batch, batch])
+    assert one.size == 8
+    inputs, found, _ = next(one.train(0, CPU))
+    assert list(inputs) == ["input_ids", "labels"]  # the model may compute its loss
+    assert torch.equal(found, TARGETS)
+    inputs, found, _ = next(test_batches(Task([], [batch], loss="mse"), 4, CPU, WHOLE))
+    assert list(inputs) == ["input_ids"]  # the loss is another
+    assert torch.equal(found, TARGETS)
+    half = next(feed([batch]).train(0, CPU)).part((1, 2))
+    assert half.examples == len(half.inputs["labels"]) == 2
+
+
+def test_without_labels_the_targets_are_all_of_the_batch():
+    batch = {"input_ids": WORDS, "start_positions": TARGETS}
+    inputs, targets, _ = next(feed([batch]).train(0, CPU))
+    assert inputs.keys() == targets.keys() == batch.keys()
+
+
+class Rows(Dataset):
+    """As a table of ``datasets`` gives them."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"input_ids": WORDS[index], "label": int(TARGETS[index])}
+
+
+def test_rows_that_hold_their_targets_come_in_batches():
+    one = feed(Rows(), batch_size=2)
+    assert (one.size, one.steps) == (4, 2)
+    inputs, targets, _ = next(test_batches(Task(Rows(), Rows()), 3, CPU, WHOLE))
+    assert torch.equal(inputs["input_ids"], WORDS[:3])
+    assert torch.equal(targets, TARGETS[:3])
+    assert list(example(one.task, 2)) == ["input_ids"]
+
+
+def test_an_example_is_the_first_inputs():
+    for source in (SPLIT, list(SPLIT.batches(40)), loader()):
+        assert torch.equal(example(Task(source), 2), SPLIT.inputs[:2])
+    batch = {"input_ids": WORDS, "scale": torch.ones(()), "labels": TARGETS}
+    found = example(Task([batch]), 2)
+    assert found.keys() == {"input_ids", "scale"}
+    assert torch.equal(found["input_ids"], WORDS[:2])
+    with pytest.raises(DataError, match="empty"):
+        example(Task([]), 2)
 
 
 def test_generators_of_a_loader_are_found_once():
@@ -141,17 +187,6 @@ def test_tests_come_whole_and_in_order():
     assert targets(test_batches(task, 30, CPU, WHOLE)) == SPLIT.targets.tolist()
     assert targets(test_batches(Task(SPLIT, loader()), 7, CPU, WHOLE)) == SPLIT.targets.tolist()
     assert list(test_batches(Task(SPLIT), 30, CPU, WHOLE)) == []
-
-
-def test_inputs_are_arguments():
-    class Sum(nn.Module):
-        def forward(self, a, b=0):
-            return a + b
-
-    one = torch.ones(1)
-    assert call(Sum(), one) == 1
-    assert call(Sum(), (one, one)) == 2
-    assert call(Sum(), {"a": one, "b": 2 * one}) == 3
 
 
 def test_each_process_reads_its_own_examples_only():

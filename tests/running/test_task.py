@@ -1,97 +1,195 @@
-from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
 from small_task import data
-from torch.nn.functional import l1_loss, mse_loss
+from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from l0prune.data import Tensors
-from l0prune.errors import DataError, UsageError
-from l0prune.running.task import Task, batch_length, cross_entropy, error_rate
+from l0prune.errors import DataError, FileError, UsageError
+from l0prune.running.classes import cross_entropy, error_rate
+from l0prune.running.task import Task, batch_length
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([0, 1, 1, 2])
 
 
-def test_the_loss_is_the_mean_negative_log_probability():
-    expected = -SCORES.softmax(1).log()[torch.arange(4), TARGETS].mean()
-    torch.testing.assert_close(cross_entropy(SCORES, TARGETS), expected)
-    assert cross_entropy(SCORES.bfloat16(), TARGETS).dtype == torch.float32
-
-
-def test_the_error_is_one_number_per_example():
-    assert error_rate(SCORES, TARGETS).tolist() == [0, 0, 1, 1]
-
-
-def test_the_error_of_a_map_is_the_fraction_of_its_pixels():
-    scores = torch.stack([SCORES.T, SCORES.T])  # (2, 3 classes, 4 pixels)
-    targets = torch.stack([TARGETS, torch.tensor([0, 1, 2, 2])])
-    assert error_rate(scores, targets).tolist() == [0.5, 0.25]
-
-
-def test_targets_may_be_probabilities():
-    soft = torch.nn.functional.one_hot(TARGETS, 3).float()
-    assert error_rate(SCORES, soft).tolist() == [0, 0, 1, 1]
-    torch.testing.assert_close(cross_entropy(SCORES, soft), cross_entropy(SCORES, TARGETS))
-
-
-def test_scores_may_be_called_logits():
-    outputs = namedtuple("Outputs", ["logits", "rest"])(SCORES, None)
-    assert torch.equal(cross_entropy(outputs, TARGETS), cross_entropy(SCORES, TARGETS))
-    assert torch.equal(error_rate(outputs, TARGETS), error_rate(SCORES, TARGETS))
-
-
-def test_other_outputs_need_a_loss_of_their_own():
-    with pytest.raises(UsageError, match=r"dict.*Task with a loss"):
-        cross_entropy({"a": SCORES}, TARGETS)
-    with pytest.raises(DataError, match="loss of your own"):
-        cross_entropy(SCORES[0], TARGETS)
-
-
 SPLIT = Tensors(torch.zeros(4, 6), TARGETS)
-HALF_WRONG = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])  # of several labels
+
+
+@pytest.mark.parametrize("loss", [mse_loss, "mse", torch.nn.MSELoss()])
+def test_a_task_with_a_loss_of_its_own_reports_that_alone(loss):
+    task = Task(SPLIT, SPLIT, loss=loss)
+    assert task.metric_name == "test_loss"
+    assert task.judged(SCORES, SCORES + 2) == {"test_loss": 4}
+
+
+def named(outputs, targets):
+    return outputs.mean()
+
+
+class Named(torch.nn.Module):
+    def forward(self, outputs, targets):
+        return 0.5
 
 
 @pytest.mark.parametrize(
-    ("outputs", "targets", "says"),
+    ("metric", "name"),
     [
-        (SCORES[:, :1], torch.rand(4, 1), r"loss=torch\.nn\.functional\.mse_loss"),
-        (SCORES[:, :1], TARGETS.clamp(max=1), "one output column"),
-        (SCORES[:, :1], torch.rand(4), r"mse_loss\(y\[:, 0\], t\)"),
-        (SCORES, torch.rand(4, 3) + 1, "binary_cross_entropy_with_logits"),
-        (SCORES, HALF_WRONG, r"float32 targets of shape \(4, 3\)"),
-        (SCORES, HALF_WRONG.bool(), r"t\.float\(\)"),
-        (SCORES, HALF_WRONG.long(), r"t\.float\(\)"),
-        (SCORES, TARGETS.float(), r"targets\.long\(\)"),
-        (SCORES, TARGETS[:, None], r"targets of shape \(4, 1\)"),
+        (None, "error"),
+        ("mae", "mae"),
+        ("label-error", "label-error"),
+        (error_rate, "error"),
+        (named, "named"),
+        (partial(named, targets=0), "named"),
+        (Named(), "Named"),
+        (lambda outputs, targets: outputs.mean(), "metric"),
     ],
 )
-def test_what_cross_entropy_is_not_for_is_refused_with_the_line_to_write(outputs, targets, says):
-    with pytest.raises(UsageError, match=says) as caught:
-        cross_entropy(outputs, targets)
-    assert "l0prune.Task(" in str(caught.value) or "targets.long()" in str(caught.value)
-
-
-def test_class_numbers_may_have_any_whole_type():
-    for dtype in (torch.uint8, torch.int16, torch.int32):
-        assert torch.equal(cross_entropy(SCORES, TARGETS.to(dtype)), cross_entropy(SCORES, TARGETS))
-
-
-def test_a_task_with_a_loss_of_its_own_reports_that():
-    task = Task(SPLIT, SPLIT, loss=mse_loss)
-    assert task.metric_name == "loss"
-    loss, metric = task.judged(SCORES, SCORES + 2)
-    assert (float(loss), float(metric)) == (4, 4)
+def test_a_metric_has_a_name(metric, name):
+    assert Task(SPLIT, metric=metric).metric_name == name
+    assert Task(SPLIT, metric=metric, metric_name="mine").metric_name == "mine"
 
 
 def test_a_task_reports_what_it_is_given():
-    assert Task(SPLIT).metric_name == "error"
-    assert Task(SPLIT, loss=mse_loss, metric=error_rate).metric_name == "error"
-    task = Task(SPLIT, metric=lambda outputs, targets: outputs.mean())
-    assert task.metric_name == "metric"
-    assert Task(SPLIT, metric=l1_loss, metric_name="mae").metric_name == "mae"
-    assert task.judged(SCORES, TARGETS) == (cross_entropy(SCORES, TARGETS), SCORES.mean())
+    found = Task(SPLIT, metric=named).judged(SCORES, TARGETS)
+    assert found == {"test_loss": cross_entropy(SCORES, TARGETS), "named": SCORES.mean()}
+    assert Task(SPLIT, metric=Named()).judged(SCORES, TARGETS)["Named"] == 0.5
+    found = Task(SPLIT, metric="accuracy").judged(SCORES, TARGETS)
+    assert found["accuracy"].tolist() == [1, 1, 0, 0]
+
+
+def test_a_name_that_the_records_have_is_refused():
+    with pytest.raises(UsageError, match="cannot be called seconds"):
+        Task(SPLIT, metric=named, metric_name="seconds")
+
+
+def test_which_metric_is_better():
+    assert Task(SPLIT, metric="accuracy").larger_is_better
+    assert not Task(SPLIT, metric="error").larger_is_better
+    assert not Task(SPLIT, metric=named).larger_is_better
+    assert Task(SPLIT, metric=named, larger_is_better=True).larger_is_better
+
+
+@pytest.mark.parametrize("wrong", ["mes", "", 3, ["mse"]])
+def test_names_that_mean_nothing(wrong):
+    with pytest.raises(UsageError, match=r"there is no loss.*cross-entropy, mse, l1"):
+        Task(SPLIT, loss=wrong)
+    with pytest.raises(UsageError, match="there is no metric"):
+        Task(SPLIT, metric=wrong)
+    with pytest.raises(UsageError, match="did you mean 'smooth-l1'"):
+        Task(SPLIT, loss="smooth_l1")
+
+
+def test_a_file_may_define_them(tmp_path):
+    (tmp_path / "mine.py").write_text("def twice(y, t):\n    return 2 * y.mean()\nsome = 3\n")
+    task = Task(SPLIT, loss=f"{tmp_path}/mine.py:twice", metric=f"{tmp_path}/mine.py:twice")
+    wanted = 2 * SCORES.mean()
+    assert task.judged(SCORES, TARGETS) == {"test_loss": wanted, "twice": wanted}
+    with pytest.raises(UsageError, match="not a function for a loss"):
+        Task(SPLIT, loss=f"{tmp_path}/mine.py:some")
+    with pytest.raises(FileError, match="does not exist"):
+        Task(SPLIT, metric=f"{tmp_path}/yours.py:some")
+
+
+def test_a_loss_must_be_one_number_and_a_metric_a_number():
+    with pytest.raises(UsageError, match=r"loss smooth must be one number.*\(4, 3\) of float32"):
+        Task(SPLIT, loss=smooth).judged(SCORES, SCORES)
+    with pytest.raises(UsageError, match=r"the loss must be one number.*a float"):
+        Task(SPLIT, loss=lambda y, t: 0.5).judged(SCORES, TARGETS)
+    for given, says in (({"f1": 0.5}, "f1: a float"), (None, "None"), ("good", "a str")):
+        with pytest.raises(UsageError, match=f"the metric must give one number.*it gives {says}"):
+            Task(SPLIT, metric=lambda y, t, given=given: given).judged(SCORES, TARGETS)
+    with pytest.raises(UsageError, match=r"\(0,\) of float32"):
+        Task(SPLIT, metric=lambda y, t: y[:0, 0]).judged(SCORES, TARGETS)
+
+
+def smooth(outputs, targets):
+    return outputs - targets
+
+
+class Outputs(dict):
+    """As transformers' models return them."""
+
+    def __getattr__(self, name):
+        return self.get(name)
+
+
+OWN = torch.tensor(0.25)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        Outputs(loss=OWN, logits=SCORES),
+        {"loss": OWN, "other": SCORES},
+        {"boxes": OWN - 1, "classes": torch.tensor(1.0)},  # in train mode a detector's
+    ],
+)
+def test_the_models_own_loss_is_used(outputs):
+    assert Task(SPLIT).loss_in(outputs, TARGETS) == OWN
+
+
+def test_of_class_scores_the_error_is_told_beside_the_models_own_loss():
+    judge = Task(SPLIT).judged
+    found = judge(Outputs(loss=OWN, logits=SCORES), TARGETS)
+    assert found.pop("error").tolist() == [0, 0, 1, 1]
+    assert found == {"test_loss": OWN}
+    words = Outputs(loss=OWN, logits=torch.zeros(4, 5, 7))
+    assert judge(words, torch.zeros(4, 5).long()) == {"test_loss": OWN}
+    numbers = Outputs(loss=OWN, logits=SCORES[:, :1])
+    assert judge(numbers, TARGETS.float()) == {"test_loss": OWN}
+
+
+def test_without_a_loss_of_its_own_cross_entropy_is_taken():
+    found = Task(SPLIT).loss_in(Outputs(loss=None, logits=SCORES), TARGETS)
+    assert torch.equal(found, cross_entropy(SCORES, TARGETS))
+    with pytest.raises(UsageError, match="hold no labels, only words, mask, and the model gives"):
+        Task(SPLIT).loss_in(Outputs(logits=SCORES), {"words": TARGETS, "mask": TARGETS})
+
+
+def test_a_detector_has_no_loss_in_eval_mode():
+    found = [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(0, 4)}]
+    assert Task(SPLIT).loss_in(found, found) is None
+    assert Task(SPLIT, metric=lambda y, t: len(y)).judged(found, found) == {"metric": 2}
+    with pytest.raises(UsageError, match="give a metric"):
+        Task(SPLIT).judged(found, found)
+
+
+def test_what_is_asked_for_beside_the_data_counts():
+    source = data()
+    task = Task.of(source, loss="mse", metric="mae")
+    assert (task.loss, task.metric_name) == ("mse", "mae")
+    assert Task.of(source, metric="accuracy").metric_name == "accuracy"
+    given = Task(SPLIT, loss="mse")
+    assert Task.of(given, metric="mae").loss == "mse"
+    assert Task.of(given, loss="auto").metric_name == "error"
+    own = Task(SPLIT, metric="accuracy", metric_name="right")
+    assert Task.of(own, loss="bce").metric_name == "right"
+    other = Task.of(own, metric="error")
+    assert (other.metric_name, other.larger_is_better) == ("error", False)
+
+
+def test_a_dataset_is_made_into_batches():
+    dataset = TensorDataset(SCORES, TARGETS)
+    for task in (Task.of(dataset), Task.of((dataset, dataset)), Task(dataset)):
+        inputs, targets = next(task.train.batches(3))
+        assert torch.equal(inputs, SCORES[:3])
+        assert torch.equal(targets, TARGETS[:3])
+
+
+def test_tensors_of_loss_and_metric_go_to_the_device():
+    seen = []
+
+    class Weighed(torch.nn.CrossEntropyLoss):
+        def to(self, device):
+            seen.append(str(device))
+
+    weighed = Weighed(weight=torch.ones(3))
+    with Task(SPLIT, loss=weighed, metric=Named()).on_device(torch.device("meta")):
+        assert seen == ["meta"]
+    assert seen == ["meta", "cpu"]
 
 
 def test_a_task_comes_from_whatever_holds_data():
@@ -105,13 +203,15 @@ def test_a_task_comes_from_whatever_holds_data():
     assert Task.of(task) is task
     with pytest.raises(DataError, match="int is nothing to train on"):
         Task.of(3)
+    with pytest.raises(DataError, match="str is nothing to train on"):
+        Task.of("mnist")
 
 
 def test_a_model_with_too_few_outputs_is_refused():
     task = Task.of(data())
     with pytest.raises(DataError, match="3 classes, but the model has 2 outputs"):
-        task.loss(SCORES[:, :2], TARGETS)
-    assert torch.equal(task.loss(SCORES, TARGETS), cross_entropy(SCORES, TARGETS))
+        task.loss_in(SCORES[:, :2], TARGETS)
+    assert torch.equal(task.loss_in(SCORES, TARGETS), cross_entropy(SCORES, TARGETS))
 
 
 def test_batch_length_is_that_of_targets_or_inputs():
@@ -119,3 +219,5 @@ def test_batch_length_is_that_of_targets_or_inputs():
     assert batch_length((SCORES, {"a": SCORES}), None) == 4
     assert batch_length({"scale": torch.tensor(1.0), "x": SCORES}, None) == 4
     assert batch_length(None, None) == 1
+    boxes = [{"boxes": torch.zeros(n, 4)} for n in (5, 0, 1)]
+    assert batch_length(([torch.zeros(3, 8, 8)] * 3, boxes), boxes) == 3

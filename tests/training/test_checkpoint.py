@@ -8,6 +8,7 @@ from torch import nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.running import rng
+from l0prune.running.task import Task
 from l0prune.training import checkpoint
 from l0prune.training.checkpoint import (
     Checkpoint,
@@ -171,10 +172,14 @@ def test_a_digest_tells_tensors_apart():
     assert digest(snapshot(half)) == digest(snapshot(half))
 
 
+def print_of(settings, **task):
+    return fingerprint(settings, Task([], **task))
+
+
 def test_the_fingerprint_holds_what_decides_the_numbers():
-    one = fingerprint(Settings(lr=0.1, out="a", progress=False, device="cpu"))
-    assert one == fingerprint(Settings(lr=0.1, out="b", resume=True))
-    assert one != fingerprint(Settings(lr=0.2, out="a"))
+    one = print_of(Settings(lr=0.1, out="a", progress=False, device="cpu"))
+    assert one == print_of(Settings(lr=0.1, out="b", resume=True))
+    assert one != print_of(Settings(lr=0.2, out="a"))
     assert one["lr"] == "0.1"
 
 
@@ -182,9 +187,9 @@ def test_functions_are_told_apart_by_name_and_arguments_not_by_address():
     def halve(done):
         return 0.5
 
-    assert fingerprint(Settings(schedule=halve))["schedule"].endswith("halve")
+    assert print_of(Settings(schedule=halve))["schedule"].endswith("halve")
     one, other, third = (
-        fingerprint(Settings(optimizer=partial(torch.optim.SGD, lr=lr))) for lr in (0.1, 0.1, 0.2)
+        print_of(Settings(optimizer=partial(torch.optim.SGD, lr=lr))) for lr in (0.1, 0.1, 0.2)
     )
     assert one == other != third
 
@@ -193,5 +198,5 @@ def test_teachers_are_told_apart_by_their_weights():
     one, same, other = network(), network(), network()
     with torch.no_grad():
         other[0].bias[0] += 1e-6
-    texts = [fingerprint(Settings(distill=0.5, teacher=each)) for each in (one, same, other)]
+    texts = [print_of(Settings(distill=0.5, teacher=each)) for each in (one, same, other)]
     assert texts[0] == texts[1] != texts[2]

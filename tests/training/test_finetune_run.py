@@ -5,7 +5,7 @@ import pytest
 import torch
 from small_task import CLASSES, FEATURES, clouds, data, differing, gated, network, tensors
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
@@ -301,25 +301,75 @@ def single(outputs=1):
     return model, Tensors(inputs, inputs.sum(1, keepdim=True).expand(-1, outputs).contiguous())
 
 
+def test_what_loss_and_metric_give_is_looked_at_before_training(tmp_path):
+    model = gated()
+    before = tensors(model)
+    out = {"out": tmp_path / "run", **QUIET}
+    with pytest.raises(UsageError, match="the metric must give one number"):
+        finetune(model, data(), metric=lambda outputs, targets: {"f1": 0.5}, **out)
+    with pytest.raises(DataError, match=r"test data, loss and metric do not.*KeyError: 'boxes'"):
+        finetune(model, data(), metric=lambda outputs, targets: {}["boxes"], **out)
+    with pytest.raises(UsageError, match=r"one number.*it is \(30,\) of float32"):
+        finetune(model, data(), loss=lambda outputs, targets: outputs[:, 0], **out)
+    rows = [{"input": clouds(30).inputs, "labels": clouds(30).targets, "idx": torch.arange(30)}]
+    with pytest.raises(DataError, match="hold idx, which the forward of Sequential does not take"):
+        finetune(model, rows, **out)
+    with pytest.raises(UsageError, match="there is no loss 'cross_entropy'; did you mean"):
+        finetune(model, data(), loss="cross_entropy", **out)
+    assert differing(before, tensors(model)) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_of_train_mode_alone_is_learned_from():
+    """As a detector's: a dict of losses in train mode, in eval mode what it finds."""
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x, targets=None):
+            scores = self.body(x)
+            if self.training:
+                return {"classes": cross_entropy(scores, targets), "size": scores.square().mean()}
+            return [{"label": each.argmax()} for each in scores]
+
+    def missed(found, targets):
+        labels = torch.stack([each["label"] for each in found])
+        return (labels != targets).float().mean()
+
+    batches = [((x, t), t) for x, t in clouds().batches(30)]
+    model = l0prune.gate(Detector().eval(), torch.zeros(2, FEATURES))
+    history = finetune(model, (batches, batches), metric=missed, epochs=6, lam=0, progress=False)
+    assert "test_loss" not in history.last
+    assert history.last["missed"] < history.records[0]["missed"]
+    assert history.best["missed"] == min(r["missed"] for r in history.records[-2:])
+
+
+def test_accuracy_is_better_the_larger_it_is():
+    history = finetune(gated(), data(), metric="accuracy", epochs=4, **QUIET)
+    settled = [r for r in history.records if r["phase"] == "settle"]
+    assert history.best["accuracy"] == max(r["accuracy"] for r in settled)
+    assert "error" not in history.last
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_numbers_to_be_predicted_are_not_taken_for_classes(outputs):
     model, examples = single(outputs)
     before = tensors(model)
-    with pytest.raises(UsageError, match=r"l0prune\.Task\(.*mse_loss.*with_logits"):
+    with pytest.raises(UsageError, match=r"For numbers give loss='mse'.*loss='bce'"):
         finetune(model, (examples, examples), **QUIET)
     assert differing(before, tensors(model)) == []
 
 
 def test_a_regression_is_learned_and_reported_by_its_loss(tmp_path, capsys):
     model, examples = single()
-    task = Task(examples, examples, loss=mse_loss)
     settings = {"epochs": 20, "batch_size": 30, "lr": 1e-2, "lam": 0, "out": tmp_path}
-    history = finetune(model, task, **settings)
-    assert history.last["loss"] == history.last["test_loss"] < 0.2
-    assert "error" not in history.last
-    assert history.metric == "loss"
-    settled = [r["loss"] for r in history.records if r["phase"] == "settle"]
-    assert history.best["loss"] == min(settled)
+    history = finetune(model, (examples, examples), loss="mse", **settings)
+    assert history.last["test_loss"] < 0.2
+    assert not {"error", "loss"} & history.last.keys()
+    settled = [r["test_loss"] for r in history.records if r["phase"] == "settle"]
+    assert history.best["test_loss"] == min(settled)
     told = capsys.readouterr().err
-    assert f"test loss {history.last['loss']:.4g}" in told
+    assert f"test loss {history.last['test_loss']:.4g}" in told
     assert "error" not in told

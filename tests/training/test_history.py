@@ -39,6 +39,13 @@ def test_a_metric_has_its_own_name():
     assert History(records, metric="mae").best is records[0]
 
 
+def test_where_more_is_better_the_best_has_most():
+    records = [record(1, accuracy=0.5, test_loss=2.0), record(2, accuracy=0.7, test_loss=3.0)]
+    assert History(records, metric="accuracy", larger_is_better=True).best is records[1]
+    # without the metric the loss counts, of which less is better
+    assert History(records, metric="f1", larger_is_better=True).best is records[0]
+
+
 def test_an_empty_history_says_so():
     with pytest.raises(UsageError, match="no whole epoch"):
         _ = History().last

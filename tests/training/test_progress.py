@@ -2,7 +2,8 @@ import io
 
 from rich.console import Console
 
-from l0prune.training.progress import Display, describe
+from l0prune.training.description import describe
+from l0prune.training.progress import Display
 
 RECORD = {
     "epoch": 3, "step": 30, "phase": "prune", "seconds": 1.24, "lr": 1e-3, "train_loss": 0.12345,
@@ -41,6 +42,12 @@ def test_many_axes_are_summed_up():
 def test_a_record_without_gates_or_with_another_metric():
     record = {"epoch": 1, "phase": "dense", "seconds": 0.1, "train_loss": 2.0, "mae": 0.25}
     assert describe(record, 1) == "epoch 1/1  dense    loss 2.0000  mae 0.25  0.1 s"
+
+
+def test_without_a_metric_the_loss_on_the_test_data_is_shown():
+    record = {"epoch": 1, "phase": "dense", "seconds": 0.1, "train_loss": 2.0, "test_loss": 1.5}
+    assert describe(record, 1) == "epoch 1/1  dense    loss 2.0000  test loss 1.5  0.1 s"
+    assert "  accuracy 25.00 %  " in describe({**record, "accuracy": 0.25}, 1)
 
 
 def test_without_a_terminal_it_is_one_line_an_epoch():

@@ -13,8 +13,8 @@ import torchvision
 from PIL import Image
 
 import l0prune
-from l0prune.data import load_data
 from l0prune.errors import DataError, FileError, UsageError
+from l0prune.running.sources import load_data
 
 needs_data = pytest.mark.skipif(
     "L0PRUNE_DATA" not in os.environ, reason="L0PRUNE_DATA names no data folder"
