@@ -45,6 +45,37 @@ def test_every_file_and_benchmark_that_is_named_exists(page):
         assert (ROOT / name).is_file(), name
 
 
+def _examples():
+    """The code of docs/tasks.md: what all of it begins with, and each section's own."""
+    start, *sections = (ROOT / "docs/tasks.md").read_text().split("\n## ")
+    blocks = [re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (start, *sections)]
+    names = [text.split("\n")[0] for text in sections]
+    return blocks[0], {name: code for name, code in zip(names, blocks[1:], strict=True) if code}
+
+
+START, EXAMPLES = _examples()
+
+
+def test_there_is_an_example_of_every_kind_of_task():
+    kinds = "Regression Several Segmentation Language Two Detection"
+    assert [name.split()[0] for name in EXAMPLES] == kinds.split()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_tasks_run(name, capsys):
+    if name == "Language modelling":
+        pytest.importorskip("transformers")
+    scope = {}
+    for code in (*START, *EXAMPLES[name]):
+        exec(compile(code, name, "exec"), scope)
+    last = scope["history"].last
+    assert last["train_loss"] < scope["history"].records[0]["train_loss"]
+    assert scope["dense"].params == last["params"] < last["dense_params"]
+    assert scope["history"].metric in last
+    assert ("error" in last) == (name == "Segmentation")
+    assert f"epoch {last['epoch']}/" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="pip install '.[docs]'")

@@ -15,7 +15,7 @@ from l0prune.data.inputs import moved, plain
 from l0prune.data.pairs import pair, without_labels
 from l0prune.errors import DataError
 from l0prune.running.batch import Batch, weight_of
-from l0prune.running.task import Source, Task, batch_length, is_split
+from l0prune.running.task import Source, Task, are_lists, batch_length, is_split
 
 
 class Feed:
@@ -129,6 +129,8 @@ def example(task: Task, count: int) -> Any:
     if batch is None:
         raise DataError("the training data is empty")
     inputs, targets = moved(pair(batch), "cpu")
+    if are_lists(inputs, targets):
+        return (inputs[:count],)
     length = batch_length(inputs, targets)
 
     def first(tensor: Tensor) -> Tensor:

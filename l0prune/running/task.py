@@ -43,7 +43,8 @@ class Task:
         train: training examples: a split of a ``Data``, a dataset, or any iterable of batches
             that can be gone through again and again, such as a DataLoader. A batch is (inputs,
             targets), the inputs a tensor, a tuple of positional or a mapping of keyword arguments
-            of the model; or a mapping of all of these, with the targets under ``labels``.
+            of the model; or a mapping of all of these, with the targets under ``labels``; or for
+            detectors a list of images and a list of mappings.
         test: the same for the test; None to report the training loss only.
         loss: what is learned from, the mean over a batch. ``"auto"``: the loss that the model
             computes itself from the labels in its inputs, else cross-entropy, which is for class
@@ -139,6 +140,8 @@ class Task:
             DataError: the batch is neither a pair nor a mapping.
         """
         inputs, targets = pair(batch)
+        if are_lists(inputs, targets):
+            return ((inputs, targets) if self.loss == AUTO else (inputs,)), targets
         return (inputs if self.loss == AUTO else without_labels(inputs)), targets
 
     def loss_in(self, outputs: Any, targets: Any) -> Tensor | None:
@@ -199,6 +202,13 @@ class Task:
         if self._data is not None and scores is not None and scores.dim() > 1:
             self._data.check_fits(scores.shape[1])
         return cross_entropy(outputs, targets)
+
+
+def are_lists(inputs: Any, targets: Any) -> bool:
+    """Are they one tensor and one mapping for each example, as detectors take them?"""
+    if not are_findings(targets) or not isinstance(inputs, list | tuple):
+        return False
+    return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
 
 
 def is_split(source: Any) -> TypeIs[Split]:

@@ -80,6 +80,34 @@ def test_a_data_object_keeps_its_classes_and_gets_the_name_it_was_asked_by(data_
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        "return (x, x.sum(1)), (x, x.sum(1))",
+        "return TensorDataset(x, x), TensorDataset(x, x[:, 0])",
+        "d = [{'a': v, 'b': v} for v in x]; return d, d",  # no labels
+    ],
+)
+def test_targets_that_are_no_classes(data_of, body):
+    assert data_of(body).classes == 0
+
+
+def test_labels_in_the_rows_and_labels_that_do_not_count(data_of):
+    data = data_of("d = [{'a': v, 'labels': t} for v, t in zip(x, y)]; return d, d")
+    assert data.classes == 3
+    inputs, targets = next(data.test.batches(6))
+    assert list(inputs) == ["a", "labels"]
+    assert targets.tolist() == [0, 1, 2, 0, 1, 2]
+    assert list(data.train.example(2)) == ["a"]
+    assert data_of("return (x, y.masked_fill(y == 2, -100)), (x, y)").classes == 3
+
+
+def test_a_task_is_given_as_it_is_under_the_name_it_was_asked_by(data_of):
+    task = data_of("return l0prune.Task([(x, x)], loss='mse', metric='mae')")
+    assert (task.loss, task.metric_name) == ("mse", "mae")
+    assert task.name.endswith("d.py:load")
+
+
+@pytest.mark.parametrize(
     "labels", ["classes = list('abcde')", "targets = [0, 4]", "targets = torch.tensor([0, 4])"]
 )
 def test_no_image_is_read_to_count_classes(data_of, labels):

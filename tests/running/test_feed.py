@@ -130,6 +130,21 @@ def test_a_batch_may_hold_its_targets(kind):
     assert half.examples == len(half.inputs["labels"]) == 2
 
 
+def test_a_detectors_lists_are_arguments_and_count_as_they_are_long():
+    images = [torch.zeros(3, size, 8) for size in (8, 9, 7)]
+    boxes = [{"boxes": torch.zeros(n, 4)} for n in (5, 0, 1)]
+    one = feed([(images, boxes)])
+    assert one.size == 3
+    batch = next(one.train(0, CPU))
+    assert [len(each) for each in batch.inputs] == [3, 3]
+    assert batch.inputs[1][0].keys() == {"boxes"}
+    assert batch.examples == 3
+    own = feed([(images, boxes)], loss=lambda found, targets: 0)
+    assert [len(each) for each in next(own.train(0, CPU)).inputs] == [3]
+    (found,) = example(one.task, 2)
+    assert [image.shape[1] for image in found] == [8, 9]
+
+
 def test_without_labels_the_targets_are_all_of_the_batch():
     batch = {"input_ids": WORDS, "start_positions": TARGETS}
     inputs, targets, _ = next(feed([batch]).train(0, CPU))
