@@ -107,15 +107,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
-    home = import_module(f"l0prune.{_HOMES[name]}")
-    value = getattr(home, name, None)
-    if value is None:  # a module rather than a name in one
-        value = import_module(f"{home.__name__}.{name}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # mypy is to know which names there are
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
+        home = import_module(f"l0prune.{_HOMES[name]}")
+        value = getattr(home, name, None)
+        if value is None:  # a module rather than a name in one
+            value = import_module(f"{home.__name__}.{name}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -27,7 +27,10 @@ from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
+from l0prune.running.notebook import as_html
 from l0prune.running.stages import stage
+
+PRECISIONS = ("float64", "float32")
 
 
 @dataclass
@@ -216,6 +219,20 @@ class Export:
             "certificate": self.certificate.to_dict(),
         }
 
+    def __repr__(self) -> str:
+        errors = [
+            f"{error:.0e} in {dtype}"
+            for dtype in PRECISIONS
+            if (error := self.certificate.worst(("class", "dense", "program"), dtype)) is not None
+        ]
+        params = _share(self.params, self.params_before, "params")
+        macs = _share(self.macs, self.macs_before, "MACs")
+        name = type(self.module).__name__
+        return f"Export({name}: {params}, {macs}; largest error {', '.join(errors)})"
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Sizes before and after, and the certificate, for people."""
         sizes = Table("", "before", "after", "kept", title="Cut")
@@ -236,6 +253,10 @@ class Export:
         yield proof
         if self.note:
             yield Text(self.note)
+
+
+def _share(after: int, before: int, unit: str) -> str:
+    return f"{after:,} of {before:,} {unit}" + (f" ({after / before:.1%})" if before else "")
 
 
 def _note_on_draws(pieces: Sequence[Piece]) -> str:

@@ -16,6 +16,7 @@ from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of, weights_of
 from l0prune.report.tables import tables
+from l0prune.running.notebook import as_html
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,16 @@ class Survey:
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
         yield from tables(self.plan, self.layers, self.params, self.macs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Survey({self.params:,} params, {self.macs:,} MACs; {self.plan.size:,} gates on "
+            f"{len(self.axes)} axes reach {self.reachable('params'):.1%} of the params and "
+            f"{self.reachable('macs'):.1%} of the MACs)"
+        )
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
     def __str__(self) -> str:
         console = Console(width=120)

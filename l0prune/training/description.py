@@ -1,12 +1,18 @@
-"""A record of a run in one line."""
+"""Records of a run for people: one in a line, all in a table."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from l0prune.running.task import LOSS, TAKEN
 
 _FEW = 8  # so many axes are shown one by one
+_ROWS = 20
 IN_PERCENT = ("error", "accuracy", "label-error")
 
 
@@ -32,6 +38,24 @@ def measured(record: dict[str, Any]) -> list[str]:
         f"{name} {100 * record[name]:.2f} %" if name in IN_PERCENT else f"{name} {record[name]:.4g}"
         for name in metrics
     ]
+
+
+def table(records: Sequence[dict[str, Any]]) -> Table:
+    """The records, one in a row; of many epochs some, the last among them."""
+    every = max(1, math.ceil(len(records) / _ROWS))
+    shown = records[::-every][::-1]
+    title = f"{len(records)} epochs" + (f", one in {every}" if every > 1 else "")
+    result = Table("epoch", "phase", "loss", "on the test data", "params", "MACs", title=title)
+    for record in shown:
+        counts = [share(unit, record) if "open" in record else "" for unit in ("params", "MACs")]
+        result.add_row(
+            str(record["epoch"]),
+            record["phase"],
+            f"{record['train_loss']:.4f}",
+            Text(", ".join(measured(record))),
+            *(count.partition(" ")[2] for count in counts),
+        )
+    return result
 
 
 def share(label: str, record: dict[str, Any]) -> str:

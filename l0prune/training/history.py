@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
+from l0prune.running.notebook import as_html
+from l0prune.training.description import describe, table
 
 NAME = "metrics.jsonl"
 
@@ -71,6 +75,16 @@ class History:
 
     def __len__(self) -> int:
         return len(self.records)
+
+    def __repr__(self) -> str:
+        last = describe(self.last, len(self)) if self.records else "no whole epoch yet"
+        return f"History({last})"
+
+    def __rich__(self) -> Table:
+        return table(self.records)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
 
 class Log:

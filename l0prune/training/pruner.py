@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from l0prune.training.doctor import Doctor
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
 from l0prune.training.gradients import add_gradients
+from l0prune.training.keywords import GateKeywords
 from l0prune.training.own_optimizer import OwnOptimizer
 from l0prune.training.phases import Phases
 
@@ -77,7 +78,7 @@ class Pruner:
         warmup: int | None = None,
         settle: int | None = None,
         say: Callable[[str], None] | None = None,
-        **settings: Any,
+        **settings: Unpack[GateKeywords],
     ) -> None:
         self.model, self._say = model, say or _warned
         self.gates = gates_of(model)

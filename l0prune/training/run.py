@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from l0prune.training.distillation import taught
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.history import History
 from l0prune.training.interrupt import Interrupt
+from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Loop
 from l0prune.training.memory import channels_last, checkpointed
 from l0prune.training.phases import Phases
@@ -35,7 +36,7 @@ from l0prune.training.wrappers import agree_on_start, sharded
 OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn")
 
 
-def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
+def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
     """Learn the weights and gates of a gated model together, in place, under a budget or λ·E‖θ‖₀.
 
     Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
@@ -71,7 +72,7 @@ def finetune(model: nn.Module, data: Any, **settings: Any) -> History:
     return _train(model, data, Settings.of(settings), gates_of(model))
 
 
-def train_dense(model: nn.Module, data: Any, **settings: Any) -> History:
+def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
     """Train a model without gates, in place, by the loop and the settings of ``finetune``.
 
     Raises:

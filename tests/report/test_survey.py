@@ -91,6 +91,25 @@ def test_json_and_text_tell_the_same():
     assert all(axis["name"] in text for axis in data["axes"])
 
 
+def test_it_is_shown_in_a_line_and_in_a_notebook():
+    module, shape, _ = CASES["concat"]
+    found = l0prune.survey(module, torch.randn(shape))
+    line = f"Survey({found.params:,} params, {found.macs:,} MACs; {found.plan.size} gates on 2 axes"
+    assert repr(found).startswith(line)
+    html = found._repr_html_()
+    assert html.startswith("<pre")
+    assert "Every layer" in html
+
+
+@pytest.mark.parametrize("name", ["<b>"])
+def test_names_are_escaped_in_a_notebook(name):
+    layers = nn.ModuleDict({name: nn.Linear(4, 5), "last": nn.Linear(5, 2)})
+    model = Fn(lambda self, x: self.layers["last"](self.layers[name](x).relu()), layers=layers)
+    html = l0prune.survey(model, torch.randn(2, 4))._repr_html_()
+    assert "layers.&lt;b&gt;" in html
+    assert name not in html
+
+
 @pytest.mark.parametrize("name", ["[/x]", "[red]a", "[link=file:///etc]b"])
 def test_names_with_brackets_are_shown_as_they_are(name):
     layers = nn.ModuleDict({name: nn.Linear(4, 5), "last": nn.Linear(5, 2)})

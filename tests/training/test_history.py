@@ -51,6 +51,31 @@ def test_an_empty_history_says_so():
         _ = History().last
 
 
+def whole(epoch, **values):
+    counts = {"params": 50, "dense_params": 100, "macs": 30, "dense_macs": 100, "open": {"fc": 3}}
+    return record(epoch, seconds=1.0, **counts, **values)
+
+
+def test_it_is_shown_in_a_line():
+    assert repr(History()) == "History(no whole epoch yet)"
+    history = History([whole(1, error=0.5), whole(2, error=0.25)])
+    assert repr(history) == (
+        "History(epoch 2/2  prune    loss 0.5000  error 25.00 %  params 50 (50.0 %)  "
+        "MACs 30 (30.0 %)  3  1.0 s)"
+    )
+
+
+def test_a_notebook_shows_a_table_of_it():
+    html = History([whole(n + 1, **{"<f1>": 0.25}) for n in range(70)])._repr_html_()
+    assert "70 epochs, one in 4" in html
+    assert html.count("&lt;f1&gt; 0.25") == 18
+    assert "30 (30.0 %)" in html
+    assert "<f1>" not in html
+    dense = [record(1, "dense", test_loss=0.5)]
+    assert "test loss 0.5" in History(dense)._repr_html_()
+    assert "0 epochs" in History()._repr_html_()
+
+
 def test_each_record_is_a_line_as_soon_as_it_is_there(tmp_path):
     log = Log(tmp_path, [], tensorboard=False)
     assert lines(tmp_path) == []

@@ -1,0 +1,29 @@
+"""How an export is shown."""
+
+import re
+
+import torch
+from torch import nn
+
+import l0prune
+
+
+def exported():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 2))
+    l0prune.gate(model, (torch.randn(2, 6),), exclude="*.in")
+    l0prune.fit(model, "macs=0.5")
+    return l0prune.export(model)
+
+
+def test_it_is_shown_in_a_line_and_in_a_notebook():
+    dense = exported()
+    number = r"\de[-+]\d\d"
+    params = rf"{dense.params} of 362 params \({dense.params / 362:.1%}\)"
+    macs = rf"{dense.macs} of 320 MACs \({dense.macs / 320:.1%}\)"
+    errors = rf"largest error {number} in float64, {number} in float32"
+    assert re.fullmatch(rf"Export\(Sequential: {params}, {macs}; {errors}\)", repr(dense))
+    html = dense._repr_html_()
+    assert html.startswith("<pre")
+    for text in ("Cut", "Certificate", "float64", f"{dense.params}", "362"):
+        assert text in html
