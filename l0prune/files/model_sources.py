@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from l0prune.files.consent import is_code, remember
 from l0prune.files.loading import load_pickle
 from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts
 from l0prune.files.user_code import called, named
+from l0prune.gating.bank import Gates
+from l0prune.gating.gated_class import CHILD
 
 # What training scripts call the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
@@ -133,9 +135,13 @@ def _timm(name: str) -> nn.Module:
 def _transformers(name: str) -> nn.Module:
     transformers = _package("transformers")
     try:
-        model: nn.Module = transformers.AutoModel.from_pretrained(name, trust_remote_code=False)
+        model: nn.Module
+        model, told = transformers.AutoModel.from_pretrained(
+            name, trust_remote_code=False, output_loading_info=True
+        )
     except (OSError, ValueError) as error:
         raise UsageError(f"transformers cannot load {name!r}: {error}") from error
+    _check_no_gates(told["unexpected_keys"], name)
     return model
 
 
@@ -198,11 +204,27 @@ def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
             "with torch.save."
         )
     state = _unwrapped(states[next(iter(states)) if key is None else key], model)
+    if not any(isinstance(module, Gates) for module in model.modules()):
+        _check_no_gates(state, path)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         lines = "\n".join(str(error).splitlines()[:6])
         raise UsageError(f"the weights in {path} do not fit the model:\n{lines}") from error
+
+
+def _check_no_gates(names: Iterable[str], where: str) -> None:
+    """Refuse weights that are nothing without their gates.
+
+    Raises:
+        UsageError: a gated model wrote them.
+    """
+    if any(CHILD in name.split(".") for name in names):
+        raise UsageError(
+            f"{where} holds the weights of a gated model: without their gates they compute "
+            "something else. Build the model, gate it as it was (l0prune.gate), and load them with "
+            "its load_state_dict; or keep gated models with l0prune.save and l0prune.load"
+        )
 
 
 def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
