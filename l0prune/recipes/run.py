@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.data.inputs import as_arguments
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import DataError, FileError, UsageError
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
@@ -109,11 +109,14 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
 
     Raises:
         UsageError: the folder holds a run of a different recipe.
+        DataError: there is no test data.
         L0pruneError: a stage failed; what earlier stages made stays.
     """
     _claim(folder, recipe)
     source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
+    if data.test is None:
+        raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
     dense = network = _dense(recipe, data, folder, data_root)
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):

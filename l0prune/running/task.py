@@ -58,7 +58,7 @@ class Task:
             returns one number per example or their mean. None for the rate of wrong classes where
             the loss is ``"auto"`` or cross-entropy and the targets are classes, else for nothing.
         metric_name: key of the metric in the records; where it is left out, the metric's own
-            name, and ``metric`` for a lambda.
+            name, and ``metric`` for a lambda. Without a metric ``test_loss``.
         size: N, the number of training examples; None to ask the data.
         steps: batches in one pass over ``train``; None to ask the data.
         name: of the data, for the checkpoint to tell one run from another.
@@ -78,7 +78,6 @@ class Task:
     steps: int | None = None
     name: str = ""
     larger_is_better: bool | None = None
-    _data: Data | None = field(default=None, repr=False)
     _loss: Loss = field(init=False, repr=False, compare=False)
     _metric: Metric | None = field(init=False, repr=False, compare=False)
 
@@ -99,7 +98,8 @@ class Task:
                 "else of that name: give Task(…, metric_name=…)"
             )
         if self.larger_is_better is None:
-            fill("larger_is_better", self.metric in criteria.LARGER_IS_BETTER)
+            is_known = isinstance(self.metric, str) and self.metric in criteria.LARGER_IS_BETTER
+            fill("larger_is_better", is_known)
 
     @staticmethod
     def of(given: Any, loss: Any = None, metric: Any = None) -> Task:
@@ -122,7 +122,7 @@ class Task:
                 asked["metric_name"] = ""
             return replace(given, **asked) if loss is not None or metric is not None else given
         if isinstance(given, Data):
-            return Task(given.train, given.test, name=given.name, _data=given, **asked)
+            return _OfData(given.train, given.test, name=given.name, data=given, **asked)
         if isinstance(given, tuple) and len(given) == 2:
             return Task(*given, **asked)
         is_batches = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
@@ -198,10 +198,20 @@ class Task:
                 f"the batches hold no labels, only {', '.join(map(str, targets))}, and the model "
                 "gives no loss for them: put the targets under 'labels', or give a loss"
             )
-        scores = tensor_in(outputs)
-        if self._data is not None and scores is not None and scores.dim() > 1:
-            self._data.check_fits(scores.shape[1])
         return cross_entropy(outputs, targets)
+
+
+@dataclass(frozen=True)
+class _OfData(Task):
+    """One that knows how many classes there are, and refuses a model with fewer outputs."""
+
+    data: Data | None = field(default=None, repr=False)
+
+    def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
+        scores = tensor_in(outputs) if own_loss(outputs) is None else None
+        if self.data is not None and scores is not None and scores.dim() > 1:
+            self.data.check_fits(scores.shape[1])
+        return super()._automatic(outputs, targets)
 
 
 def are_lists(inputs: Any, targets: Any) -> bool:

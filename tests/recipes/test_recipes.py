@@ -10,7 +10,7 @@ import torch
 import l0prune
 from l0prune.cli.gate import gate as command_gate
 from l0prune.cost.limits import limits
-from l0prune.errors import UsageError
+from l0prune.errors import DataError, UsageError
 from l0prune.objective.lambdas import Lambda
 from l0prune.recipes import run as recipes
 from l0prune.recipes.schema import GateSection
@@ -262,6 +262,10 @@ def net():
 def data():
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     return (x, x.sum(1)), (x, x.sum(1))
+
+def alone():
+    import l0prune
+    return l0prune.Task([(torch.zeros(2, 4), torch.zeros(2))])
 """
 NUMBERS = """
 description = "numbers"
@@ -294,6 +298,9 @@ def test_a_recipe_names_its_loss_and_metric(tmp_path):
     result = recipes.run(recipe, tmp_path / "alone")
     assert result["metric"] == "loss"
     assert result["test_loss"] == pytest.approx(result["onnx_test_loss"], rel=1e-4)
+    (tmp_path / "numbers.toml").write_text(NUMBERS.replace("py:data", "py:alone"))
+    with pytest.raises(DataError, match="has no test data"):
+        recipes.run(recipes.load(str(tmp_path / "numbers.toml"), []), tmp_path / "never")
     (tmp_path / "numbers.toml").write_text(NUMBERS.replace("mse", "mes"))
     with pytest.raises(UsageError, match=r"data\.loss: .*did you mean 'mse'"):
         recipes.load(str(tmp_path / "numbers.toml"), [])
