@@ -146,11 +146,12 @@ def numbers(value: Any, of: Any) -> Tensor:
     Raises:
         UsageError: it is no number.
     """
-    if isinstance(value, Tensor):
-        if value.numel() and not value.is_complex():
-            return value.float()
-    elif not isinstance(value, str) and hasattr(value, "__float__"):
-        return torch.tensor(float(value))
+    try:
+        tensor = torch.as_tensor(value)  # also of a plain number, and of numpy's
+    except (TypeError, ValueError, RuntimeError):
+        tensor = torch.empty(0)
+    if tensor.numel() and not tensor.is_complex():
+        return tensor.float()
     raise UsageError(
         f"{_called('metric', of)} must give one number, or one for each example; it gives "
         f"{shapes(value)}"

@@ -23,7 +23,8 @@ def describe(record: dict[str, Any], epochs: int) -> str:
     parts += measured(record)
     if "open" in record:
         parts += [share("params", record), share("MACs", record), _widths(record["open"])]
-    parts.append(f"{record['seconds']:.1f} s")
+    if "seconds" in record:
+        parts.append(f"{record['seconds']:.1f} s")
     if record.get("dead"):
         parts.append(f"no open gate left in {', '.join(record['dead'])}")
     return "  ".join(parts)
