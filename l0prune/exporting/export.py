@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from l0prune.capture.provenance import within
 from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
+from l0prune.exporting.own_class.layers import with_layers
 from l0prune.exporting.own_class.resizing import manifest
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
@@ -20,6 +22,7 @@ from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_by_plan, cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
+from l0prune.plan.plan import Plan
 
 
 def export(model: nn.Module) -> Export:
@@ -54,7 +57,10 @@ def export(model: nn.Module) -> Export:
         _made=cut.made,
         _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused)))),
         _state=cut.state,
-        _manifest={**manifest(subject.plain, cut.state, proven.changes), "rebuild": rebuild},
+        _manifest={
+            **manifest(subject.plain, cut.state, proven.changes, proven.layers),
+            "rebuild": rebuild,
+        },
     )
 
 
@@ -90,17 +96,17 @@ def _as_class(subject: Subject) -> _Cut | None:
     plan = subject.plan
     counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
     chosen = chosen_on(plan, subject)
-    if plan.parts != ("",) or "" in counted or chosen.picks_inputs or not subject.dtypes.are_one:
+    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one:
         return None
     tensors = cut_by_plan(subject.plain, chosen)
     if tensors is None:
         return None
-    own = own_class(subject.plain, chosen, tensors, whole=True)
+    own = own_class(subject.plain, chosen, tensors)
     predicted = cost_of(plan).actual(chosen.is_open, "params")
     proven = prove_class(subject, own, predicted, counted)
     if proven is None:
         return None
-    state = cut_state(subject.plain, plan, tensors)
+    state = _state(subject, plan, tensors, proven)
     unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
     tensors.clear()  # what is handed out lets go of float64 one by one
     return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state))
@@ -113,10 +119,10 @@ def _as_graph(subject: Subject) -> _Cut:
     chosen, by_part = chosen_slots(subject, parts)
     tensors = cut_tensors(subject.plain, parts, by_part)
     graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
-    own = own_class(subject.plain, chosen, tensors, whole=is_whole)
+    own = own_class(subject.plain, chosen, tensors)
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, own, predicted)
-    state = cut_state(subject.plain, parts.plan, tensors)
+    state = _state(subject, parts.plan, tensors, proven)
     tensors.clear()  # what is handed out lets go of float64 one by one
     made: Whole | InParts
     if is_whole:
@@ -125,3 +131,13 @@ def _as_graph(subject: Subject) -> _Cut:
         made = in_parts(subject, parts, proven)
     check_own_dtypes(subject, proven)
     return _Cut(chosen, proven, parts.unused, state, made)
+
+
+def _state(
+    subject: Subject, plan: Plan, tensors: Mapping[str, Tensor], proven: Proven
+) -> dict[str, Tensor]:
+    """The model's own state_dict at the new sizes, with what its layers gain."""
+    state = cut_state(subject.plain, plan, with_layers(tensors, proven.layers))
+    for path, layer in proven.layers.items():
+        state |= {within(path, name): tensor.clone() for name, tensor in layer.buffers.items()}
+    return state

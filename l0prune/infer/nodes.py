@@ -109,6 +109,14 @@ RESHAPES = tuple(
 )  # fmt: skip
 
 
+# Operators that are given the sizes of their output, and by which argument.
+SIZED = dict.fromkeys(
+    (f"aten.{name}" for name in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")), 1
+)
+SIZED |= dict.fromkeys((f"aten.new_{name}" for name in ("ones", "zeros", "full", "empty")), 1)
+SIZED |= dict.fromkeys((f"aten.{name}" for name in ("ones", "zeros", "full", "empty")), 0)
+
+
 def dim_order(node: Node, rank: int) -> list[int]:
     """For a permutation: which source dim each output dim is."""
     name = operator_name(node.target).removeprefix("aten.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from l0prune.errors import CaptureError, UsageError
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
+from l0prune.infer.own_code import with_code
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan.plan import Cost, Pin, Plan
 
@@ -110,7 +112,8 @@ def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
     Raises:
         CaptureError: torch.export cannot follow it.
     """
-    return Part(path, analyse(capture(model, *example, path=path)), example)
+    analysis = analyse(capture(model, *example, path=path))
+    return Part(path, with_code(analysis, model), example)
 
 
 def _islands(model: nn.Module, example: Inputs) -> list[Part]:
@@ -255,6 +258,8 @@ def _join(plans: Sequence[Plan]) -> Plan:
                 *joined.wider,
                 *((_shifted(wide, number), _shifted(other, number)) for wide, other in plan.wider),
             ),
+            alike=(*joined.alike, *(tuple(_shifted(d, number) for d in ds) for ds in plan.alike)),
+            code=joined.code.joined(plan.code.map(partial(_shifted, by=number))),
         )
     return joined
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from l0prune.plan.code import Code
 from l0prune.plan.gate_index import gate_table
 from l0prune.plan.layout import (
     Both,
@@ -111,6 +112,9 @@ class Plan:
         roles: for each parameter that is multiplied with, what each of its dims does there:
             ``"read"`` contracts an axis away, ``"write"`` produces one, ``""`` neither.
         wider: pairs of dims of which the first has to keep more positions than the second.
+        alike: dims that have to keep equally many positions, since a module's code has one number
+            for all of them.
+        code: what the code of the modules knows of sizes.
     """
 
     axes: tuple[Axis, ...]
@@ -122,6 +126,8 @@ class Plan:
     parts: tuple[str, ...] = ("",)
     roles: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wider: tuple[tuple[Layout, Layout], ...] = ()
+    alike: tuple[Layouts, ...] = ()
+    code: Code = field(default_factory=Code)
 
     @property
     def size(self) -> int:
@@ -162,7 +168,8 @@ class Plan:
 
         An open slot that nobody reads any more (all its fine gates are closed) goes too; an
         axis whose gates are all closed keeps its first slot, whose weights are zero. So does a
-        dim that has to stay ``wider`` than another, or than nothing, keep closed slots.
+        dim that has to stay ``wider`` than another, or than nothing, keep closed slots, and one
+        that is to be as wide as others (``alike``).
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
@@ -176,7 +183,19 @@ class Plan:
                 kept[axis.start] = True
         for wide, narrow in self.wider:
             self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
+        self._align(kept)
         return kept
+
+    def _align(self, kept: Tensor) -> None:
+        """Keep closed slots until dims that are ``alike`` are equally wide; in place."""
+        while True:
+            before = kept.clone()
+            for dims in self.alike:
+                widest = max(int(self.mask(dim, kept).sum()) for dim in dims)
+                for dim in dims:
+                    self._widen(kept, dim, widest)
+            if torch.equal(kept, before):
+                return
 
     def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
         """Keep closed slots of a layout's first positions until it has this size; in place."""
@@ -241,6 +260,8 @@ class Plan:
             sites=tuple(site for site in sites if axes_of(site.layout)),
             costs=tuple(replace(c, dims=tuple(map(convert, c.dims))) for c in self.costs),
             wider=tuple((convert(wide), convert(narrow)) for wide, narrow in self.wider),
+            alike=tuple(tuple(map(convert, dims)) for dims in self.alike),
+            code=self.code.map(convert),
         )
 
     def to_json(self) -> str:
@@ -258,6 +279,8 @@ class Plan:
             "parts": list(self.parts),
             "roles": self.roles,
             "wider": [[to_json(wide), to_json(narrow)] for wide, narrow in self.wider],
+            "alike": [list(map(to_json, dims)) for dims in self.alike],
+            "code": self.code.to_json(),
         }
         return json.dumps(data)
 
@@ -283,6 +306,8 @@ class Plan:
                 parts=tuple(data.get("parts", ("",))),
                 roles={name: tuple(of) for name, of in data.get("roles", {}).items()},
                 wider=tuple((from_json(a), from_json(b)) for a, b in data.get("wider", ())),
+                alike=tuple(tuple(map(from_json, dims)) for dims in data.get("alike", ())),
+                code=Code.from_json(data.get("code", {})),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

@@ -25,6 +25,7 @@ from l0prune.exporting.certify.certificate import (
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
 from l0prune.exporting.own_class.comparison import Comparison
+from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.slicing.dtypes import asks_for_less, name_of
@@ -48,6 +49,7 @@ class Proven:
         checks: the comparisons.
         comparisons: by path, whether each part could be of its own class.
         changes: attributes of the own class that follow the new sizes.
+        layers: what its layers become that need more than that, by path.
     """
 
     module: nn.Module
@@ -56,6 +58,7 @@ class Proven:
     checks: tuple[Check, ...]
     comparisons: dict[str, Comparison]
     changes: Changes
+    layers: Mapping[str, Layer]
 
 
 def prove_class(
@@ -81,7 +84,9 @@ def prove_class(
     if comparison.reason or _count(choice.module, counted) != predicted:
         return None
     checks = comparison.checks
-    return Proven(choice.module, {}, {"": answers}, checks, {"": comparison}, choice.changes)
+    return Proven(
+        choice.module, {}, {"": answers}, checks, {"": comparison}, choice.changes, own.layers
+    )
 
 
 def _answers_to_all(subject: Subject) -> Iterator[tuple[Answer, ...]]:
@@ -154,14 +159,12 @@ def _prove_whole(
             return answers, compare(answers, graph)
 
     answers, certificate = _certified(subject, batches, against)
-    module: nn.Module = graph
-    changes, comparison = own.candidates[0], Comparison(own.impossible)
-    if not own.impossible:
-        choice = choose(own, [Reference("", subject.gated, answers)])
-        changes, comparison = choice.changes, choice.comparisons[""]
-        module = graph if comparison.reason else choice.module
+    choice = choose(own, [Reference("", subject.gated, answers)])
+    comparison = choice.comparisons[""]
+    module = graph if comparison.reason else choice.module
+    layers = {} if comparison.reason else own.layers
     checks = (*certificate.checks, *comparison.checks)
-    return Proven(module, graphs, {"": answers}, checks, {"": comparison}, changes)
+    return Proven(module, graphs, {"": answers}, checks, {"": comparison}, choice.changes, layers)
 
 
 def _prove_parts(
@@ -185,10 +188,12 @@ def _prove_parts(
     ]
     choice = choose(own, references)
     dense, changes = choice.module, choice.changes
+    layers = dict(own.layers)
     replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]
     for path in replaced:
         replace_part(dense, path, graphs[path])
         changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
+        layers = {p: c for p, c in layers.items() if not f"{p}.".startswith(f"{path}.")}
     _check_count(dense, parts, predicted)
     # a graph of a part asks for the example's sizes, and refuses others
     also = () if replaced else first
@@ -206,7 +211,7 @@ def _prove_parts(
         ) from error
     if replaced:
         answers |= {p: (*answers[p], *of_one.get(p, ())) for p in set(paths) - set(replaced)}
-    return Proven(dense, graphs, answers, certificate.checks, choice.comparisons, changes)
+    return Proven(dense, graphs, answers, certificate.checks, choice.comparisons, changes, layers)
 
 
 def _one_example(

@@ -16,7 +16,8 @@ from l0prune.exporting.own_class.comparison import (
     compare_class,
     training_fault,
 )
-from l0prune.exporting.own_class.remembered_sizes import remembered_sizes
+from l0prune.exporting.own_class.layers import Layer, layers_for, with_layers
+from l0prune.exporting.own_class.remembered_sizes import remembered_sizes, sizes_in_code
 from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import under_all_names
@@ -31,39 +32,47 @@ class OwnClass:
         plain: the ungated model at its old sizes.
         tensors: the cut tensors in float64, by name.
         candidates: attributes to change, the surest first: without and with guesses at sizes.
-        impossible: why it cannot be right, where that is known beforehand; else empty.
+        layers: by path, the modules that need more than cut tensors and attributes.
     """
 
     plain: nn.Module
     tensors: Mapping[str, Tensor]
     candidates: tuple[Changes, ...]
-    impossible: str = ""
+    layers: Mapping[str, Layer]
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
-        return resized(self.plain, changes, self.tensors)
+        result = resized(self.plain, changes, with_layers(self.tensors, self.layers))
+        for path, layer in self.layers.items():
+            layer.put_on(result.get_submodule(path))
+        return result
 
 
-def own_class(
-    plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor], *, whole: bool
-) -> OwnClass:
+def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -> OwnClass:
     """What the resized model may be.
 
     Args:
         plain: the ungated model at its old sizes.
         chosen: the slots that stay.
         tensors: the cut tensors in float64, by name.
-        whole: the model is captured as one part, in which a gather may stand.
     """
-    sure = changed_attributes(plain, under_all_names(plain, chosen.plan, tensors))
-    candidates = [sure]
+    by_tensors = changed_attributes(plain, under_all_names(plain, chosen.plan, tensors))
+    in_code = sizes_in_code(plain, chosen.plan, chosen.kept)
+    candidates = [_joined(in_code, by_tensors)]
     for largest in (False, True):
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
-        candidates.append(
-            {p: {**guessed.get(p, {}), **sure.get(p, {})} for p in {**guessed, **sure}}
-        )
+        candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    return OwnClass(plain, tensors, distinct, _gathers(chosen) if whole else "")
+    return OwnClass(plain, tensors, distinct, layers_for(plain, chosen))
+
+
+def _joined(*changes: Changes) -> Changes:
+    """All of them; of one attribute the last."""
+    result: Changes = {}
+    for each in changes:
+        for path, attributes in each.items():
+            result[path] = {**result.get(path, {}), **attributes}
+    return result
 
 
 @dataclass(frozen=True)
@@ -147,13 +156,3 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
         for path, attributes in changes.items()
     }
     return {path: attributes for path, attributes in left.items() if attributes}
-
-
-def _gathers(chosen: Chosen) -> str:
-    """Why no class of the user's can stand in where inputs are picked one by one; else empty."""
-    if not chosen.picks_inputs:
-        return ""
-    return (
-        f"single inputs are picked ({', '.join(chosen.picks_inputs)}), for which its forward has "
-        "no place; gate with exclude='*.in' to keep the class"
-    )

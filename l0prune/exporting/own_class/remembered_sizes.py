@@ -1,7 +1,8 @@
 """Sizes that a user's own modules remember: ``num_heads``, ``head_dim``, ``hidden_size``…
 
-Nothing says what such a number stands for, so it is guessed from its name and value. A guess
-costs nothing: the resized class counts only if it is shown to compute the same.
+Where a module's code gives such a number to an operator, that says what it stands for. Of others it
+is guessed from name and value. A guess costs nothing: the resized class counts only if it is shown
+to compute the same.
 """
 
 from __future__ import annotations
@@ -20,6 +21,40 @@ _NAMES = {
     "group": ("group",),
     "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
 }
+
+Sizes = set[tuple[str, int, int]]  # kind, old size, new size
+
+
+def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, int]]:
+    """By module path, the integer attributes that its code seems to give as sizes, and the new.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        plan: its plan.
+        kept: the slots that stay, bool, flat.
+    """
+    found = {}
+    for path, dims in plan.code.sizes.items():
+        sizes: Sizes = set()
+        for dim in dims:
+            left = int(plan.mask(dim, kept).sum()) if axes_of(dim) else size_of(dim)
+            kinds = {plan.axes[number].kind for number in axes_of(dim)}
+            kind = kinds.pop() if len(kinds) == 1 else ""
+            sizes |= {(each, size_of(dim), left) for each in {kind if kind in _NAMES else "", ""}}
+        changes = {
+            name: new
+            for name, value in vars(model.get_submodule(path)).items()
+            if type(value) is int and (new := _size_in_code(name, value, sizes)) != value
+        }
+        if changes:
+            found[path] = changes
+    return found
+
+
+def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
+    """What the one size of this value becomes; by its name where there are several."""
+    news = {new for _, old, new in sizes if old == value}
+    return news.pop() if len(news) == 1 else _new_size(name, value, sizes, largest=False)
 
 
 def remembered_sizes(
@@ -48,9 +83,6 @@ def remembered_sizes(
         if changes:
             found[path] = changes
     return found
-
-
-Sizes = set[tuple[str, int, int]]  # kind, old size, new size
 
 
 def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:

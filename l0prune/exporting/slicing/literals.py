@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from l0prune.exporting.slicing.sizes import Sizes
-from l0prune.infer.nodes import SLICES, SPLITS, argument, operator_name
+from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name
 from l0prune.infer.rules.factories import PATTERNS
 from l0prune.plan.layout import Layout, outer, size_of
 
@@ -49,19 +49,12 @@ def _source(node: Node) -> Node:
     return source
 
 
-@rewrites(
-    *(f"aten.{name}" for name in ("view", "reshape", "_unsafe_view", "expand", "broadcast_to")),
-    *(f"aten.new_{name}" for name in ("ones", "zeros", "full", "empty")),
-)
+@rewrites(*SIZED)
 def sizes_of_output(sizes: Sizes, node: Node) -> None:
-    """The second argument lists the output's sizes."""
-    _fit(sizes, node, 1)
-
-
-@rewrites(*(f"aten.{name}" for name in ("ones", "zeros", "full", "empty")))
-def sizes_of_made(sizes: Sizes, node: Node) -> None:
-    """The first argument lists the output's sizes."""
-    _fit(sizes, node, 0)
+    """One argument lists the output's sizes."""
+    position = SIZED[operator_name(node.target)]
+    pairs = zip(node.args[position], sizes.dims(node), strict=True)  # type: ignore[arg-type]
+    node.update_arg(position, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
 @rewrites(*PATTERNS)
@@ -93,12 +86,6 @@ def stored_index(node: Node, index: Tensor, name: str) -> Node:
         name += "_again"
     module.register_buffer(name, index)
     return node.graph.get_attr(name)
-
-
-def _fit(sizes: Sizes, node: Node, position: int) -> None:
-    """Make the output's sizes right that stand in this argument."""
-    pairs = zip(node.args[position], sizes.dims(node), strict=True)  # type: ignore[arg-type]
-    node.update_arg(position, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
 @rewrites("aten.unflatten")

@@ -1,0 +1,160 @@
+"""Layers of a model that need another forward, or other numbers, once some inputs are gone.
+
+A module that averages over an axis would divide by fewer values. Which of its numbers have to
+change is not known of a user's own class; but there are few ways to write a norm, and each is tried
+on its own, on random values that are zero where slots are gone: it has to compute what the whole
+module does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.copying import copied
+from l0prune.capture.provenance import within
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.own_class.cut_layers import LAYERS
+from l0prune.exporting.own_class.resizing import changed_attributes, resized
+from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.tensors import cut
+from l0prune.plan.layout import Both, Layouts, axes_of, size_of
+
+_ROUNDING = 1e-10
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one module becomes right for what is left of its inputs.
+
+    Attributes:
+        attributes: that change.
+        kind: of ``cut_layers``, the class that it becomes; empty where it keeps its own.
+        buffers: tensors that it gains.
+        scale, offset: its parameters p become ``scale · (p + offset) − offset``.
+    """
+
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    offset: float = 0.0
+
+    def put_on(self, module: nn.Module) -> None:
+        """Change the module in place, but for its parameters."""
+        if self.kind:
+            module.__class__ = LAYERS[self.kind]
+        for name, value in self.attributes.items():
+            setattr(module, name, value)
+        for name, tensor in self.buffers.items():
+            module.register_buffer(name, tensor)
+
+    def scaled(self, tensor: Tensor) -> Tensor:
+        """A parameter as the module has to have it."""
+        return tensor if self.scale == 1 else self.scale * (tensor + self.offset) - self.offset
+
+
+def with_layers(tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+    """The cut tensors as the modules at these paths have to have them."""
+    return {
+        name: layers[path].scaled(tensor) if path in layers else tensor
+        for name, tensor in tensors.items()
+        for path in [name.rpartition(".")[0]]
+    }
+
+
+def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
+    """By path, what the modules become that are not right with cut tensors alone.
+
+    Args:
+        plain: the ungated model at its old sizes.
+        chosen: the slots that stay.
+    """
+    found = dict(_picked(plain, chosen))
+    for path, dims in chosen.plan.code.averages.items():
+        if any(not chosen.plan.mask(dim, chosen.kept).all() for dim in dims if axes_of(dim)):
+            layer = _averaging(plain.get_submodule(path), path, dims, chosen)
+            if layer is not None:
+                found[path] = layer
+    return found
+
+
+def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
+    """Linear layers of which single inputs are gone: those that are left are picked."""
+    plan, kept = chosen.plan, chosen.kept
+    for name, dims in plan.tensors.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf != "weight" or len(dims) != 2 or not isinstance(dims[1], Both):
+            continue
+        fine = plan.mask(dims[1], kept)[plan.mask(dims[1].base, kept)]
+        if type(plain.get_submodule(path)) is nn.Linear and not fine.all():
+            yield path, Layer(kind="PickedLinear", buffers={"kept": fine.nonzero().flatten()})
+
+
+def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> Layer | None:
+    """What makes the module right that averages over these dims of its input, if that is known."""
+    plan, kept = chosen.plan, chosen.kept
+    generator = torch.Generator().manual_seed(0)
+    whole = copied(module).double().eval()
+    tensors = {}
+    for name, parameter in whole.named_parameters():
+        layouts = plan.tensors.get(within(path, name))
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if layouts is not None:
+            tensors[name] = cut(plan, layouts, parameter.detach(), kept)
+    x = torch.randn([size_of(dim) for dim in dims], generator=generator, dtype=torch.float64)
+    for number, dim in enumerate(dims):
+        mask = plan.mask(dim, kept).view([-1 if d == number else 1 for d in range(len(dims))])
+        x = x * mask
+    with torch.no_grad(), suppress(Exception):  # it wants more than one tensor, or gives no such
+        expected = cut(plan, dims, whole(x), kept)
+        given = cut(plan, dims, x, kept)
+        for layer in _ways(module, dims, chosen, tensors):
+            with suppress(Exception):  # a way that is not this module's
+                if difference([expected], [_tried(module, layer, tensors)(given)]) < _ROUNDING:
+                    return layer
+    return None
+
+
+def _tried(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> nn.Module:
+    scaled = {name: layer.scaled(tensor) for name, tensor in tensors.items()}
+    changes = changed_attributes(module, tensors)
+    result = resized(module, changes, scaled).double().eval()
+    layer.put_on(result)
+    return result
+
+
+def _ways(
+    module: nn.Module, dims: Layouts, chosen: Chosen, tensors: Mapping[str, Tensor]
+) -> Iterator[Layer]:
+    """How norms are written, the least change first."""
+    plan = chosen.plan
+    left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
+    gone = [number for number, dim in enumerate(dims) if left[number] != size_of(dim)]
+    by = math.prod(size_of(dims[d]) for d in gone) / math.prod(left[d] for d in gone)
+    shape = tuple(next(iter(tensors.values())).shape) if tensors else (left[-1],)
+    yield Layer()
+    # x/√(Σx²/n + ε) = √(n/k) · x/√(Σx²/k + ε·n/k); and x/(Σx/n + ε) = n/k · x/(Σx/k + ε·n/k)
+    small = {
+        name: value * by
+        for name, value in vars(module).items()
+        if isinstance(value, float) and "eps" in name
+    }
+    for scale in (by**0.5, 1 / by, by) if small else ():
+        for offset in (0.0, 1.0):
+            yield Layer(small, scale=scale, offset=offset)
+    if isinstance(module, nn.GroupNorm):
+        settings: dict[str, Any] = {"num_channels": left[1], "num_groups": 1, "inputs": size_of(dims[1])}
+        yield Layer(settings, kind="CutGroupNorm")
+    if isinstance(module, nn.LayerNorm):
+        for first in (-len(shape), 1):
+            over = [1] if first == 1 else range(first, 0)
+            inputs = math.prod(size_of(dims[dim]) for dim in over)
+            settings = {"normalized_shape": shape, "inputs": inputs, "dim": first}
+            yield Layer(settings, kind="CutLayerNorm")
