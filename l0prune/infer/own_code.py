@@ -8,8 +8,9 @@ is given. Both are noted here, by module, from the nodes that its forward made.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from torch import nn
 from torch.fx import Node
@@ -27,9 +28,10 @@ _NORMS = ("aten.layer_norm", "aten.group_norm", "aten.rms_norm")
 
 def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     """The analysis with what the model's code says; its plan keeps alike what has one number."""
-    code = Code(sizes=_sizes(analysis), averages=_averages(analysis, model))
-    plan = replace(analysis.plan, code=code)
-    return replace(analysis, plan=replace(plan, alike=tuple(_alike(plan, model))))
+    plan, every = analysis.plan, _sizes(analysis)
+    alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
+    code = Code(_not_received(analysis, every), _averages(analysis, model))
+    return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
 
 
 # --- numbers --------------------------------------------------------------------------------
@@ -40,31 +42,54 @@ def _sizes(analysis: Analysis) -> dict[str, Layouts]:
 
     Beside those the ones that have no axis but the same size: the number may be theirs.
     """
-    found: dict[str, dict[Layout, None]] = defaultdict(dict)
-    for node in analysis.captured.graph.nodes:
-        if node.op == "call_function" and node.name in analysis.layouts:
-            for layout in _given(node, analysis.layouts[node.name]):
-                found[_path(node)][layout] = None
     result = {}
-    for path, dims in found.items():
+    for path, nodes in _regions(analysis).items():
+        dims = list(dict.fromkeys(chain.from_iterable(_given(n, analysis) for n in nodes)))
         cut = {size_of(dim) for dim in dims if axes_of(dim)}
-        told = tuple(dim for dim in dims if size_of(dim) in cut)
-        if told:
-            result[path] = told
+        if cut:
+            result[path] = tuple(dim for dim in dims if size_of(dim) in cut)
     return result
 
 
-def _given(node: Node, layouts: tuple) -> Iterator[Layout]:
+def _not_received(analysis: Analysis, sizes: Mapping[str, Layouts]) -> dict[str, Layouts]:
+    """Without dims that an input of the module has: their size was probably read off that.
+
+    They stay where no other dim has that size.
+    """
+    regions, result = _regions(analysis), {}
+    for path, dims in sizes.items():
+        received = {dim for each in _inputs(analysis, regions[path]) for dim in each}
+        other = {size_of(dim) for dim in dims if dim not in received}
+        result[path] = tuple(
+            dim
+            for dim in dims
+            if dim not in received or not axes_of(dim) or size_of(dim) not in other
+        )
+    return result
+
+
+def _regions(analysis: Analysis) -> dict[str, list[Node]]:
+    """By path, the calls that the forward of each module makes by itself."""
+    regions: dict[str, list[Node]] = defaultdict(list)
+    for node in analysis.captured.graph.nodes:
+        if node.op == "call_function":
+            regions[_path(node)].append(node)
+    return regions
+
+
+def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
     """The dims of a call's output whose size is a number among its arguments."""
-    name = operator_name(node.target)
+    name, layouts = operator_name(node.target), analysis.layouts.get(node.name, ())
+    if not layouts:
+        return
     if name in SIZED:
         sizes = zip(node.args[SIZED[name]], layouts, strict=False)  # type: ignore[arg-type]
     elif name == "aten.unflatten":
         dim = int(node.args[1]) % (len(layouts) - len(node.args[2]) + 1)  # type: ignore[arg-type]
         sizes = zip(node.args[2], layouts[dim:], strict=False)  # type: ignore[arg-type]
-    elif name in SPLITS and name != "aten.chunk":
+    elif name in SPLITS:
         dim = int(argument(node, 2, "dim", 0)) % len(layouts[0])
-        given = node.args[1]
+        given = size_of(layouts[0][dim]) if name == "aten.chunk" else node.args[1]
         each = given if isinstance(given, list | tuple) else [given] * len(layouts)
         sizes = zip(each, (piece[dim] for piece in layouts), strict=False)
     elif name in SLICES and not argument(node, 2, "start", 0):
@@ -85,20 +110,12 @@ def _path(node: Node) -> str:
 
 def _averages(analysis: Analysis, model: nn.Module) -> dict[str, Layouts]:
     """By module that averages over an axis and holds no other, the dims of its only input."""
-    paths = {
-        _path(node)
-        for node in analysis.captured.graph.nodes
-        if node.op == "call_function" and any(map(axes_of, _averaged(node, analysis)))
-    }
-    regions: dict[str, list[Node]] = {path: [] for path in sorted(paths)}
-    for node in analysis.captured.graph.nodes:
-        if node.op == "call_function" and _path(node) in regions:
-            regions[_path(node)].append(node)
     found = {}
-    for path, nodes in regions.items():
-        inputs = set(_inputs(analysis, nodes))
-        if len(inputs) == 1 and not any(True for _ in model.get_submodule(path).children()):
-            found[path] = inputs.pop()
+    for path, nodes in _regions(analysis).items():
+        if any(axes_of(dim) for node in nodes for dim in _averaged(node, analysis)):
+            inputs = set(_inputs(analysis, nodes))
+            if len(inputs) == 1 and not any(True for _ in model.get_submodule(path).children()):
+                found[path] = inputs.pop()
     return found
 
 
@@ -130,19 +147,33 @@ def _inputs(analysis: Analysis, region: list[Node]) -> Iterator[Layouts]:
 # --- what has one number --------------------------------------------------------------------
 
 
-def _alike(plan: Plan, model: nn.Module) -> Iterator[Layouts]:
+def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -> Iterator[Layouts]:
     """Dims that one attribute of a module stands for, as its code gives the sizes of all."""
-    for path, dims in plan.code.sizes.items():
+    for path, dims in sizes.items():
         values = [value for value in vars(model.get_submodule(path)).values() if type(value) is int]
         by_kind: dict[tuple[int, str], list[Layout]] = defaultdict(list)
         for dim in dims:
-            kind = kind_of(plan, dim)
+            kind = _kind_of(plan, dim)
             if kind is not None and size_of(dim) in values:
                 by_kind[size_of(dim), kind].append(dim)
         yield from (tuple(same) for same in by_kind.values() if len(same) > 1)
 
 
-def kind_of(plan: Plan, dim: Layout) -> str | None:
+def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:
+    """Dims that code splits into pieces of one size."""
+    for node in analysis.captured.graph.nodes:
+        if node.op == "call_function" and operator_name(node.target) in (
+            "aten.chunk",
+            "aten.split",
+        ):
+            pieces = analysis.layouts.get(node.name, ())
+            dim = int(argument(node, 2, "dim", 0)) % len(pieces[0]) if pieces else 0
+            dims = tuple(dict.fromkeys(piece[dim] for piece in pieces))
+            if len(dims) > 1 and all(size_of(each) == size_of(dims[0]) for each in dims):
+                yield dims
+
+
+def _kind_of(plan: Plan, dim: Layout) -> str | None:
     """The kind of the axes that a dim is made of, side by side; None where that is not one."""
     if not isinstance(dim, Slots | Cat) or not all(isinstance(p, Slots) for p in _parts(dim)):
         return None

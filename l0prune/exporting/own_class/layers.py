@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import within
 from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.own_class.cut_layers import LAYERS
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
@@ -112,7 +113,12 @@ def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> L
     for number, dim in enumerate(dims):
         mask = plan.mask(dim, kept).view([-1 if d == number else 1 for d in range(len(dims))])
         x = x * mask
-    with torch.no_grad(), suppress(Exception):  # it wants more than one tensor, or gives no such
+    exact = InOneDtype(torch.float64)
+    with (
+        torch.no_grad(),
+        exact,
+        suppress(Exception),
+    ):  # it wants more than one tensor, or gives no such
         expected = cut(plan, dims, whole(x), kept)
         given = cut(plan, dims, x, kept)
         for layer in _ways(module, dims, chosen, tensors):
@@ -137,24 +143,28 @@ def _ways(
     plan = chosen.plan
     left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
     gone = [number for number, dim in enumerate(dims) if left[number] != size_of(dim)]
-    by = math.prod(size_of(dims[d]) for d in gone) / math.prod(left[d] for d in gone)
     shape = tuple(next(iter(tensors.values())).shape) if tensors else (left[-1],)
     yield Layer()
     # x/√(Σx²/n + ε) = √(n/k) · x/√(Σx²/k + ε·n/k); and x/(Σx/n + ε) = n/k · x/(Σx/k + ε·n/k)
-    small = {
-        name: value * by
-        for name, value in vars(module).items()
-        if isinstance(value, float) and "eps" in name
-    }
-    for scale in (by**0.5, 1 / by, by) if small else ():
-        for offset in (0.0, 1.0):
-            yield Layer(small, scale=scale, offset=offset)
+    for over in (gone, *([number] for number in gone if len(gone) > 1)):
+        by = math.prod(size_of(dims[d]) for d in over) / math.prod(left[d] for d in over)
+        small = {
+            name: value * by
+            for name, value in vars(module).items()
+            if isinstance(value, float) and "eps" in name
+        }
+        for scale in (by**0.5, 1 / by, by) if small else ():
+            for offset in (0.0, 1.0):
+                yield Layer(small, scale=scale, offset=offset)
     if isinstance(module, nn.GroupNorm):
-        settings: dict[str, Any] = {"num_channels": left[1], "num_groups": 1, "inputs": size_of(dims[1])}
+        settings: dict[str, Any] = {
+            "num_channels": left[1],
+            "num_groups": 1,
+            "inputs": size_of(dims[1]),
+        }
         yield Layer(settings, kind="CutGroupNorm")
     if isinstance(module, nn.LayerNorm):
         for first in (-len(shape), 1):
-            over = [1] if first == 1 else range(first, 0)
-            inputs = math.prod(size_of(dims[dim]) for dim in over)
-            settings = {"normalized_shape": shape, "inputs": inputs, "dim": first}
-            yield Layer(settings, kind="CutLayerNorm")
+            inputs = math.prod(size_of(dims[d]) for d in ([1] if first == 1 else range(first, 0)))
+            values: dict[str, Any] = {"normalized_shape": shape, "inputs": inputs, "dim": first}
+            yield Layer(values, kind="CutLayerNorm")
