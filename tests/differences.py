@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from unittest import mock
 
 import onnxruntime
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import l0prune
 from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.own_class.choice import own_class
+from l0prune.exporting.own_class.comparison import Comparison
 
 # What is left of a cut in float32: the weights that were folded are rounded once.
 ROUNDED = 1e-5
@@ -55,10 +55,12 @@ def graph_difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     """The same of the captured graph, which is made only where the class cannot stand for it."""
     if any(check.what == "dense" for check in dense.certificate.checks):
         return 0.0  # it was made, and its certificate is one of what it computes
-    with mock.patch.multiple(
-        sys.modules["l0prune.exporting.export"],
-        _as_class=lambda _: None,
-        own_class=lambda *given, **named: replace(own_class(*given, **named), impossible="a test"),
+    with (
+        mock.patch(
+            "l0prune.exporting.own_class.choice.compare_class",
+            return_value=Comparison("a test"),
+        ),
+        mock.patch.object(sys.modules["l0prune.exporting.export"], "_as_class", return_value=None),
     ):
         other = l0prune.export(gated)
     assert not other.rebuilt

@@ -13,7 +13,6 @@ from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
-from l0prune.exporting.own_class.layers import with_layers
 from l0prune.exporting.own_class.resizing import manifest
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
@@ -106,9 +105,10 @@ def _as_class(subject: Subject) -> _Cut | None:
     proven = prove_class(subject, own, predicted, counted)
     if proven is None:
         return None
-    state = _state(subject, plan, tensors, proven)
+    state = _state(subject, plan, proven)
     unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
-    tensors.clear()  # what is handed out lets go of float64 one by one
+    for each in (tensors, proven.tensors):
+        each.clear()  # what is handed out lets go of float64 one by one
     return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state))
 
 
@@ -122,8 +122,9 @@ def _as_graph(subject: Subject) -> _Cut:
     own = own_class(subject.plain, chosen, tensors)
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, own, predicted)
-    state = _state(subject, parts.plan, tensors, proven)
-    tensors.clear()  # what is handed out lets go of float64 one by one
+    state = _state(subject, parts.plan, proven)
+    for each in (tensors, proven.tensors):
+        each.clear()  # what is handed out lets go of float64 one by one
     made: Whole | InParts
     if is_whole:
         made = whole(subject, proven, parts.found[0].analysis.captured, state)
@@ -133,11 +134,9 @@ def _as_graph(subject: Subject) -> _Cut:
     return _Cut(chosen, proven, parts.unused, state, made)
 
 
-def _state(
-    subject: Subject, plan: Plan, tensors: Mapping[str, Tensor], proven: Proven
-) -> dict[str, Tensor]:
+def _state(subject: Subject, plan: Plan, proven: Proven) -> dict[str, Tensor]:
     """The model's own state_dict at the new sizes, with what its layers gain."""
-    state = cut_state(subject.plain, plan, with_layers(tensors, proven.layers))
+    state = cut_state(subject.plain, plan, proven.tensors)
     for path, layer in proven.layers.items():
         state |= {within(path, name): tensor.clone() for name, tensor in layer.buffers.items()}
     return state

@@ -18,6 +18,7 @@ from torch.fx import Node
 from l0prune.capture.provenance import module_of
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name, shape_of
+from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.plan.code import Code
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
@@ -30,7 +31,8 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     """The analysis with what the model's code says; its plan keeps alike what has one number."""
     plan, every = analysis.plan, _sizes(analysis)
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
-    code = Code(_not_received(analysis, every), _averages(analysis, model))
+    averages, queries = _averages(analysis, model), tuple(query_factors(analysis))
+    code = Code(_not_received(analysis, every), averages, queries)
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
 
 

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from l0prune.plan.layout import Layout, Layouts, from_json, to_json
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Rows of a parameter that make the queries of an attention whose scale follows its heads.
+
+    Attributes:
+        tensor: name of the parameter.
+        ranges: of its dim 0, ends exclusive.
+        head: of the queries, the dim within a head.
+    """
+
+    tensor: str
+    ranges: tuple[tuple[int, int], ...]
+    head: Layout
 
 
 @dataclass(frozen=True)
@@ -16,10 +31,12 @@ class Code:
     Attributes:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
         averages: the dims of its input, for a module that averages over an axis.
+        queries: what attention without a scale of its own is computed from.
     """
 
     sizes: Mapping[str, Layouts] = field(default_factory=dict)
     averages: Mapping[str, Layouts] = field(default_factory=dict)
+    queries: tuple[Factor, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """The same with every layout changed."""
@@ -27,18 +44,25 @@ class Code:
             {path: tuple(map(change, dims)) for path, dims in each.items()}
             for each in (self.sizes, self.averages)
         )
-        return Code(sizes, averages)
+        queries = (replace(each, head=change(each.head)) for each in self.queries)
+        return Code(sizes, averages, tuple(queries))
 
     def joined(self, other: Code) -> Code:
         """What both know; they speak of different modules."""
-        return Code({**self.sizes, **other.sizes}, {**self.averages, **other.averages})
+        return Code(
+            {**self.sizes, **other.sizes},
+            {**self.averages, **other.averages},
+            (*self.queries, *other.queries),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As plain lists and numbers; ``from_json`` reads them back."""
-        return {
+        named = (("sizes", self.sizes), ("averages", self.averages))
+        data: dict[str, Any] = {
             name: {path: list(map(to_json, dims)) for path, dims in each.items()}
-            for name, each in (("sizes", self.sizes), ("averages", self.averages))
+            for name, each in named
         }
+        return {**data, "queries": [[q.tensor, q.ranges, to_json(q.head)] for q in self.queries]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Code:
@@ -47,4 +71,8 @@ class Code:
             {path: tuple(map(from_json, dims)) for path, dims in data.get(name, {}).items()}
             for name in ("sizes", "averages")
         )
-        return Code(sizes, averages)
+        queries = (
+            Factor(tensor, tuple((start, stop) for start, stop in ranges), from_json(head))
+            for tensor, ranges, head in data.get("queries", ())
+        )
+        return Code(sizes, averages, tuple(queries))

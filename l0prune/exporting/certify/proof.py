@@ -50,6 +50,7 @@ class Proven:
         comparisons: by path, whether each part could be of its own class.
         changes: attributes of the own class that follow the new sizes.
         layers: what its layers become that need more than that, by path.
+        tensors: the cut tensors as the module has to have them, by name.
     """
 
     module: nn.Module
@@ -59,6 +60,7 @@ class Proven:
     comparisons: dict[str, Comparison]
     changes: Changes
     layers: Mapping[str, Layer]
+    tensors: dict[str, Tensor]
 
 
 def prove_class(
@@ -83,9 +85,15 @@ def prove_class(
     comparison = choice.comparisons[""]
     if comparison.reason or _count(choice.module, counted) != predicted:
         return None
-    checks = comparison.checks
     return Proven(
-        choice.module, {}, {"": answers}, checks, {"": comparison}, choice.changes, own.layers
+        choice.module,
+        graphs={},
+        answers={"": answers},
+        checks=comparison.checks,
+        comparisons={"": comparison},
+        changes=choice.changes,
+        layers=own.layers,
+        tensors=own.own_tensors(),
     )
 
 
@@ -161,10 +169,17 @@ def _prove_whole(
     answers, certificate = _certified(subject, batches, against)
     choice = choose(own, [Reference("", subject.gated, answers)])
     comparison = choice.comparisons[""]
-    module = graph if comparison.reason else choice.module
-    layers = {} if comparison.reason else own.layers
-    checks = (*certificate.checks, *comparison.checks)
-    return Proven(module, graphs, {"": answers}, checks, {"": comparison}, choice.changes, layers)
+    is_graph = bool(comparison.reason)
+    return Proven(
+        graph if is_graph else choice.module,
+        graphs=graphs,
+        answers={"": answers},
+        checks=(*certificate.checks, *comparison.checks),
+        comparisons={"": comparison},
+        changes=choice.changes,
+        layers={} if is_graph else own.layers,
+        tensors=dict(own.tensors) if is_graph else own.own_tensors(),
+    )
 
 
 def _prove_parts(
@@ -211,7 +226,16 @@ def _prove_parts(
         ) from error
     if replaced:
         answers |= {p: (*answers[p], *of_one.get(p, ())) for p in set(paths) - set(replaced)}
-    return Proven(dense, graphs, answers, certificate.checks, choice.comparisons, changes, layers)
+    return Proven(
+        dense,
+        graphs=graphs,
+        answers=answers,
+        checks=certificate.checks,
+        comparisons=choice.comparisons,
+        changes=changes,
+        layers=layers,
+        tensors=own.own_tensors(apart_from=replaced),
+    )
 
 
 def _one_example(

@@ -16,7 +16,8 @@ from l0prune.exporting.own_class.comparison import (
     compare_class,
     training_fault,
 )
-from l0prune.exporting.own_class.layers import Layer, layers_for, with_layers
+from l0prune.exporting.own_class.layers import Layer, layers_for
+from l0prune.exporting.own_class.queries import query_scales
 from l0prune.exporting.own_class.remembered_sizes import remembered_sizes, sizes_in_code
 from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
@@ -33,19 +34,34 @@ class OwnClass:
         tensors: the cut tensors in float64, by name.
         candidates: attributes to change, the surest first: without and with guesses at sizes.
         layers: by path, the modules that need more than cut tensors and attributes.
+        scales: by parameter, what its rows are multiplied with.
     """
 
     plain: nn.Module
     tensors: Mapping[str, Tensor]
     candidates: tuple[Changes, ...]
     layers: Mapping[str, Layer]
+    scales: Mapping[str, Tensor]
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
-        result = resized(self.plain, changes, with_layers(self.tensors, self.layers))
+        result = resized(self.plain, changes, self.own_tensors())
         for path, layer in self.layers.items():
             layer.put_on(result.get_submodule(path))
         return result
+
+    def own_tensors(self, apart_from: Sequence[str] = ()) -> dict[str, Tensor]:
+        """The cut tensors as the class has to have them, but for submodules that stay graphs."""
+        own = dict(self.tensors)
+        for name, tensor in self.tensors.items():
+            path = name.rpartition(".")[0]
+            if any(f"{name}.".startswith(f"{each}.") for each in apart_from):
+                continue
+            if path in self.layers:
+                own[name] = self.layers[path].scaled(tensor)
+            if name in self.scales:
+                own[name] = own[name] * self.scales[name].view(-1, *[1] * (tensor.ndim - 1))
+        return own
 
 
 def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -> OwnClass:
@@ -63,7 +79,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    return OwnClass(plain, tensors, distinct, layers_for(plain, chosen))
+    return OwnClass(plain, tensors, distinct, layers_for(plain, chosen), query_scales(chosen))
 
 
 def _joined(*changes: Changes) -> Changes:

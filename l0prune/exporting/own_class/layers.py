@@ -61,15 +61,6 @@ class Layer:
         return tensor if self.scale == 1 else self.scale * (tensor + self.offset) - self.offset
 
 
-def with_layers(tensors: Mapping[str, Tensor], layers: Mapping[str, Layer]) -> dict[str, Tensor]:
-    """The cut tensors as the modules at these paths have to have them."""
-    return {
-        name: layers[path].scaled(tensor) if path in layers else tensor
-        for name, tensor in tensors.items()
-        for path in [name.rpartition(".")[0]]
-    }
-
-
 def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
     """By path, what the modules become that are not right with cut tensors alone.
 

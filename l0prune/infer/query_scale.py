@@ -1,0 +1,183 @@
+"""What attention without a scale of its own is computed from.
+
+``scaled_dot_product_attention`` divides by the root of the head's size, unless it is given a scale.
+The class of a cut model would divide by the root of what is left of it. The queries make up for
+that, if what they are computed from is known: which rows of which weights, biases and norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from l0prune.infer.build import Analysis
+from l0prune.infer.nodes import (
+    IDENTITIES,
+    PERMUTATIONS,
+    RESHAPES,
+    SLICES,
+    SPLITS,
+    argument,
+    hint,
+    operator_name,
+    shape_of,
+)
+from l0prune.plan.code import Factor
+from l0prune.plan.layout import Layout, axes_of
+
+_MOVED = (*RESHAPES, *PERMUTATIONS, *IDENTITIES, *SLICES, *SPLITS, "getitem")
+_MOVED += tuple(
+    f"aten.{name}"
+    for name in (
+        "select",
+        "unbind",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "repeat",
+        "repeat_interleave",
+    )
+)
+_SIGNED = ("aten.neg", "aten.mul", "aten.div")
+_NORMS = {"aten.layer_norm": (2, 3), "aten.rms_norm": (2,)}
+
+# By parameter, which of its positions along dim 0 each entry of a tensor is made with; −1 for none.
+_Rows = dict[str, list[Tensor]]
+
+
+class _Unknown(Exception):
+    """There is an operator that is not followed."""
+
+
+def query_factors(analysis: Analysis) -> Iterator[Factor]:
+    """For each attention whose scale follows the size of its heads, what makes its queries."""
+    for node in analysis.captured.graph.nodes:
+        if operator_name(node.target) != "aten.scaled_dot_product_attention":
+            continue
+        query = node.args[0]
+        head: Layout = analysis.layouts[query.name][-1]
+        if not axes_of(head) or argument(node, 6, "scale") is not None:
+            continue
+        try:
+            rows = _Followed(analysis).rows(query)
+        except _Unknown:
+            continue  # the class is then shown to be another function
+        for name, tensors in rows.items():
+            positions = torch.cat([each.flatten() for each in tensors]).unique().tolist()
+            yield Factor(name, _ranges([p for p in positions if p >= 0]), head)
+
+
+def _ranges(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending positions as ranges, each with its end exclusive."""
+    found: list[tuple[int, int]] = []
+    for position in positions:
+        if found and found[-1][1] == position:
+            found[-1] = (found[-1][0], position + 1)
+        else:
+            found.append((position, position + 1))
+    return tuple(found)
+
+
+class _Followed:
+    """The nodes that lead to a query, each with the rows that it is made with."""
+
+    def __init__(self, analysis: Analysis) -> None:
+        self._analysis = analysis
+        self._known: dict[Node, Any] = {}
+
+    def rows(self, node: Node) -> Any:
+        """The rows that a node is made with; for one with several outputs a list."""
+        if node not in self._known:
+            self._known[node] = self._made(node)
+        return self._known[node]
+
+    def _made(self, node: Node) -> Any:
+        name, captured = operator_name(node.target), self._analysis.captured
+        if node.op == "placeholder":
+            stored = captured.names.get(node.name, "")
+            if stored not in captured.parameters:
+                return {}
+            size, *others = shape_of(node) or [1]
+            positions = torch.arange(size).view(-1, *[1] * len(others))
+            return {stored: [positions.expand(size, *others)]}
+        if name == "aten.linear":
+            return self._of_operands(node, (1, 2))
+        if name in _NORMS:
+            return self._of_operands(node, _NORMS[name])
+        if name in _MOVED:
+            return self._moved(node)
+        if name == "aten.cat":
+            return self._joined(node)
+        operands = [arg for arg in node.args if isinstance(arg, Node)]
+        found = [(arg, made) for arg in operands if (made := self.rows(arg))]
+        if name in ("aten.add", "aten.sub"):
+            every: _Rows = {}
+            for _, made in found:
+                for key, tensors in made.items():
+                    every.setdefault(key, []).extend(self._like(node, t) for t in tensors)
+            return every
+        if name in _SIGNED and len(found) <= 2:
+            bare = [made for arg, made in found if arg.op == "placeholder"]
+            chosen = bare[0] if bare else found[0][1] if len(found) == 1 else None
+            if chosen is not None:
+                return {key: [self._like(node, t) for t in ts] for key, ts in chosen.items()}
+        if found:
+            raise _Unknown
+        return {}
+
+    def _of_operands(self, node: Node, places: Sequence[int]) -> _Rows:
+        """Of parameters that each stand for the last dim of the result, by their own dim 0."""
+        result: _Rows = {}
+        for place in places:
+            operand = node.args[place] if len(node.args) > place else None
+            made = self.rows(operand) if isinstance(operand, Node) else {}
+            if isinstance(operand, Node) and not made:
+                raise _Unknown
+            for key, tensors in made.items():
+                firsts = [t if t.ndim == 1 else t.flatten(1)[:, 0] for t in tensors]
+                result[key] = [self._like(node, first) for first in firsts]
+        return result
+
+    def _moved(self, node: Node) -> Any:
+        """Positions go where the entries go."""
+        source, *args = node.args
+        assert isinstance(source, Node)
+        made = self.rows(source)
+        if isinstance(made, list):  # of a call with several outputs
+            return made[args[0]]  # type: ignore[index]
+        call: Callable[..., Any] = node.target  # type: ignore[assignment]
+        args, kwargs = map_arg((args, node.kwargs), lambda n: hint(n.meta["val"]))
+        results = {key: [call(t, *args, **kwargs) for t in ts] for key, ts in made.items()}
+        if isinstance(node.meta["val"], Tensor):
+            return results
+        count = len(node.meta["val"])
+        return [{key: [t[i] for t in ts] for key, ts in results.items()} for i in range(count)]
+
+    def _joined(self, node: Node) -> _Rows:
+        parts, dim = node.args[0], argument(node, 1, "dim", 0)
+        assert isinstance(parts, list | tuple)
+        made = [(part, self.rows(part)) for part in parts if isinstance(part, Node)]
+        result: _Rows = {}
+        for key in dict.fromkeys(key for _, rows in made for key in rows):
+            most = max(len(rows.get(key, ())) for _, rows in made)
+            nowhere = [torch.full(shape_of(part) or [], -1) for part, _ in made]
+            result[key] = [
+                torch.cat(
+                    [
+                        rows[key][i] if i < len(rows.get(key, ())) else nowhere[number]
+                        for number, (_, rows) in enumerate(made)
+                    ],
+                    dim,
+                )
+                for i in range(most)
+            ]
+        return result
+
+    @staticmethod
+    def _like(node: Node, positions: Tensor) -> Tensor:
+        return positions.expand(shape_of(node) or [])
