@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from unittest import mock
 
@@ -51,17 +52,23 @@ def difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     return float(torch.stack(found).max())
 
 
+@contextmanager
+def as_graph():
+    """Within the context an export finds no class to be right, and hands out captured graphs."""
+    wrong = Comparison("a test")
+    exporting = sys.modules["l0prune.exporting.export"]
+    with (
+        mock.patch("l0prune.exporting.own_class.choice.compare_class", return_value=wrong),
+        mock.patch.object(exporting, "_as_class", return_value=None),
+    ):
+        yield
+
+
 def graph_difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     """The same of the captured graph, which is made only where the class cannot stand for it."""
     if any(check.what == "dense" for check in dense.certificate.checks):
         return 0.0  # it was made, and its certificate is one of what it computes
-    with (
-        mock.patch(
-            "l0prune.exporting.own_class.choice.compare_class",
-            return_value=Comparison("a test"),
-        ),
-        mock.patch.object(sys.modules["l0prune.exporting.export"], "_as_class", return_value=None),
-    ):
+    with as_graph():
         other = l0prune.export(gated)
     assert not other.rebuilt
     assert (other.params, other.macs, other.widths) == (dense.params, dense.macs, dense.widths)

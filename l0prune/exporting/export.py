@@ -13,7 +13,7 @@ from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
-from l0prune.exporting.own_class.resizing import manifest
+from l0prune.exporting.own_class.manifest import manifest
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots

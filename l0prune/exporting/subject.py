@@ -18,6 +18,7 @@ from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
+from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
 from l0prune.plan.plan import Plan
 from l0prune.running.stages import stage
@@ -104,7 +105,7 @@ def surveyed(subject: Subject) -> Parts:
     plain, example, gated_by = subject.plain, subject.example, subject.plan
     if gated_by.parts == ("",):
         for captured in (with_free_batch(plain, example), None):
-            analysis = analyse(captured or capture(plain, *example))
+            analysis = with_code(analyse(captured or capture(plain, *example)), plain)
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)

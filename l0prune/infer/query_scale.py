@@ -45,6 +45,8 @@ _MOVED += tuple(
 )
 _SIGNED = ("aten.neg", "aten.mul", "aten.div")
 _NORMS = {"aten.layer_norm": (2, 3), "aten.rms_norm": (2,)}
+# Which argument is the matrix whose columns make the result, and which is added.
+_PRODUCTS = {"aten.matmul": (1,), "aten.mm": (1,), "aten.addmm": (2, 0)}
 
 # By parameter, which of its positions along dim 0 each entry of a tensor is made with; −1 for none.
 _Rows = dict[str, list[Tensor]]
@@ -59,14 +61,14 @@ def query_factors(analysis: Analysis) -> Iterator[Factor]:
     for node in analysis.captured.graph.nodes:
         if operator_name(node.target) != "aten.scaled_dot_product_attention":
             continue
-        query = node.args[0]
+        query = argument(node, 0, "query")
         head: Layout = analysis.layouts[query.name][-1]
         if not axes_of(head) or argument(node, 6, "scale") is not None:
             continue
         try:
             rows = _Followed(analysis).rows(query)
         except _Unknown:
-            continue  # the class is then shown to be another function
+            continue  # the comparison will find the class to be another function
         for name, tensors in rows.items():
             positions = torch.cat([each.flatten() for each in tensors]).unique().tolist()
             yield Factor(name, _ranges([p for p in positions if p >= 0]), head)
@@ -107,6 +109,8 @@ class _Followed:
             return {stored: [positions.expand(size, *others)]}
         if name == "aten.linear":
             return self._of_operands(node, (1, 2))
+        if name in _PRODUCTS:
+            return self._of_columns(node, *_PRODUCTS[name])
         if name in _NORMS:
             return self._of_operands(node, _NORMS[name])
         if name in _MOVED:
@@ -143,6 +147,14 @@ class _Followed:
                 result[key] = [self._like(node, first) for first in firsts]
         return result
 
+    def _of_columns(self, node: Node, matrix: int, added: int | None = None) -> _Rows:
+        """Of a product with a weight that stands on the right, as it is or turned."""
+        found = self.rows(node.args[matrix])  # type: ignore[arg-type]
+        if len(found) != 1 or any(each.ndim != 2 for each in next(iter(found.values()))):
+            raise _Unknown
+        result = {key: [self._like(node, t[0]) for t in ts] for key, ts in found.items()}
+        return result if added is None else {**result, **self._of_operands(node, (added,))}
+
     def _moved(self, node: Node) -> Any:
         """Positions go where the entries go."""
         source, *args = node.args
@@ -152,7 +164,7 @@ class _Followed:
             return made[args[0]]  # type: ignore[index]
         call: Callable[..., Any] = node.target  # type: ignore[assignment]
         args, kwargs = map_arg((args, node.kwargs), lambda n: hint(n.meta["val"]))
-        results = {key: [call(t, *args, **kwargs) for t in ts] for key, ts in made.items()}
+        results = {k: [call(t.contiguous(), *args, **kwargs) for t in ts] for k, ts in made.items()}
         if isinstance(node.meta["val"], Tensor):
             return results
         count = len(node.meta["val"])

@@ -51,24 +51,24 @@ def test_heads_and_head_dims_that_attributes_repeat():
     assert difference(model, dense, x) <= 1e-12
 
 
-def test_a_scale_that_follows_the_head_makes_the_class_another_function():
-    _, dense = exported(Attention(scale=False), torch.randn(2, 5, 12))
-    assert not dense.rebuilt
-    assert dense.note == (
-        "The module is the captured graph, not of its own class: its forward computes something "
-        "else at these sizes."
-    )
-    _, dense = exported(
-        Attention(scale=False), torch.randn(2, 5, 12), exclude=["*.in", "*.head_dim"]
-    )
+def test_queries_make_up_for_a_scale_that_follows_the_head():
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    model, dense = exported(Attention(scale=False).double(), x)
+    (kept,) = [width[0] for name, width in dense.widths.items() if "head_dim" in name]
+    assert type(dense.module) is Attention
+    assert dense.module.head_dim == kept < 4
+    assert difference(model, dense, x) <= 1e-12
+
+
+def test_a_layer_of_which_single_inputs_are_cut_picks_those_that_stay():
+    model, dense = exported(Attention(), x := torch.randn(2, 5, 12), exclude=())
+    qkv = dense.module.qkv
     assert dense.rebuilt
-
-
-def test_where_inputs_are_picked_there_is_a_way_to_keep_the_class():
-    _, dense = exported(Attention(), torch.randn(2, 5, 12), exclude=())
-    assert not dense.rebuilt
-    assert "single inputs are picked (qkv.in)" in dense.note
-    assert "exclude='*.in'" in dense.note
+    assert isinstance(qkv, nn.Linear)
+    assert qkv.in_features == len(qkv.kept) == dense.widths["qkv.in"][0] < 12
+    (axis,) = [axis for axis in l0prune.gates(model).axes if axis.name == "qkv.in"]
+    assert torch.equal(qkv.kept, axis.open.cpu().nonzero().flatten())
+    assert difference(model, dense, x) <= ROUNDED
 
 
 def test_the_module_goes_on_training():

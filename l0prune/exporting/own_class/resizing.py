@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
 from l0prune.exporting.slicing.tensors import stored_in
-
-if TYPE_CHECKING:
-    from l0prune.exporting.own_class.layers import Layer
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
 # which the first that the module has counts.
@@ -65,22 +62,6 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
         for name, value in attributes.items():
             setattr(result.get_submodule(path), name, value)
     return result
-
-
-def manifest(
-    model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes, layers: Mapping[str, Layer]
-) -> dict[str, Any]:
-    """Old and new shape of each tensor, and what of the modules follows, as JSON data."""
-    shapes = {
-        name: {"old": list(old.shape), "new": list(tensors[name].shape)}
-        for name, old in model.state_dict().items()
-        if name in tensors
-    }
-    attributes = {path: dict(of) for path, of in changes.items()}
-    for path, layer in layers.items():
-        attributes.setdefault(path, {}).update(layer.attributes)
-    kinds = {path: layer.kind for path, layer in layers.items() if layer.kind}
-    return {"shapes": shapes, "attributes": attributes, "layers": kinds}
 
 
 def _is_buffer(model: nn.Module, name: str) -> bool:
