@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.failures import explained
 from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
+from l0prune.capture.kept_state import without_state
 from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
@@ -98,7 +99,7 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), own_forward(part), without_hints(), _quiet():
+    with evaluating(part), own_forward(part), without_state(part), without_hints(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(part, *widened(args, kwargs))

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import batch_shapes, widened
 from l0prune.capture.hints import without_hints
+from l0prune.capture.kept_state import without_state
 from l0prune.capture.recording import Inputs
 from l0prune.capture.spelling import respell
 from l0prune.exporting.slicing.dtypes import (
@@ -113,7 +114,7 @@ def reexport_part(module: nn.Module, example: Inputs, least: int = 1) -> Exporte
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
     """The program with these dynamic shapes, or static where the module does not allow them."""
     args, kwargs = example
-    with warnings.catch_warnings(), torch.no_grad(), without_hints():
+    with warnings.catch_warnings(), torch.no_grad(), without_hints(), without_state(module):
         warnings.simplefilter("ignore")
         if shapes is not None:
             with suppress(Exception):  # the static shapes come next, and the result says so
