@@ -8,6 +8,7 @@ that, if what they are computed from is known: which rows of which weights, bias
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from l0prune.infer.nodes import (
 )
 from l0prune.plan.code import Factor
 from l0prune.plan.layout import Layout, axes_of
+from l0prune.plan.layout import size_of as layout_size
 
 _MOVED = (*RESHAPES, *PERMUTATIONS, *IDENTITIES, *SLICES, *SPLITS, "getitem")
 _MOVED += tuple(
@@ -48,8 +50,9 @@ _NORMS = {"aten.layer_norm": (2, 3), "aten.rms_norm": (2,)}
 # Which argument is the matrix whose columns make the result, and which is added.
 _PRODUCTS = {"aten.matmul": (1,), "aten.mm": (1,), "aten.addmm": (2, 0)}
 
-# By parameter, which of its positions along dim 0 each entry of a tensor is made with; −1 for none.
-_Rows = dict[str, list[Tensor]]
+# By parameter and dim, which of its positions there each entry of a tensor is made with, −1 for
+# none; with None for a dim, which of all its entries it is.
+_Rows = dict[tuple[str, int | None], list[Tensor]]
 
 
 class _Unknown(Exception):
@@ -69,9 +72,10 @@ def query_factors(analysis: Analysis) -> Iterator[Factor]:
             rows = _Followed(analysis).rows(query)
         except _Unknown:
             continue  # the comparison will find the class to be another function
-        for name, tensors in rows.items():
+        for (name, dim), tensors in rows.items():
             positions = torch.cat([each.flatten() for each in tensors]).unique().tolist()
-            yield Factor(name, _ranges([p for p in positions if p >= 0]), head)
+            if dim is not None:  # not a parameter that is a query itself
+                yield Factor(name, dim, _ranges([p for p in positions if p >= 0]), head)
 
 
 def _ranges(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -104,9 +108,9 @@ class _Followed:
             stored = captured.names.get(node.name, "")
             if stored not in captured.parameters:
                 return {}
-            size, *others = shape_of(node) or [1]
-            positions = torch.arange(size).view(-1, *[1] * len(others))
-            return {stored: [positions.expand(size, *others)]}
+            shape = shape_of(node) or []
+            entries = torch.arange(prod(shape)).view(shape)
+            return {(stored, 0 if len(shape) == 1 else None): [entries]}
         if name == "aten.linear":
             return self._of_operands(node, (1, 2))
         if name in _PRODUCTS:
@@ -143,8 +147,10 @@ class _Followed:
             if isinstance(operand, Node) and not made:
                 raise _Unknown
             for key, tensors in made.items():
-                firsts = [t if t.ndim == 1 else t.flatten(1)[:, 0] for t in tensors]
-                result[key] = [self._like(node, first) for first in firsts]
+                for each in tensors:
+                    first = each if each.ndim == 1 else each.flatten(1)[:, 0]
+                    key, positions = self._along(key, first)
+                    result.setdefault(key, []).append(self._like(node, positions))
         return result
 
     def _of_columns(self, node: Node, matrix: int, added: int | None = None) -> _Rows:
@@ -152,7 +158,9 @@ class _Followed:
         found = self.rows(node.args[matrix])  # type: ignore[arg-type]
         if len(found) != 1 or any(each.ndim != 2 for each in next(iter(found.values()))):
             raise _Unknown
-        result = {key: [self._like(node, t[0]) for t in ts] for key, ts in found.items()}
+        ((key, (entries, *_)),) = found.items()
+        key, positions = self._along(key, entries[0])
+        result: _Rows = {key: [self._like(node, positions)]}
         return result if added is None else {**result, **self._of_operands(node, (added,))}
 
     def _moved(self, node: Node) -> Any:
@@ -189,6 +197,20 @@ class _Followed:
                 for i in range(most)
             ]
         return result
+
+    def _along(
+        self, key: tuple[str, int | None], entries: Tensor
+    ) -> tuple[tuple[str, int | None], Tensor]:
+        """Of entries of a matrix that lie along one of its dims: that dim, and where on it."""
+        name, dim = key
+        if dim is not None:
+            return key, entries
+        shape = [layout_size(each) for each in self._analysis.plan.tensors[name]]
+        places = torch.unravel_index(entries, shape)
+        varying = [number for number, place in enumerate(places) if len(place.unique()) > 1]
+        if len(varying) != 1:
+            raise _Unknown
+        return (name, varying[0]), places[varying[0]]
 
     @staticmethod
     def _like(node: Node, positions: Tensor) -> Tensor:

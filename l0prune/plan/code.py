@@ -15,11 +15,13 @@ class Factor:
 
     Attributes:
         tensor: name of the parameter.
-        ranges: of its dim 0, ends exclusive.
+        dim: along which they lie.
+        ranges: of positions there, ends exclusive.
         head: of the queries, the dim within a head.
     """
 
     tensor: str
+    dim: int
     ranges: tuple[tuple[int, int], ...]
     head: Layout
 
@@ -62,7 +64,8 @@ class Code:
             name: {path: list(map(to_json, dims)) for path, dims in each.items()}
             for name, each in named
         }
-        return {**data, "queries": [[q.tensor, q.ranges, to_json(q.head)] for q in self.queries]}
+        queries = [[q.tensor, q.dim, q.ranges, to_json(q.head)] for q in self.queries]
+        return {**data, "queries": queries}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Code:
@@ -72,7 +75,7 @@ class Code:
             for name in ("sizes", "averages")
         )
         queries = (
-            Factor(tensor, tuple((start, stop) for start, stop in ranges), from_json(head))
-            for tensor, ranges, head in data.get("queries", ())
+            Factor(tensor, dim, tuple((start, stop) for start, stop in ranges), from_json(head))
+            for tensor, dim, ranges, head in data.get("queries", ())
         )
         return Code(sizes, averages, tuple(queries))

@@ -34,7 +34,7 @@ class OwnClass:
         tensors: the cut tensors in float64, by name.
         candidates: attributes to change, the surest first: without and with guesses at sizes.
         layers: by path, the modules that need more than cut tensors and attributes.
-        scales: by parameter, what its rows are multiplied with.
+        scales: by parameter, what it is multiplied with.
     """
 
     plain: nn.Module
@@ -60,7 +60,7 @@ class OwnClass:
             if path in self.layers:
                 own[name] = self.layers[path].scaled(tensor)
             if name in self.scales:
-                own[name] = own[name] * self.scales[name].view(-1, *[1] * (tensor.ndim - 1))
+                own[name] = own[name] * self.scales[name]
         return own
 
 
