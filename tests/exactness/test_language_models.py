@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from differences import difference
+from differences import ROUNDED, difference
 
 import l0prune
 from benchmarks import zoo
@@ -30,3 +30,31 @@ def test_the_residual_stream_is_cut_exactly(name):
     kept, whole = dense.widths["model.embed_tokens"]
     assert kept < whole
     assert difference(model, dense, args, kwargs) <= 1e-10
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_cut_decoder_generates_what_the_gated_one_does(name):
+    """Gated with its default config, which returns a cache; its class stays, so it generates."""
+    model, (args, kwargs) = zoo.build("transformers", f"{name}-lm")
+    model.config.use_cache = True
+    scramble(model, (args, kwargs))
+    assert l0prune.gates(model).plan.parts == ("",)
+    dense = l0prune.export(model)
+    assert type(dense.module) is type(model)
+    tokens, mask = kwargs["input_ids"], torch.ones_like(kwargs["input_ids"])
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    for use_cache in (True, False):
+        expected = model.generate(tokens, use_cache=use_cache, **how)
+        assert torch.equal(dense.module.generate(tokens, use_cache=use_cache, **how), expected)
+        assert len(expected[0]) > tokens.shape[1]
+
+
+# All kinds of norms, heads and caches between them; the others are in the coverage table.
+@pytest.mark.parametrize("name", ["bert", "swin", "falcon", "qwen3-lm"])
+def test_transformers_keep_their_class(name):
+    model, (args, kwargs) = zoo.build("transformers", name)
+    scramble(model, (args, kwargs))
+    dense = l0prune.export(model)
+    assert type(dense.module) is type(model)
+    assert difference(model, dense, args, kwargs) <= ROUNDED

@@ -139,11 +139,13 @@ def _ways(
     # x/√(Σx²/n + ε) = √(n/k) · x/√(Σx²/k + ε·n/k); and x/(Σx/n + ε) = n/k · x/(Σx/k + ε·n/k)
     for over in (gone, *([number] for number in gone if len(gone) > 1)):
         by = math.prod(size_of(dims[d]) for d in over) / math.prod(left[d] for d in over)
-        small = {
+        small: dict[str, Any] = {
             name: value * by
             for name, value in vars(module).items()
             if isinstance(value, float) and "eps" in name
         }
+        if isinstance(module, nn.RMSNorm):
+            small["normalized_shape"] = shape
         for scale in (by**0.5, 1 / by, by) if small else ():
             for offset in (0.0, 1.0):
                 yield Layer(small, scale=scale, offset=offset)

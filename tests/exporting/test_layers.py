@@ -1,0 +1,121 @@
+"""Norms as people write them, in the class of their own after a cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deadness import close_some, randomise
+from differences import difference
+from torch import nn
+
+import l0prune
+from l0prune.exporting.own_class.cut_layers import CutGroupNorm, CutLayerNorm
+
+
+class Rms(nn.Module):
+    """As in Llama; ``plus`` as in Gemma."""
+
+    def __init__(self, size, plus=0.0):
+        super().__init__()
+        self.weight, self.variance_epsilon, self.plus = nn.Parameter(torch.ones(size)), 1e-2, plus
+
+    def forward(self, x):
+        half = x.to(torch.float32)
+        half = half * torch.rsqrt(half.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.plus) * half.to(x.dtype)
+
+
+class ChannelsFirst(nn.LayerNorm):
+    """As in ConvNeXt."""
+
+    def forward(self, x):
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+
+
+class ResponseNorm(nn.Module):
+    """As in ConvNeXt V2."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.eps = 1e-2
+        self.weight, self.bias = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        norms = x.norm(p=2, dim=(2, 3), keepdim=True)
+        norms = norms / (norms.mean(dim=1, keepdim=True) + self.eps)
+        return x + self.weight.view(1, -1, 1, 1) * (x * norms)
+
+
+class Centred(nn.Module):
+    """No number of it can make up for what is gone."""
+
+    def forward(self, x):
+        return (x - x.mean(-1, keepdim=True)).relu()
+
+
+def of_rows(norm):
+    return nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3)), torch.randn(2, 4, 5)
+
+
+def of_images(norm):
+    return nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 2, 1)), torch.randn(2, 3, 6, 6)
+
+
+KEEP_THEIR_CLASS = {
+    "rms": (lambda: of_rows(Rms(8)), Rms),
+    "rms plus one": (lambda: of_rows(Rms(8, 1.0)), Rms),
+    "torch's rms": (lambda: of_rows(nn.RMSNorm(8, eps=1e-2)), nn.RMSNorm),
+    "response norm": (lambda: of_images(ResponseNorm(8)), ResponseNorm),
+    "layer norm": (lambda: of_rows(nn.LayerNorm(8)), CutLayerNorm),
+    "layer norm without weights": (
+        lambda: of_rows(nn.LayerNorm(8, elementwise_affine=False)),
+        CutLayerNorm,
+    ),
+    "channels first": (lambda: of_images(ChannelsFirst(8)), CutLayerNorm),
+    "one group": (lambda: of_images(nn.GroupNorm(1, 8)), CutGroupNorm),
+}
+
+
+@pytest.mark.parametrize("name", KEEP_THEIR_CLASS)
+def test_norms_of_which_channels_are_gone(name):
+    torch.manual_seed(0)
+    make, kind = KEEP_THEIR_CLASS[name]
+    model, x = make()
+    model = randomise(model).double().eval()
+    close_some(l0prune.gate(model, x.double(), include="0"), seed=1)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert dense.widths["0"][0] < 8
+    assert type(dense.module[1]) is kind
+    assert difference(model, dense, x.double()) <= 1e-12
+    if isinstance(dense.module[1], nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
+        assert f"{dense.widths['0'][0]}" in repr(dense.module[1])
+
+
+def test_the_file_of_what_is_rebuilt_holds_what_the_layers_became():
+    torch.manual_seed(0)
+    model, x = of_rows(nn.LayerNorm(8))
+    close_some(l0prune.gate(randomise(model).eval(), x), seed=1)
+    dense = l0prune.export(model)
+    left = dense.widths["0"][0]
+    assert dense._manifest["layers"]["1"] == "CutLayerNorm"
+    assert dense._manifest["attributes"]["1"] == {
+        "normalized_shape": (left,),
+        "inputs": 8,
+        "dim": -1,
+    }
+    own = dense.module.state_dict()
+    assert own.keys() == dense._state.keys()
+    assert all(torch.equal(own[name], dense._state[name]) for name in own)
+
+
+def test_where_no_number_helps_the_graph_is_handed_out():
+    torch.manual_seed(0)
+    model, x = of_rows(Centred())
+    close_some(l0prune.gate(randomise(model).eval(), x, exclude="*.in"), seed=1)
+    dense = l0prune.export(model)
+    assert not dense.rebuilt
+    assert "its forward computes something else at these sizes" in dense.note
