@@ -171,6 +171,8 @@ class _Followed:
         if isinstance(made, list):  # of a call with several outputs
             return made[args[0]]  # type: ignore[index]
         call: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes if n != source):
+            raise _Unknown
         args, kwargs = map_arg((args, node.kwargs), lambda n: hint(n.meta["val"]))
         results = {k: [call(t.contiguous(), *args, **kwargs) for t in ts] for k, ts in made.items()}
         if isinstance(node.meta["val"], Tensor):

@@ -19,7 +19,12 @@ from l0prune.exporting.own_class.comparison import (
 from l0prune.exporting.own_class.layers import Layer, layers_for
 from l0prune.exporting.own_class.queries import query_scales
 from l0prune.exporting.own_class.remembered_sizes import remembered_sizes, sizes_in_code
-from l0prune.exporting.own_class.resizing import Changes, changed_attributes, resized
+from l0prune.exporting.own_class.resizing import (
+    Changes,
+    changed_attributes,
+    groups_left,
+    resized,
+)
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import under_all_names
 from l0prune.running.stages import stage
@@ -72,7 +77,9 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         chosen: the slots that stay.
         tensors: the cut tensors in float64, by name.
     """
-    by_tensors = changed_attributes(plain, under_all_names(plain, chosen.plan, tensors))
+    groups = groups_left(plain, chosen.plan, chosen.kept)
+    named = under_all_names(plain, chosen.plan, tensors)
+    by_tensors = changed_attributes(plain, named, groups)
     in_code = sizes_in_code(plain, chosen.plan, chosen.kept)
     candidates = [_joined(in_code, by_tensors)]
     for largest in (False, True):

@@ -121,7 +121,7 @@ def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> L
 
 def _tried(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> nn.Module:
     scaled = {name: layer.scaled(tensor) for name, tensor in tensors.items()}
-    changes = changed_attributes(module, tensors)
+    changes = changed_attributes(module, tensors, {})
     result = resized(module, changes, scaled).double().eval()
     layer.put_on(result)
     return result

@@ -8,7 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
+from l0prune.capture.provenance import within
 from l0prune.exporting.slicing.tensors import stored_in
+from l0prune.plan.layout import outer
+from l0prune.plan.plan import Plan
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
 # which the first that the module has counts.
@@ -23,16 +26,19 @@ _FROM_TENSORS: dict[str, tuple[tuple[str, int], ...]] = {
 Changes = dict[str, dict[str, Any]]
 
 
-def changed_attributes(model: nn.Module, tensors: Mapping[str, Tensor]) -> Changes:
+def changed_attributes(
+    model: nn.Module, tensors: Mapping[str, Tensor], groups: Mapping[str, int]
+) -> Changes:
     """By module path, the attributes that must follow the tensors, with their new values.
 
     Args:
         model: the user's ungated module at its old sizes.
         tensors: the cut tensors under every name of the model's state_dict.
+        groups: how many groups each grouped convolution has left, by path.
     """
     found = {}
     for path, module in model.named_modules():
-        sizes = _attributes(module, path, tensors)
+        sizes = _attributes(module, path, tensors, groups.get(path, 1))
         changed = {name: size for name, size in sizes.items() if getattr(module, name) != size}
         if changed:
             found[path] = changed
@@ -69,7 +75,27 @@ def _is_buffer(model: nn.Module, name: str) -> bool:
     return leaf in model.get_submodule(path)._buffers
 
 
-def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def groups_left(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, int]:
+    """By path, how many groups of each grouped convolution stay.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        plan: its plan.
+        kept: the slots that stay, bool, flat.
+    """
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
+            name = within(path, "weight")
+            dims = plan.tensors.get(plan.aliases.get(name, name))
+            whole = module.groups if dims is None else outer(dims[0], module.groups)
+            found[path] = whole if isinstance(whole, int) else int(plan.mask(whole, kept).sum())
+    return found
+
+
+def _attributes(
+    module: nn.Module, path: str, tensors: Mapping[str, Tensor], groups: int
+) -> dict[str, int]:
     """The attributes of one of torch's own layers that its tensors determine."""
     prefix = f"{path}." if path else ""
     sizes: dict[str, int] = {}
@@ -77,7 +103,7 @@ def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> 
     if isinstance(module, nn.Linear) and weight is not None:
         sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1]}
     elif isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
-        sizes = _convolution(module, weight)
+        sizes = _convolution(module, weight, groups)
     elif isinstance(module, nn.GroupNorm) and weight is not None:  # groups go as a whole
         channels = int(weight.shape[0])
         groups = channels * module.num_groups // module.num_channels
@@ -91,13 +117,9 @@ def _attributes(module: nn.Module, path: str, tensors: Mapping[str, Tensor]) -> 
     return sizes
 
 
-def _convolution(module: nn.modules.conv._ConvNd, weight: Tensor) -> dict[str, int]:
-    """Sizes and groups; a depthwise layer has as many groups as channels are left."""
-    own, other = int(weight.shape[0]), int(weight.shape[1])
-    per_group = module.weight.shape[0] // module.groups
-    groups = own // per_group if module.weight.shape[1] == other and module.groups > 1 else None
-    groups = groups or module.groups
-    first, second = own, other * groups
+def _convolution(module: nn.modules.conv._ConvNd, weight: Tensor, groups: int) -> dict[str, int]:
+    """Sizes and groups."""
+    first, second = int(weight.shape[0]), int(weight.shape[1]) * groups
     if module.transposed:
         first, second = second, first
     return {"out_channels": first, "in_channels": second, "groups": groups}
