@@ -32,6 +32,7 @@ from benchmarks.scramble import scramble
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
+from l0prune.exporting.own_class.cut_layers import LAYERS
 
 
 def steps(which: str, name: str) -> Iterator[Row]:
@@ -67,12 +68,20 @@ def steps(which: str, name: str) -> Iterator[Row]:
         "macs_after": dense.macs,
         "float64": dense.certificate.worst(MODEL, "float64"),
         "float32": dense.certificate.worst(MODEL, "float32"),
-        "own_class": dense.rebuilt,
+        "class": kept_class(dense),
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
         dense.save_onnx(Path(folder) / "model.onnx")
     yield {"onnx": dense.certificate.worst("onnx", "float32")}
+
+
+def kept_class(dense: l0prune.Export) -> str:
+    """``yes`` for the model's own class, ``layers`` if some of its layers are cut ones, ``graph``."""
+    if not dense.rebuilt:
+        return "graph"
+    cut = any(type(module) in LAYERS.values() for module in dense.module.modules())
+    return "layers" if cut else "yes"
 
 
 def whole(survey: l0prune.Survey, most: int = 3) -> dict[str, float]:

@@ -11,7 +11,9 @@ Printed by `python -m benchmarks.coverage --zoo ZOO` and `--page docs/coverage.m
 model, one thread, random weights, half of the gates closed at random (seed 0). *axes* counts the
 axes of each kind: maps of convolutions (channel), neurons, attention heads and the dims within
 them, whole groups of a grouped convolution or norm, and inputs of the model; *params* and *MACs*
-are the shares that some axis can take away; *capture* is torch.export alone, *plan* is torch.export
+are the shares that some axis can take away; *class* says whether the exported model is of its own
+class at the new sizes: *yes*, with some cut *layers* in it (`CutLayerNorm`, `PickedLinear`), or the
+captured *graph*; *capture* is torch.export alone, *plan* is torch.export
 and the inference of axes; *float64* is the largest difference between the gated and the exported
 model, *ONNX* that between the gated model and ONNX Runtime in float32, both relative to the
 output's scale; *peak* is the whole process, export in float64 and ONNX included.
@@ -54,8 +56,12 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
     ]
     if theirs:
         parts.append(f"\n{count(theirs)}")
-    columns = ["model", "axes", "params", "MACs", "capture, s", "plan, s", "float64", "ONNX"]
-    columns += ["peak MiB", *(f"TP {what}" for what in ("runs", "exact", "ONNX", "s") if theirs)]
+    columns = ["model", "axes", "params", "MACs", "class", "capture, s", "plan, s", "float64"]
+    columns += [
+        "ONNX",
+        "peak MiB",
+        *(f"TP {what}" for what in ("runs", "exact", "ONNX", "s") if theirs),
+    ]
     parts += ["", _line(columns), "|" + "---|" * len(columns)]
     beside = {row["model"]: row for row in theirs}
     for row in ours:
@@ -108,11 +114,12 @@ def count(theirs: list[Row]) -> str:
 
 def _ours(row: Row) -> list[str]:
     if "float64" not in row:
-        return ["refused" if "refused" in row else "failed", *["-"] * 7]
+        return ["refused" if "refused" in row else "failed", *["-"] * 8]
     return [
         _axes(row),
         f"{row['params_share']:.1%}",
         f"{row['macs_share']:.1%}",
+        row.get("class", "-"),
         f"{row.get('capture_s', 0):.1f}",
         f"{row['plan_s']:.1f}",
         f"{row['float64']:.0e}",
