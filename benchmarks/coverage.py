@@ -77,7 +77,7 @@ def steps(which: str, name: str) -> Iterator[Row]:
 
 
 def kept_class(dense: l0prune.Export) -> str:
-    """``yes`` for the model's own class, ``layers`` if some of its layers are cut ones, ``graph``."""
+    """``yes`` for its own class, ``layers`` if some layers are cut ones, or ``graph``."""
     if not dense.rebuilt:
         return "graph"
     cut = any(type(module) in LAYERS.values() for module in dense.module.modules())
