@@ -86,7 +86,13 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
-    return OwnClass(plain, tensors, distinct, layers_for(plain, chosen), query_scales(chosen))
+    layers = layers_for(plain, chosen)
+    scales = {  # of a layer that keeps its scale nothing has to be made up for
+        name: scale
+        for name, scale in query_scales(chosen).items()
+        if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
+    }
+    return OwnClass(plain, tensors, distinct, layers, scales)
 
 
 def _joined(*changes: Changes) -> Changes:

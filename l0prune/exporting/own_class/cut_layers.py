@@ -69,7 +69,88 @@ class PickedLinear(nn.Linear):
         return F.linear(input.index_select(-1, self.kept), self.weight, self.bias)
 
 
-LAYERS = {each.__name__: each for each in (CutLayerNorm, CutGroupNorm, PickedLinear)}
+class CutAttention(nn.MultiheadAttention):
+    """MultiheadAttention with fewer heads, or smaller ones; for values of another size, too.
+
+    Attributes:
+        num_heads: how many are left.
+        head_dim: of queries and keys, what is left of it.
+        scale: what products of queries and keys are multiplied with, as before the cut.
+    """
+
+    scale: float
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What torch's own takes and gives, but that ``is_causal`` needs its mask as well."""
+        given = [query, key, value]
+        is_single = query.ndim == 2
+        if is_single:
+            given = [each.unsqueeze(0 if self.batch_first else 1) for each in given]
+            if key_padding_mask is not None:
+                key_padding_mask = key_padding_mask.unsqueeze(0)
+        if not self.batch_first:
+            given = [each.transpose(0, 1) for each in given]
+        q, k, v = (
+            F.linear(each, weight, bias).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for each, weight, bias in zip(given, *self._projections(), strict=True)
+        )
+        mask = self._mask(q, attn_mask, key_padding_mask)
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if need_weights:
+            scores = (q * self.scale) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            weights = F.dropout(weights, dropout, self.training)
+            result = weights @ v
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights[0] if is_single else weights
+        else:
+            result = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=self.scale)
+        result = self.out_proj(result.transpose(1, 2).flatten(2))
+        if not self.batch_first:
+            result = result.transpose(0, 1)
+        return result.squeeze(0 if self.batch_first else 1) if is_single else result, weights
+
+    def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and biases of queries, keys and values."""
+        keys = self.num_heads * self.head_dim
+        sizes = [keys, keys, self.out_proj.in_features]
+        if self.in_proj_weight is not None:
+            weights = list(self.in_proj_weight.split(sizes))
+        else:
+            weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        if self.in_proj_bias is None:
+            return weights, [None, None, None]
+        return weights, list(self.in_proj_bias.split(sizes))
+
+    @staticmethod
+    def _mask(q: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Both masks as what is added to the scores, for (batch, heads, queries, keys)."""
+        added: list[Tensor] = []
+        for mask, heads in ((attn_mask, q.shape[1]), (padding, 0)):
+            if mask is None:
+                continue
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, float("-inf"))
+            mask = mask.to(q.dtype)
+            if not heads:
+                mask = mask[:, None, None]
+            elif mask.ndim == 3:
+                mask = mask.unflatten(0, (-1, heads))
+            added.append(mask)
+        return added[0] if len(added) == 1 else added[0] + added[1] if added else None
+
+
+LAYERS = {each.__name__: each for each in (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention)}
 
 
 def _normalised(

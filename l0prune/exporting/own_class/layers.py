@@ -25,7 +25,7 @@ from l0prune.exporting.own_class.cut_layers import LAYERS
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
-from l0prune.plan.layout import Both, Layouts, axes_of, size_of
+from l0prune.plan.layout import Both, Layouts, axes_of, outer, size_of
 
 _ROUNDING = 1e-10
 
@@ -68,7 +68,7 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
         plain: the ungated model at its old sizes.
         chosen: the slots that stay.
     """
-    found = dict(_picked(plain, chosen))
+    found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
     for path, dims in chosen.plan.code.averages.items():
         if any(not chosen.plan.mask(dim, chosen.kept).all() for dim in dims if axes_of(dim)):
             layer = _averaging(plain.get_submodule(path), path, dims, chosen)
@@ -87,6 +87,34 @@ def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
         fine = plan.mask(dims[1], kept)[plan.mask(dims[1].base, kept)]
         if type(plain.get_submodule(path)) is nn.Linear and not fine.all():
             yield path, Layer(kind="PickedLinear", buffers={"kept": fine.nonzero().flatten()})
+
+
+def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
+    """torch's own attention: its forward knows the size of a head from that of the whole."""
+    plan, kept = chosen.plan, chosen.kept
+    for path, module in plain.named_modules():
+        values = plan.tensors.get(within(path, "out_proj.weight"))
+        if type(module) is not nn.MultiheadAttention or values is None:
+            continue
+        if module.bias_k is not None or module.add_zero_attn:
+            continue
+        is_packed = module.in_proj_weight is not None
+        rows, columns = plan.tensors[
+            within(path, "in_proj_weight" if is_packed else "q_proj_weight")
+        ]
+        left = [int(plan.mask(dim, kept).sum()) for dim in (rows, columns, *values)]
+        if left == [size_of(dim) for dim in (rows, columns, *values)]:
+            continue
+        heads = int(plan.mask(outer(values[1], module.num_heads), kept).sum())
+        keys = (left[0] - left[3]) // 2 if is_packed else left[0]
+        settings = {
+            "num_heads": heads,
+            "head_dim": keys // heads,
+            "embed_dim": left[1],
+            "scale": module.head_dim**-0.5,
+            "_qkv_same_embed_dim": False,  # or an encoder layer around it takes a way of its own
+        }
+        yield path, Layer(settings, kind="CutAttention")
 
 
 def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> Layer | None:
