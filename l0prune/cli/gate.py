@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +26,19 @@ from l0prune.cli.options import (
 from l0prune.cli.project import chosen, output_path
 from l0prune.files.consent import remember_root
 from l0prune.gating import defaults
+
+
+class KeepClass(StrEnum):
+    """What ``--keep-class`` may be."""
+
+    YES = "yes"
+    NATIVE = "native"
+    NO = "no"
+
+    @property
+    def setting(self) -> bool | Literal["native"]:
+        """The argument of ``l0prune.gate``."""
+        return "native" if self is KeepClass.NATIVE else self is KeepClass.YES
 
 
 def gate(
@@ -53,6 +67,13 @@ def gate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of that noise.")] = defaults.SEED,
+    keep_class: Annotated[
+        KeepClass,
+        typer.Option(
+            help="Whether the export should be of the model's own class: yes; native, with no "
+            "layers that torch does not have; or no."
+        ),
+    ] = KeepClass.YES,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -80,6 +101,7 @@ def gate(
         open_probability=open_probability,
         jitter=jitter,
         seed=seed,
+        keep_class=keep_class.setting,
         gate=chosen_gate,
         survey=found,
     )

@@ -52,7 +52,11 @@ def export(model: nn.Module) -> Export:
         macs=cost.actual(cut.chosen.is_open, "macs"),
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
-        widths={a.name: (int(cut.chosen.kept[a.slice].sum()), a.size) for a in plan.axes},
+        widths={
+            axis.name: (int(cut.chosen.kept[axis.slice].sum()), axis.size)
+            for axis in plan.axes
+            if axis.name in subject.plan.names
+        },
         _made=cut.made,
         _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused)))),
         _state=cut.state,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -106,11 +106,16 @@ def surveyed(subject: Subject) -> Parts:
     if gated_by.parts == ("",):
         for captured in (with_free_batch(plain, example), None):
             analysis = with_code(analyse(captured or capture(plain, *example)), plain)
+            analysis = replace(analysis, plan=_as_gated(analysis.plan, gated_by))
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
     else:
         parts = parts_of(plain, example)
+        parts.plan = _as_gated(parts.plan, gated_by)
+        for number, part in enumerate(parts.found):
+            plan = _as_gated(part.analysis.plan, gated_by)
+            parts.found[number] = replace(part, analysis=replace(part.analysis, plan=plan))
         if _same_gates(parts.plan, gated_by):
             return parts
     raise UsageError(
@@ -119,6 +124,11 @@ def surveyed(subject: Subject) -> Parts:
         "model by a global or another object, where a copy still finds the original: let it use "
         "self, or what self holds."
     )
+
+
+def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
+    """Without dims that are kept alike, if they were not to be when the model was gated."""
+    return plan if gated_by.alike else replace(plan, alike=())
 
 
 def _same_gates(plan: Plan, gated_by: Plan) -> bool:

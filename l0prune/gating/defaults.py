@@ -4,5 +4,6 @@ KIND = "hard-concrete"
 OPEN_PROBABILITY = 0.99  # log α ≈ 3 with the default gate, whose eval value is then exactly 1
 JITTER = 0.01  # as in the paper
 SEED = 0
+KEEP_CLASS = True
 INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()

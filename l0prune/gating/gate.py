@@ -13,7 +13,16 @@ from l0prune.capture.model_checks import check_module
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
 from l0prune.gating.bank import Example, Gates
-from l0prune.gating.defaults import EXCLUDE, INCLUDE, JITTER, KIND, OPEN_PROBABILITY, SEED
+from l0prune.gating.defaults import (
+    EXCLUDE,
+    INCLUDE,
+    JITTER,
+    KEEP_CLASS,
+    KIND,
+    OPEN_PROBABILITY,
+    SEED,
+)
+from l0prune.gating.keep_class import KeepClass, for_class
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
@@ -44,6 +53,7 @@ def gate(
     open_probability: float | Mapping[str, float] = OPEN_PROBABILITY,
     jitter: float = JITTER,
     seed: int = SEED,
+    keep_class: KeepClass = KEEP_CLASS,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -64,6 +74,10 @@ def gate(
         jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
             so that gates that start alike do not stay alike.
         seed: of that noise; the global generators are left alone.
+        keep_class: True lets dims for which the model's code has one number keep equally many
+            slots, so that an export can be of its own class; False does not. ``"native"`` gates
+            only what also needs no layer that torch does not have: no LayerNorm or attention of
+            torch's is cut, no single inputs are picked.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.
@@ -86,7 +100,7 @@ def gate(
             "your own needs all that l0prune.gates.Gate has"
         )
     found = inferred(model, args, kwargs) if survey is None else survey
-    plan = _selected(found.plan, include, exclude)
+    plan = _selected(for_class(found.plan, model, keep_class), include, exclude)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
     attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(found.example)))
     return model

@@ -20,7 +20,7 @@ from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
-from l0prune.plan.code import Code
+from l0prune.plan.code import Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan
 
@@ -32,7 +32,8 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     plan, every = analysis.plan, _sizes(analysis)
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
     averages, queries = _averages(analysis, model), tuple(query_factors(analysis))
-    code = Code(_not_received(analysis, every), averages, queries)
+    reused = tuple(_reused(analysis, model, every))
+    code = Code(_not_received(analysis, every), averages, queries, reused)
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
 
 
@@ -58,9 +59,9 @@ def _not_received(analysis: Analysis, sizes: Mapping[str, Layouts]) -> dict[str,
 
     They stay where no other dim has that size.
     """
-    regions, result = _regions(analysis), {}
+    result = {}
     for path, dims in sizes.items():
-        received = {dim for each in _inputs(analysis, regions[path]) for dim in each}
+        received = _received(analysis, path)
         other = {size_of(dim) for dim in dims if dim not in received}
         result[path] = tuple(
             dim
@@ -68,6 +69,31 @@ def _not_received(analysis: Analysis, sizes: Mapping[str, Layouts]) -> dict[str,
             if dim not in received or not axes_of(dim) or size_of(dim) not in other
         )
     return result
+
+
+def _reused(
+    analysis: Analysis, model: nn.Module, sizes: Mapping[str, Layouts]
+) -> Iterator[ReusedSize]:
+    """Sizes of inputs that the code of a module, which has no such number, gives to other dims."""
+    for path, dims in sizes.items():
+        values = [value for value in vars(model.get_submodule(path)).values() if type(value) is int]
+        received = _received(analysis, path)
+        for used in dims:
+            size = size_of(used)
+            if size in values or used in received or not axes_of(used):
+                continue
+            others = [dim for dim in received if axes_of(dim) and size_of(dim) == size]
+            yield from (ReusedSize(path, read, used) for read in others[:1])
+
+
+def _received(analysis: Analysis, path: str) -> dict[Layout, None]:
+    """The dims of what a module is given, also of what its submodules alone look at."""
+    below = [
+        node
+        for node in analysis.captured.graph.nodes
+        if node.op == "call_function" and f"{_path(node)}.".startswith(f"{path}." if path else "")
+    ]
+    return {dim: None for each in _inputs(analysis, below) for dim in each}
 
 
 def _regions(analysis: Analysis) -> dict[str, list[Node]]:

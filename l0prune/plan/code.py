@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from l0prune.plan.layout import Layout, Layouts, from_json, to_json
+from l0prune.plan.layout import Layout, Layouts, from_json, show, to_json
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,27 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class ReusedSize:
+    """A size that a module reads off its input and uses for something else of the same size.
+
+    Attributes:
+        module: its path.
+        read: the dim of the input.
+        used: the other one.
+    """
+
+    module: str
+    read: Layout
+    used: Layout
+
+    def text(self, names: Sequence[str]) -> str:
+        """What the code does, for the user; ``names`` are those of the axes."""
+        read, used = show(self.read, names), show(self.used, names)
+        where = self.module or "its forward"
+        return f"{where} reads the size of {read} off its input and uses it for {used}, too"
+
+
+@dataclass(frozen=True)
 class Code:
     """By the path of each module, what it would have to know to run at other sizes.
 
@@ -34,11 +55,13 @@ class Code:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
         averages: the dims of its input, for a module that averages over an axis.
         queries: what attention without a scale of its own is computed from.
+        reused: sizes that cannot follow once both dims are cut.
     """
 
     sizes: Mapping[str, Layouts] = field(default_factory=dict)
     averages: Mapping[str, Layouts] = field(default_factory=dict)
     queries: tuple[Factor, ...] = ()
+    reused: tuple[ReusedSize, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """The same with every layout changed."""
@@ -47,7 +70,8 @@ class Code:
             for each in (self.sizes, self.averages)
         )
         queries = (replace(each, head=change(each.head)) for each in self.queries)
-        return Code(sizes, averages, tuple(queries))
+        reused = (ReusedSize(r.module, change(r.read), change(r.used)) for r in self.reused)
+        return Code(sizes, averages, tuple(queries), tuple(reused))
 
     def joined(self, other: Code) -> Code:
         """What both know; they speak of different modules."""
@@ -55,6 +79,7 @@ class Code:
             {**self.sizes, **other.sizes},
             {**self.averages, **other.averages},
             (*self.queries, *other.queries),
+            (*self.reused, *other.reused),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +90,8 @@ class Code:
             for name, each in named
         }
         queries = [[q.tensor, q.dim, q.ranges, to_json(q.head)] for q in self.queries]
-        return {**data, "queries": queries}
+        reused = [[r.module, to_json(r.read), to_json(r.used)] for r in self.reused]
+        return {**data, "queries": queries, "reused": reused}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Code:
@@ -78,4 +104,8 @@ class Code:
             Factor(tensor, dim, tuple((start, stop) for start, stop in ranges), from_json(head))
             for tensor, dim, ranges, head in data.get("queries", ())
         )
-        return Code(sizes, averages, tuple(queries))
+        reused = (
+            ReusedSize(module, from_json(read), from_json(used))
+            for module, read, used in data.get("reused", ())
+        )
+        return Code(sizes, averages, tuple(queries), tuple(reused))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -49,6 +49,7 @@ class GateSection(_Section):
     open_probability: float | dict[str, float] = defaults.OPEN_PROBABILITY
     jitter: float = defaults.JITTER
     seed: int = defaults.SEED
+    keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 

@@ -82,6 +82,7 @@ class Survey:
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
             "draws": list(self.draws),
+            "reused_sizes": [each.text(self.plan.names) for each in self.plan.code.reused],
         }
 
     def to_json(self) -> str:
@@ -108,7 +109,18 @@ class Survey:
                 "axis that a draw is as wide as stays whole, and no ONNX file can be made, since "
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
+        if self.plan.code.reused:
+            yield Text(self._on_class())
         yield from tables(self.plan, self.layers, self.params, self.macs)
+
+    def _on_class(self) -> str:
+        """Why an export may be a graph."""
+        first, *others = self.plan.code.reused
+        more = f" (and {len(others)} more of that kind)" if others else ""
+        return (
+            f"{first.text(self.plan.names)}{more}. Where both are cut, the exported model is a "
+            "captured graph, not of its own class; keep_class='native' leaves both whole."
+        )
 
     def __repr__(self) -> str:
         return (

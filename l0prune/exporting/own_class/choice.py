@@ -18,7 +18,11 @@ from l0prune.exporting.own_class.comparison import (
 )
 from l0prune.exporting.own_class.layers import Layer, layers_for
 from l0prune.exporting.own_class.queries import query_scales
-from l0prune.exporting.own_class.remembered_sizes import remembered_sizes, sizes_in_code
+from l0prune.exporting.own_class.remembered_sizes import (
+    remembered_sizes,
+    reused_sizes,
+    sizes_in_code,
+)
 from l0prune.exporting.own_class.resizing import (
     Changes,
     changed_attributes,
@@ -40,6 +44,7 @@ class OwnClass:
         candidates: attributes to change, the surest first: without and with guesses at sizes.
         layers: by path, the modules that need more than cut tensors and attributes.
         scales: by parameter, what it is multiplied with.
+        hint: why it may be wrong, for the user; empty where nothing is known.
     """
 
     plain: nn.Module
@@ -47,6 +52,7 @@ class OwnClass:
     candidates: tuple[Changes, ...]
     layers: Mapping[str, Layer]
     scales: Mapping[str, Tensor]
+    hint: str = ""
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
@@ -92,7 +98,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    return OwnClass(plain, tensors, distinct, layers, scales)
+    return OwnClass(plain, tensors, distinct, layers, scales, reused_sizes(chosen))
 
 
 def _joined(*changes: Changes) -> Changes:
@@ -138,6 +144,14 @@ class Choice:
         found = self.comparisons.values()
         return sum(bool(v.reason) for v in found), sum(bool(v.training) for v in found)
 
+    def explained(self, hint: str) -> Choice:
+        """With what is known of the reasons why parts are wrong."""
+        comparisons = {
+            path: replace(each, reason=f"{each.reason} ({hint})") if each.reason and hint else each
+            for path, each in self.comparisons.items()
+        }
+        return replace(self, comparisons=comparisons)
+
 
 @stage("trying its own class at the new sizes")
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
@@ -155,7 +169,7 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
         other = _judged(own, fewer, references)
         if other.faults <= best.faults:
             best = other
-    return best
+    return best.explained(own.hint)
 
 
 def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:

@@ -11,6 +11,7 @@ from collections import defaultdict
 
 from torch import Tensor, nn
 
+from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 
@@ -112,3 +113,13 @@ def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
             news -= {value} if largest else set()
             return news.pop() if len(news) == 1 else value
     return value
+
+
+def reused_sizes(chosen: Chosen) -> str:
+    """Where the code has one size for two dims that differ by now, as a sentence; else empty."""
+    plan, kept = chosen.plan, chosen.kept
+    for reused in plan.code.reused:
+        left = [int(plan.mask(dim, kept).sum()) for dim in (reused.read, reused.used)]
+        if left[0] != left[1]:
+            return reused.text(plan.names)
+    return ""

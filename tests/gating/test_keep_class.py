@@ -1,0 +1,115 @@
+"""Which gates a model gets so that an export is of its own class."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deadness import close_some, randomise
+from differences import difference
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.exporting.own_class.cut_layers import LAYERS
+
+
+class ReadsItsInput(nn.Module):
+    """Attention as in the first vision transformers: C is the stream's size, and that of heads."""
+
+    def __init__(self, dim=12, heads=3):
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
+class Block(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(12), attention
+        self.mlp = nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        return x + self.mlp(x)
+
+
+class Torchs(nn.MultiheadAttention):
+    def __init__(self):
+        super().__init__(12, 3, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+def network(attention):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), Block(attention), nn.Linear(12, 3))
+    return randomise(net).double().eval(), torch.randn(2, 5, 6, dtype=torch.float64)
+
+
+def test_a_size_that_is_read_off_one_dim_and_used_for_another_is_said_beforehand():
+    model, x = network(ReadsItsInput())
+    survey = l0prune.survey(model, x)
+    said = (
+        "1.attention reads the size of 0 off its input and uses it for "
+        "1.attention.qkv.heads×1.attention.qkv.head_dim, too"
+    )
+    assert survey.to_dict()["reused_sizes"] == [said]
+    assert "keep_class='native'" in str(survey)
+    close_some(l0prune.gate(model, x), seed=1)
+    dense = l0prune.export(model)
+    assert not dense.rebuilt
+    assert said in dense.note
+
+
+@pytest.mark.parametrize("make", [ReadsItsInput, Torchs])
+def test_native_gates_only_what_needs_no_other_layer(make):
+    model, x = network(make())
+    l0prune.gate(model, x, keep_class="native")
+    assert [axis.name for axis in l0prune.gates(model).axes] == ["1.mlp.0"]
+    close_some(model, seed=1)
+    dense = l0prune.export(model)
+    assert dense.rebuilt
+    assert not any(type(module) in LAYERS.values() for module in dense.module.modules())
+    assert difference(model, dense, x) <= 1e-10
+
+
+class OneNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.width, self.a, self.b = 8, nn.Linear(4, 8), nn.Linear(4, 8)
+        self.c, self.d = nn.Linear(8, 2), nn.Linear(8, 2)
+
+    def forward(self, x):
+        a, b = (each(x).view(-1, self.width).tanh() for each in (self.a, self.b))
+        return self.c(a) + self.d(b)
+
+
+@pytest.mark.parametrize("keep_class", [True, False])
+def test_dims_with_one_number_keep_as_many_slots_if_the_class_is_to_be_kept(keep_class):
+    torch.manual_seed(0)
+    model, x = randomise(OneNumber()).double().eval(), torch.randn(3, 4, dtype=torch.float64)
+    l0prune.gate(model, x, keep_class=keep_class, exclude="*.in")
+    bank = l0prune.gates(model)
+    with torch.no_grad():
+        bank.log_alpha.fill_(-9.0)
+        for axis, number in zip(bank.axes, (3, 5), strict=True):
+            bank.log_alpha[axis.slice][:number] = 9.0
+    dense = l0prune.export(model)
+    assert dense.rebuilt is keep_class
+    assert [kept for kept, _ in dense.widths.values()] == ([5, 5] if keep_class else [3, 5])
+    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+    assert difference(model, dense, x) <= 1e-10
+
+
+def test_what_it_may_be():
+    model, x = network(ReadsItsInput())
+    with pytest.raises(UsageError, match="keep_class must be True, False or 'native', not 'yes'"):
+        l0prune.gate(model, x, keep_class="yes")
