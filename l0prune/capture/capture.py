@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.failures import explained
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.kept_state import without_state
@@ -52,6 +53,7 @@ class Captured:
             whole model's.
         respelled: tensors that the program's own module calls otherwise than the submodule does.
         least: the smallest batch that the graph is right for, where its size is symbolic.
+        free: names of the free sizes that stayed symbolic.
     """
 
     program: ExportedProgram
@@ -65,6 +67,7 @@ class Captured:
     path: str = ""
     respelled: Mapping[str, str] = field(default_factory=dict)
     least: int = 1
+    free: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> Graph:
@@ -84,12 +87,14 @@ def capture(
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic_batch: bool = False,
+    free: FreeSizes = ALL_FIXED,
     path: str = "",
 ) -> Captured:
     """The eval-mode graph of the model, or of its submodule at ``path``; both stay as they were.
 
     With ``dynamic_batch`` dim 0 of every tensor input that shares the first one's size becomes
-    symbolic where the model allows it; where it does not, the shapes are static.
+    symbolic where the model allows it; where it does not, the shapes are static. So do the ``free``
+    sizes, each by itself.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
@@ -99,10 +104,12 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), own_forward(part), without_state(part), without_hints(), _quiet():
+    with evaluating(part), own_forward(part), without_state(part), without_hints(), quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
-            program = _try_dynamic(part, *widened(args, kwargs))
+            program = _try_dynamic(part, *widened(args, kwargs), free)
+            if program is None and free:
+                program = _try_dynamic(part, *widened(args, kwargs), ALL_FIXED)
             dynamic = program is not None
         if program is None:
             try:
@@ -113,22 +120,36 @@ def capture(
     check_owned(part, [program.constants[name] for name in constants])
     _check_dtypes(program.graph)
     _check_shapes(program.graph)
-    return _index(model, program, batch or 1, dynamic, path)
+    captured = _index(model, program, batch or 1, dynamic, path)
+    return replace(captured, free=symbolic(program, free)) if free else captured
+
+
+def symbolic(program: ExportedProgram, free: FreeSizes) -> frozenset[str]:
+    """Names of the free sizes that are symbolic wherever they are in the inputs of a program."""
+    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    values = [nodes[name].meta.get("val") for name in program.graph_signature.user_inputs]
+    fixed = {
+        name
+        for value, dims in zip(values, free.dims, strict=False)
+        for dim, name in dims.items()
+        if not isinstance(value, Tensor) or isinstance(value.shape[dim], int)
+    }
+    return frozenset(free.names) - fixed
 
 
 def _try_dynamic(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: FreeSizes
 ) -> ExportedProgram | None:
     """The capture with a symbolic batch, or None where the model specialises it."""
     try:
-        shapes = batch_shapes(model, args, kwargs)
+        shapes = batch_shapes(model, args, kwargs, free=free)
         return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception:  # whatever the cause, the static capture comes next and reports it
         return None
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's own log of what went wrong: the error says it, in the user's terms.
 
     Of a graph that it gave up it prints everything so far, too.
@@ -206,19 +227,28 @@ def widened(
 
 
 def batch_shapes(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 1
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    least: int = 1,
+    free: FreeSizes = ALL_FIXED,
 ) -> Any:
-    """``dynamic_shapes`` for torch.export: one symbolic batch over every batched input."""
+    """``dynamic_shapes`` for torch.export: one symbolic batch over every batched input.
+
+    Of the ``free`` sizes torch.export finds out itself how they hang together.
+    """
     size = batch_of(args, kwargs)
     batch = Dim("batch", min=least if least > 1 else None)
 
-    def shape(leaf: Any) -> Any:
+    def shape(number: int, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return None
-        return {0: batch} if leaf.ndim and leaf.shape[0] == size else {}
+        dims: dict[int, Any] = dict.fromkeys(free.of(number), Dim.AUTO)
+        return dims | ({0: batch} if leaf.ndim and leaf.shape[0] == size else {})
 
-    arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    return {name: pytree.tree_map(shape, value) for name, value in arguments.items()}
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    shaped = pytree.tree_unflatten([shape(i, leaf) for i, leaf in enumerate(leaves)], structure)
+    return inspect.signature(model.forward).bind(*shaped[0], **shaped[1]).arguments
 
 
 def _index(

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.recording import Inputs, examples_in
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, output_of
@@ -43,6 +44,7 @@ class Piece:
         answers: what the gated part computes, or the dense one that has learned on; its files
             are compared with that.
         least: the smallest batch that they are for, where its size is free.
+        free: further sizes that are free, by leaf of the inputs.
         form: a part that its model calls in several ways, such as with tensors of two and of three
             dims, is a piece for each of them; they are counted from 1.
     """
@@ -54,6 +56,7 @@ class Piece:
     answers: tuple[Answer, ...]
     least: int = 1
     form: int = 1
+    free: FreeSizes = ALL_FIXED
 
     @property
     def module(self) -> nn.Module:
@@ -79,6 +82,7 @@ class Whole:
         example: its inputs.
         answers: what the gated model computes.
         make: makes programs of the module.
+        free: sizes that are to be free beside the batch.
     """
 
     module: nn.Module
@@ -86,6 +90,7 @@ class Whole:
     example: Inputs
     answers: tuple[Answer, ...]
     make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
+    free: FreeSizes = ALL_FIXED
 
     @cached_property
     @stage("making a program of the smaller model")
@@ -96,14 +101,23 @@ class Whole:
             CaptureError: torch.export cannot follow the module.
         """
         made, single = self.make(self.module, self.dtypes, self.example)
+        free = self.free.only(made.free)
         if made.dynamic:
             answers = [a for a in self.answers if examples_in(a.inputs) >= made.least]
         else:
             batch = examples_in(self.example)
             answers = [a for a in self.answers if examples_in(a.inputs) == batch]
+        own = self.free.sizes(self.example)
+        fixed = {name: size for name, size in own.items() if name not in made.free}
+        answers = [a for a in answers if fixed.items() <= self.free.sizes(a.inputs).items()]
+        # torch.export takes a size of 1 for a case of its own
+        answers = [
+            a for a in answers if 1 not in free.sizes(a.inputs).values() or _holds(single, a)
+        ]
         if not answers:  # the module was shown to compute what the gated one does at other sizes
             answers = list(answers_of(self.module, [self.example]))
-        return (Piece("", made.program, single, made.dynamic, tuple(answers), made.least),)
+        piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.least)
+        return (replace(piece, free=free),)
 
     @stage("comparing the program with the module")
     def checks(self) -> list[Check]:
@@ -144,17 +158,18 @@ def whole(
     The module that is handed out is in the model's dtypes afterwards; that of the programs shares
     the tensors of the state_dict.
     """
-    module, make = proven.module, class_programs
+    module, make = proven.module, partial(class_programs, free=subject.free)
     if captured is not None:
         module = proven.graphs[""]
-        export = partial(reexport, dynamic=captured.dynamic, least=captured.least)
+        free = subject.free.only(captured.free)
+        export = partial(reexport, dynamic=captured.dynamic, least=captured.least, free=free)
         make = partial(programs, export=export)
     is_shared, dtypes = module is proven.module, subject.dtypes
     exact = copied(module) if is_shared and not dtypes.are_one else module
     restored(proven.module, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
-    made = Whole(exact, dtypes, subject.example, proven.answers[""], make)
+    made = Whole(exact, dtypes, subject.example, proven.answers[""], make, subject.free)
     if not dtypes.are_one:
         _ = made.pieces  # ONNX's are made of what is not rounded yet
     return made
@@ -235,6 +250,24 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
             of = f" of {piece.path}" if piece.path else ""
             why = _FROM_TWO if piece.dynamic else _FIXED
             lines.append(f"Program and ONNX file{of} are for batches of {piece.batches}: {why}.")
+    return "\n".join(lines)
+
+
+def note_on_sizes(made: Whole | InParts) -> str:
+    """Which sizes that were to be free are not, in programs and files; and from which size on."""
+    asked = made.free if isinstance(made, Whole) else ALL_FIXED
+    lines = []
+    for piece in made.pieces if asked else ():
+        example = asked.sizes(piece.answers[0].inputs)
+        for name in asked.names:
+            tried = {piece.free.sizes(answer.inputs).get(name) for answer in piece.answers}
+            if name not in piece.free.names:
+                lines.append(
+                    f"Program and ONNX file are for {name} = {example[name]} only: torch.export "
+                    "finds no graph that is right for other sizes."
+                )
+            elif 1 not in tried:
+                lines.append(f"Program and ONNX file were not shown to be right for {name} = 1.")
     return "\n".join(lines)
 
 

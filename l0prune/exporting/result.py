@@ -23,7 +23,7 @@ from l0prune.capture.copying import copied
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
-from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches
+from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches, note_on_sizes
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
@@ -66,7 +66,8 @@ class Export:
         batches that program and files are for, where these are not all; and what is random.
         """
         pieces = self._made.pieces
-        notes = (self._note, note_on_batches(pieces), _note_on_draws(pieces))
+        sizes = note_on_sizes(self._made)
+        notes = (self._note, note_on_batches(pieces), sizes, _note_on_draws(pieces))
         return "\n".join(filter(None, notes))
 
     @property

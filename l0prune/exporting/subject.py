@@ -10,11 +10,13 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import capture
 from l0prune.capture.copying import copied_around
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.modes import evaluating
 from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.free_batch import with_free_batch
+from l0prune.exporting.certify.sizes import Sizes, sizes_taken
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
@@ -36,6 +38,8 @@ class Subject:
             rounding of a fold.
         example: inputs in the model's dtype, or as they were given where it has several.
         dtypes: of the model's tensors.
+        free: sizes of its inputs that are free beside the batch.
+        sizes: such as it takes.
         asked: what the gated model has answered, so that it need not run twice on one input.
     """
 
@@ -45,6 +49,8 @@ class Subject:
     z: Tensor
     example: Inputs
     dtypes: Dtypes
+    free: FreeSizes = ALL_FIXED
+    sizes: Sizes = ({},)
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
 
 
@@ -62,7 +68,9 @@ def subject_of(model: nn.Module) -> Subject:
     bank = detach(plain)
     dtypes = Dtypes.of(plain)
     example = cast(bank.example, None if dtypes.others else dtypes.main)
-    return Subject(gated, plain, bank.plan, bank.double().z(), example, dtypes)
+    free = bank.free
+    sizes = sizes_taken(gated, example, free) if free else ({},)
+    return Subject(gated, plain, bank.plan, bank.double().z(), example, dtypes, free, sizes)
 
 
 def _check_has_values(model: nn.Module) -> None:
@@ -104,7 +112,7 @@ def surveyed(subject: Subject) -> Parts:
     """
     plain, example, gated_by = subject.plain, subject.example, subject.plan
     if gated_by.parts == ("",):
-        for captured in (with_free_batch(plain, example), None):
+        for captured in (with_free_batch(plain, example, subject.free), None):
             analysis = with_code(analyse(captured or capture(plain, *example)), plain)
             analysis = replace(analysis, plan=_as_gated(analysis.plan, gated_by))
             if _same_gates(analysis.plan, gated_by):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.free_sizes import FreeSizes
 from l0prune.errors import FileError, NotGated, UsageError
 from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
@@ -69,7 +70,9 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
         with _storing("the example inputs hold", path):
             example = encode(gates.example, tensors, _EXAMPLE)
         plan, kind = json.loads(gates.plan.to_json()), gate_to_dict(gates.gate)
-        section = GatesContent(plan=plan, gate=kind, fixed=gates.fixed, example=example)
+        section = GatesContent(
+            plan=plan, gate=kind, fixed=gates.fixed, example=example, free=gates.free.to_json()
+        )
     packed = pack(model, path, can_be_built=is_rebuildable(_spec(facts)))
     if packed is not None:
         tensors[_STRUCTURE] = packed.pickle
@@ -214,7 +217,8 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
     args, kwargs = decode(saved.example, tensors)
     if type(args) is not tuple or type(kwargs) is not dict:
         raise ValueError("an example that is no arguments")
-    gates = Gates(plan, gate_from_dict(saved.gate), log_alpha, (args, kwargs))
+    free = FreeSizes.from_json(saved.free)
+    gates = Gates(plan, gate_from_dict(saved.gate), log_alpha, (args, kwargs), free)
     gates.fixed = saved.fixed
     return gates
 

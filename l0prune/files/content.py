@@ -22,6 +22,7 @@ class GatesContent(_Strict):
     gate: dict[str, Any]
     fixed: bool
     example: Any
+    free: list[dict[str, str]] = []
 
 
 class StructureContent(_Strict):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler at once
 
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.spreader import Spreader
@@ -57,6 +58,7 @@ class Gates(nn.Module):
         gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
             done)`` in its place between two steps; ``finetune`` does.
         example: positional and keyword arguments of the model's forward, on the CPU.
+        free: sizes of these that are free beside the batch.
         fixed: gates stand at their eval values, and do not learn, even in train mode.
         bypassed: the model reads its plain parameters, as if it had no gates.
     """
@@ -64,12 +66,18 @@ class Gates(nn.Module):
     log_alpha: nn.Parameter
 
     def __init__(
-        self, plan: Plan, gate: Gate, log_alpha: Tensor, example: Example = ((), {})
+        self,
+        plan: Plan,
+        gate: Gate,
+        log_alpha: Tensor,
+        example: Example = ((), {}),
+        free: FreeSizes = ALL_FIXED,
     ) -> None:
         super().__init__()
         self.plan = plan
         self.gate = gate
         self.example = example
+        self.free = free
         self.fixed = False
         self.bypassed = False
         self._given: Tensor | None = None

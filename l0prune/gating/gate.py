@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.fixed_sizes import check_free
+from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.model_checks import check_module
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
@@ -48,6 +50,7 @@ def gate(
     args: Any,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    dynamic_shapes: Any = None,
     include: Globs = INCLUDE,
     exclude: Globs = EXCLUDE,
     open_probability: float | Mapping[str, float] = OPEN_PROBABILITY,
@@ -66,6 +69,8 @@ def gate(
         model: any module that torch.export can capture.
         args: example positional inputs of its forward, a tuple (or a single tensor).
         kwargs: example keyword inputs.
+        dynamic_shapes: sizes of the inputs that programs and files leave free beside the batch, in
+            torch.export's format: ``{"input_ids": {1: "seq"}}``.
         include: names of axes (``survey(model, args).axes``) to gate, or globs over them; one
             text, or several.
         exclude: the same of axes to leave whole, even if included.
@@ -101,8 +106,11 @@ def gate(
         )
     found = inferred(model, args, kwargs) if survey is None else survey
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude)
+    free = free_sizes(model, found.example, dynamic_shapes)
+    check_free(model, found.example, free)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
-    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), _kept_example(found.example)))
+    example = _kept_example(found.example)
+    attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), example, free))
     return model
 
 

@@ -10,14 +10,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured, capture
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.recording import Inputs, examples_in, first_rows
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
 
 
-def with_free_batch(model: nn.Module, example: Inputs) -> Captured:
+def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIXED) -> Captured:
     """The capture of a model in eval mode with a free batch, where torch.export finds one.
+
+    And with those of the ``free`` sizes that it finds to be free, too.
 
     torch.export goes by a batch of two or more, and believes that one example takes the same way.
     Where it does not (``if x.shape[0] == 1``, ``x.squeeze()``), the graph is for two or more; or,
@@ -26,7 +29,7 @@ def with_free_batch(model: nn.Module, example: Inputs) -> Captured:
     Raises:
         CaptureError: torch.export cannot follow the model.
     """
-    captured = capture(model, *example, dynamic_batch=True)
+    captured = capture(model, *example, dynamic_batch=True, free=free)
     if not captured.dynamic or _holds_for_one(model, captured, example):
         return captured
     if examples_in(example) == 1:

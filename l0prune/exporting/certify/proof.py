@@ -99,7 +99,7 @@ def prove_class(
 
 def _answers_to_all(subject: Subject) -> Iterator[tuple[Answer, ...]]:
     """What the gated model computes on inputs of all of ``BATCHES``, where it takes them."""
-    for inputs in trials(subject.example, BATCHES):
+    for inputs in trials(subject.example, BATCHES, subject.free, subject.sizes):
         if len(inputs) == len(BATCHES):
             with suppress(CertificateError):
                 answers = _answers(subject, inputs)
@@ -166,7 +166,7 @@ def _prove_whole(
         with stage("comparing the smaller model with it"):
             return answers, compare(answers, graph)
 
-    answers, certificate = _certified(subject, batches, against)
+    answers, certificate = _certified(subject, batches, against, captured.free)
     choice = choose(own, [Reference("", subject.gated, answers)])
     comparison = choice.comparisons[""]
     is_graph = bool(comparison.reason)
@@ -257,14 +257,18 @@ def _certified(
     subject: Subject,
     batches: Sequence[int | None],
     against: Callable[[Sequence[Inputs]], tuple[Answers, Sequence[Check]]],
+    free: Set[str] = frozenset(),
 ) -> tuple[Answers, Certificate]:
     """The certificate, and the answers that it was given on: to inputs that the model takes.
+
+    They are of other sizes where a name is among the ``free`` ones.
 
     Raises:
         CertificateError: the comparison failed, or the model takes not even its example.
     """
     failures = []
-    for inputs in trials(subject.example, batches):
+    sizes = [{name: each[name] for name in free} for each in subject.sizes]
+    for inputs in trials(subject.example, batches, subject.free, sizes):
         try:
             answers, checks = against(inputs)
             return answers, Certificate(tuple(checks))

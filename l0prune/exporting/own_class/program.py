@@ -7,6 +7,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.recording import Inputs
 from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.slicing.dtypes import Dtypes, cast, casts_to_less, converted, marked
@@ -15,7 +16,7 @@ from l0prune.infer.decomposition import take_apart
 
 
 def class_programs(
-    module: nn.Module, dtypes: Dtypes, example: Inputs
+    module: nn.Module, dtypes: Dtypes, example: Inputs, free: FreeSizes = ALL_FIXED
 ) -> tuple[Exported, ExportedProgram]:
     """What torch.export makes of it, with a free batch size where that is right; and for ONNX.
 
@@ -25,21 +26,24 @@ def class_programs(
         CaptureError: torch.export cannot follow it.
     """
     single = torch.float32
-    made = _program_of(module, cast(example, dtypes.main))
+    made = _program_of(module, cast(example, dtypes.main), free)
     if dtypes == Dtypes(single) and not casts_to_less(made.program.graph_module, single):
         return made, made.program
     graph = converted(marked(made.program.module(check_guards=False), dtypes), single)
-    for_onnx = reexport(graph, cast(example, single), made.dynamic, made.least)
-    return made._replace(dynamic=made.dynamic and for_onnx.dynamic), for_onnx.program
+    for_onnx = reexport(
+        graph, cast(example, single), made.dynamic, made.least, free.only(made.free)
+    )
+    is_free, others = made.dynamic and for_onnx.dynamic, made.free & for_onnx.free
+    return made._replace(dynamic=is_free, free=others), for_onnx.program
 
 
-def _program_of(module: nn.Module, example: Inputs) -> Exported:
-    captured = with_free_batch(module, example)
+def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported:
+    captured = with_free_batch(module, example, free)
     if captured.dynamic and captured.least > 1:
-        return reexport(module, example, dynamic=True, least=captured.least)
+        return reexport(module, example, True, captured.least, free.only(captured.free))
     take_apart(captured.program)
     _drop_unread(captured.program)
-    return Exported(captured.program, captured.dynamic)
+    return Exported(captured.program, captured.dynamic, free=captured.free)
 
 
 def _drop_unread(program: ExportedProgram) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.capture import batch_shapes, widened
+from l0prune.capture.capture import batch_shapes, symbolic, widened
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
 from l0prune.capture.kept_state import without_state
 from l0prune.capture.recording import Inputs
@@ -29,28 +30,35 @@ from l0prune.exporting.slicing.dtypes import (
 
 
 class Exported(NamedTuple):
-    """A program, whether its batch is free, and the smallest that it then takes."""
+    """A program, whether its batch is free, the smallest that it then takes, other free sizes."""
 
     program: ExportedProgram
     dynamic: bool
     least: int = 1
+    free: frozenset[str] = frozenset()
 
 
 Exporter = Callable[[nn.Module, Inputs], Exported]
 
 
-def reexport(module: nn.Module, example: Inputs, dynamic: bool, least: int = 1) -> Exported:
+def reexport(
+    module: nn.Module,
+    example: Inputs,
+    dynamic: bool,
+    least: int = 1,
+    free: FreeSizes = ALL_FIXED,
+) -> Exported:
     """The dense module as a program of its own, of a free batch where that is possible.
 
-    It refuses batches of less than ``least``.
+    It refuses batches of less than ``least``. Of the ``free`` sizes it keeps those that it can.
     """
-    if dynamic:
-        wide = widened(*example)
-        shapes = partial(batch_shapes, module, *wide, least)
+    wide = widened(*example)
+    for wanted in (free, ALL_FIXED) if free and dynamic else (ALL_FIXED,) if dynamic else ():
+        shapes = partial(batch_shapes, module, *wide, least, wanted)
         with _at_least(module, least):
             made = _exported(module, wide, shapes)
         if made.dynamic:
-            return made._replace(least=least)
+            return made._replace(least=least, free=symbolic(made.program, wanted))
     return _exported(module, example, None)
 
 
@@ -87,7 +95,7 @@ def programs(
     own = None if dtypes.others else dtypes.main
     made = export(restored(module, dtypes), cast(example, own))
     is_free, least = made.dynamic and for_onnx.dynamic, max(made.least, for_onnx.least)
-    return Exported(made.program, is_free, least), for_onnx.program
+    return Exported(made.program, is_free, least, made.free & for_onnx.free), for_onnx.program
 
 
 def reexport_part(module: nn.Module, example: Inputs, least: int = 1) -> Exported:

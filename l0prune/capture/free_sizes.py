@@ -1,0 +1,167 @@
+"""Sizes of inputs that are free beside the batch: how long a text is, how large an image.
+
+They are given in torch.export's own format: for each input the dims that are free, by number, each
+with a name (``{"input_ids": {1: "seq"}}``), a ``Dim``, or ``Dim.AUTO``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from l0prune.errors import UsageError
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_AUTO = tuple(kind for kind in (Dim.AUTO, Dim.DYNAMIC))
+
+
+@dataclass(frozen=True)
+class FreeSizes:
+    """Which dims of a model's inputs may be of any size, beside the batch.
+
+    Attributes:
+        dims: for each tensor or other leaf of the inputs, in their order, the names of its free
+            dims by number. Dims of one name are equally large.
+    """
+
+    dims: tuple[Mapping[int, str], ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(self.dims)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, each once."""
+        return tuple(dict.fromkeys(name for dims in self.dims for name in dims.values()))
+
+    def of(self, leaf: int) -> Mapping[int, str]:
+        """The free dims of the leaf with this number."""
+        return self.dims[leaf] if self.dims else {}
+
+    def sizes(self, example: Inputs) -> dict[str, int]:
+        """How large the example is there."""
+        leaves = pytree.tree_leaves(example)
+        return {
+            name: int(leaf.shape[dim])
+            for leaf, dims in zip(leaves, self.dims, strict=False)
+            for dim, name in dims.items()
+        }
+
+    def only(self, names: Sequence[str] | frozenset[str]) -> FreeSizes:
+        """Those of these names."""
+        kept = ({dim: n for dim, n in dims.items() if n in names} for dims in self.dims)
+        return FreeSizes(tuple(kept))
+
+    def to_json(self) -> list[dict[str, str]]:
+        """As plain data; ``from_json`` reads it back."""
+        return [{str(dim): name for dim, name in dims.items()} for dims in self.dims]
+
+    @staticmethod
+    def from_json(data: Sequence[Mapping[str, str]]) -> FreeSizes:
+        """Inverse of ``to_json``."""
+        return FreeSizes(tuple({int(dim): name for dim, name in dims.items()} for dims in data))
+
+
+ALL_FIXED = FreeSizes()  # but the batch
+
+
+def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSizes:
+    """What a user asks for, in torch.export's format: a dict by input, or a tuple in their order.
+
+    Raises:
+        UsageError: it names an input or a dim that is not there, or the example is too small.
+    """
+    if dynamic_shapes is None:
+        return FreeSizes()
+    args, kwargs = example
+    try:
+        arguments = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise UsageError(f"the example is none that the model's forward takes: {error}") from error
+    given = dynamic_shapes
+    if not isinstance(given, Mapping):
+        given = dict(zip(arguments, given, strict=False))
+    flat = {**arguments, **arguments.get("kwargs", {})}
+    unknown = [name for name in given if name not in flat]
+    if unknown:
+        raise UsageError(
+            f"dynamic_shapes names {unknown[0]!r}, which is no input of the example; there are "
+            f"{', '.join(map(str, flat))}"
+        )
+    found: dict[int, dict[int, str]] = {}
+    for name, value in flat.items():
+        for leaf, path in _leaves(value, given.get(name), str(name)):
+            if id(leaf) not in found or found[id(leaf)] == {}:
+                found[id(leaf)] = _dims(leaf, path, name)
+    dims = tuple(found.get(id(leaf), {}) for leaf in pytree.tree_leaves(example))
+    free = FreeSizes(dims)
+    _check_example(free, example)
+    return free
+
+
+def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
+    """Each leaf of an input with what is asked for it."""
+    if isinstance(value, Mapping) and (spec is None or isinstance(spec, Mapping)):
+        return [p for k, v in value.items() for p in _leaves(v, (spec or {}).get(k), name)]
+    if isinstance(value, list | tuple) and (spec is None or isinstance(spec, list | tuple)):
+        specs = list(spec) if spec is not None else [None] * len(value)
+        return [p for v, s in zip(value, specs, strict=True) for p in _leaves(v, s, name)]
+    return [(value, spec)]
+
+
+def _dims(leaf: Any, spec: Any, name: str) -> dict[int, str]:
+    """The free dims of one tensor."""
+    if spec is None:
+        return {}
+    if not isinstance(leaf, Tensor):
+        raise UsageError(f"dynamic_shapes gives dims of {name!r}, which is no tensor")
+    items = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+    found: dict[int, str] = {}
+    for dim, what in items:
+        if not isinstance(dim, int) or not -leaf.ndim <= dim < leaf.ndim:
+            raise UsageError(
+                f"dynamic_shapes names dim {dim!r} of {name!r}, which has {leaf.ndim} dims"
+            )
+        called = _name(what, f"{name}_{dim % leaf.ndim}")
+        if called and dim % leaf.ndim:  # the batch is free anyway
+            found[dim % leaf.ndim] = called
+    return found
+
+
+def _name(what: Any, default: str) -> str:
+    """What a free dim is called; empty for one that is not free."""
+    if what is None or what is Dim.STATIC or (isinstance(what, int) and not isinstance(what, bool)):
+        return ""
+    if isinstance(what, str):
+        return what
+    if any(what is kind for kind in _AUTO):
+        return default
+    if isinstance(what, Dim) and type(what).__name__ == "Dim":
+        return what.__name__
+    raise UsageError(
+        f"dynamic_shapes has {what!r} for a dim: give a name, a Dim, Dim.AUTO or None; "
+        "one size that follows from another needs no name of its own"
+    )
+
+
+def _check_example(free: FreeSizes, example: Inputs) -> None:
+    """Raise UsageError where torch.export would take a size for a constant, or sizes differ."""
+    known: dict[str, int] = {}
+    for leaf, dims in zip(pytree.tree_leaves(example), free.dims, strict=True):
+        for dim, name in dims.items():
+            size = int(leaf.shape[dim])
+            if known.setdefault(name, size) != size:
+                raise UsageError(
+                    f"{name} is {known[name]} in one place of the example and {size} in another"
+                )
+            if size < 2:
+                raise UsageError(
+                    f"{name} is {size} in the example; to be free it has to be at least 2 there"
+                )
