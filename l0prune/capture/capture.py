@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.failures import explained
@@ -104,7 +105,7 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), own_forward(part), without_state(part), without_hints(), quiet():
+    with evaluating(part), own_forward(part), without_state(part), without_hints(), _quiet():
         program, dynamic = None, False
         if dynamic_batch and batch:
             program = _try_dynamic(part, *widened(args, kwargs), free)
@@ -132,7 +133,7 @@ def symbolic(program: ExportedProgram, free: FreeSizes) -> frozenset[str]:
         name
         for value, dims in zip(values, free.dims, strict=False)
         for dim, name in dims.items()
-        if not isinstance(value, Tensor) or isinstance(value.shape[dim], int)
+        if not isinstance(value, Tensor) or not free_symbols(value.shape[dim])
     }
     return frozenset(free.names) - fixed
 
@@ -149,7 +150,7 @@ def _try_dynamic(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Without torch's own log of what went wrong: the error says it, in the user's terms.
 
     Of a graph that it gave up it prints everything so far, too.

@@ -2,50 +2,69 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
-from torch.export import Dim
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from l0prune.capture.capture import capture, quiet
+from l0prune.capture.capture import capture
 from l0prune.capture.free_sizes import FreeSizes, Inputs
-from l0prune.capture.hints import without_hints
-from l0prune.capture.kept_state import without_state
-from l0prune.capture.modes import evaluating
-from l0prune.capture.own_forward import own_forward
-from l0prune.errors import UsageError
+
+_OWN = Path(__file__).parent.parent
+_LIBRARY = Path(torch.__file__).parent
 
 
-def check_free(model: nn.Module, example: Inputs, free: FreeSizes) -> None:
-    """Raise UsageError where the model's code fixes a size that is to be free; it says where."""
-    captured = capture(model, *example, dynamic_batch=True, free=free) if free else None
+def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str, str]:
+    """Which sizes cannot be free, by name, and why.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model at all.
+    """
+    found = {}
     for name in free.names:
-        if captured is not None and name not in captured.free:
-            raise UsageError(
-                f"{name} cannot be free: torch.export finds no graph of the model for other sizes "
-                f"than {free.sizes(example)[name]}{_why(model, example, free, name)}. Leave it out "
-                "of dynamic_shapes, or let the code read the size off the tensor there (x.shape) "
-                "instead of having a number."
+        with _places() as places:
+            captured = capture(model, *example, dynamic_batch=True, free=free.only([name]))
+        if name not in captured.free:
+            where = f": it is fixed at {places[-1]}" if places else ""
+            found[name] = (
+                f"{name} cannot be free: the model's code is for {free.sizes(example)[name]} "
+                f"alone{where}. Leave it out of dynamic_shapes, or let the code read the size off "
+                "the tensor there (x.shape) instead of having a number."
             )
+    return found
 
 
-def _why(model: nn.Module, example: Inputs, free: FreeSizes, name: str) -> str:
-    """What torch.export says of the one size, as a clause; empty where it says nothing."""
-    leaves, structure = pytree.tree_flatten(example)
-    dims = [
-        {dim: Dim(name) for dim, each in free.of(number).items() if each == name} or None
-        for number in range(len(leaves))
-    ]
-    args, kwargs = pytree.tree_unflatten(dims, structure)
-    shapes = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    try:
-        with evaluating(model), own_forward(model), without_state(model), without_hints(), quiet():
-            torch.export.export(model, *example, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = [line.removeprefix("- ").rstrip(".") for line in lines if line.startswith("- ")]
-        where = [line for line in lines if line.startswith('File "') and "/torch/" not in line]
-        return f" ({'; '.join((said or lines)[:1] + where[-1:])})"
-    return ""
+@contextmanager
+def _places() -> Iterator[list[str]]:
+    """The lines of the user's code at which torch takes symbols for numbers, within the context."""
+    places: list[str] = []
+    replace = getattr(ShapeEnv, "_set_replacement", None)
+    if replace is None:  # a torch that has it otherwise; then no line is said
+        yield places
+        return
+
+    @functools.wraps(replace)
+    def noted(env: Any, symbol: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        if getattr(value, "is_number", False):
+            stack = traceback.extract_stack()
+            lines = [frame for frame in stack if not _is_library(frame.filename)]
+            if lines:
+                place = f"{os.path.basename(lines[-1].filename)}:{lines[-1].lineno}"
+                places.append(f'{place}, "{lines[-1].line}"')
+        return replace(env, symbol, value, *rest, **named)
+
+    with mock.patch.object(ShapeEnv, "_set_replacement", noted):
+        yield places
+
+
+def _is_library(file: str) -> bool:
+    parents = Path(file).parents
+    return _OWN in parents or _LIBRARY in parents or file.startswith("<") or "unittest" in file

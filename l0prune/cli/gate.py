@@ -13,6 +13,7 @@ from l0prune.cli.edge import emit
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
+    Dynamic,
     Input,
     Json,
     Model,
@@ -20,6 +21,7 @@ from l0prune.cli.options import (
     TrustPickle,
     Weights,
     example_inputs,
+    free_dims,
     open_model,
     parse_setting,
 )
@@ -46,6 +48,7 @@ def gate(
     model_option: ModelOption = None,
     weights: Weights = None,
     input: Input = None,
+    dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     include: Annotated[list[str] | None, typer.Option(help="Globs of axes to gate.")] = None,
@@ -96,6 +99,7 @@ def gate(
     l0prune.gate(
         module,
         *example,
+        dynamic_shapes=free_dims(dynamic),
         include=include or defaults.INCLUDE,
         exclude=exclude or defaults.EXCLUDE,
         open_probability=open_probability,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +34,13 @@ Input = Annotated[
     typer.Option(
         help="Example input, batch first: 1x3x224x224; several by comma; 2x16:int64; by name "
         "input_ids=2x16:int64,attention_mask=2x16:int64."
+    ),
+]
+Dynamic = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--dynamic",
+        help="A size that stays free beside the batch, as input:dim=name: input_ids:1=seq.",
     ),
 ]
 DataSpec = Annotated[
@@ -94,6 +102,21 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
     from l0prune.running.task import Task
 
     return as_arguments(example(Task.of(data), 2))
+
+
+def free_dims(given: list[str] | None) -> dict[str, dict[int, str]] | None:
+    """What ``--dynamic`` asks for, in torch.export's format.
+
+    Raises:
+        UsageError: it is not of the form input:dim=name.
+    """
+    found: dict[str, dict[int, str]] = {}
+    for text in given or ():
+        match = re.fullmatch(r"(\w+):(\d+)=(\w+)", text)
+        if match is None:
+            raise UsageError(f"--dynamic takes input:dim=name, like input_ids:1=seq, not {text!r}")
+        found.setdefault(match[1], {})[int(match[2])] = match[3]
+    return found or None
 
 
 def _doubled(tensor: Any) -> Any:

@@ -7,6 +7,7 @@ from l0prune.cli.edge import emit
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
+    Dynamic,
     Input,
     Json,
     Model,
@@ -14,6 +15,7 @@ from l0prune.cli.options import (
     TrustPickle,
     Weights,
     example_inputs,
+    free_dims,
     open_model,
 )
 from l0prune.cli.project import chosen
@@ -24,6 +26,7 @@ def survey(
     model_option: ModelOption = None,
     weights: Weights = None,
     input: Input = None,
+    dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     trust_pickle: TrustPickle = False,
@@ -38,5 +41,6 @@ def survey(
     _, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
     source = l0prune.load_data(spec, chosen(data_root, "data_root")) if spec else None
-    found = l0prune.survey(module, *example_inputs(input, source))
+    example, shapes = example_inputs(input, source), free_dims(dynamic)
+    found = l0prune.survey(module, *example, dynamic_shapes=shapes)
     emit(found.to_dict(), json, found)

@@ -65,6 +65,18 @@ class Piece:
         return marked(module, Dtypes.of(module))
 
     @property
+    def sizes(self) -> list[dict[int, str]]:
+        """For each tensor among its inputs, what its free dims are called."""
+        leaves, batch = pytree.tree_leaves(self.answers[0].inputs), {0: "batch"}
+        size = examples_in(self.answers[0].inputs)
+        return [
+            (batch if self.dynamic and leaf.ndim and len(leaf) == size else {})
+            | dict(self.free.of(number))
+            for number, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor)
+        ]
+
+    @property
     def batches(self) -> str:
         """The batch sizes that program and file take."""
         if self.dynamic:
@@ -260,14 +272,17 @@ def note_on_sizes(made: Whole | InParts) -> str:
     for piece in made.pieces if asked else ():
         example = asked.sizes(piece.answers[0].inputs)
         for name in asked.names:
-            tried = {piece.free.sizes(answer.inputs).get(name) for answer in piece.answers}
+            tried, taken = (
+                {asked.sizes(answer.inputs)[name] for answer in answers}
+                for answers in (piece.answers, made.answers if isinstance(made, Whole) else ())
+            )
             if name not in piece.free.names:
                 lines.append(
                     f"Program and ONNX file are for {name} = {example[name]} only: torch.export "
                     "finds no graph that is right for other sizes."
                 )
-            elif 1 not in tried:
-                lines.append(f"Program and ONNX file were not shown to be right for {name} = 1.")
+            elif 1 in taken - tried:
+                lines.append(f"Program and ONNX file are for {name} of 2 or more.")
     return "\n".join(lines)
 
 

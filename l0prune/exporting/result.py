@@ -150,7 +150,7 @@ class Export:
                 _check_drawless(piece)
                 file = self._file_of(piece, path)
                 written[file] = stack.enter_context(replacement(file))
-                session = onnx_file.write_runnable(piece.single, written[file])
+                session = onnx_file.write_runnable(piece.single, written[file], piece.sizes)
                 onnx_file.describe(written[file], {"batch": piece.batches})
                 with stage("comparing its ONNX file"):
                     checks += compare_onnx(piece.answers, session, piece.path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.fixed_sizes import check_free
+from l0prune.capture.fixed_sizes import fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.model_checks import check_module
 from l0prune.errors import NothingToPrune, UsageError
@@ -105,9 +105,10 @@ def gate(
             "your own needs all that l0prune.gates.Gate has"
         )
     found = inferred(model, args, kwargs) if survey is None else survey
-    plan = _selected(for_class(found.plan, model, keep_class), include, exclude)
     free = free_sizes(model, found.example, dynamic_shapes)
-    check_free(model, found.example, free)
+    plan = _selected(for_class(found.plan, model, keep_class), include, exclude)
+    for reason in fixed_sizes(model, found.example, free).values():
+        raise UsageError(reason)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
     example = _kept_example(found.example)
     attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), example, free))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import nn
 
+from l0prune.capture.fixed_sizes import fixed_sizes
+from l0prune.capture.free_sizes import free_sizes
 from l0prune.cost.model import Unit, cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
@@ -30,6 +32,7 @@ class Survey:
         layers: every Linear, convolution, embedding and bare weight of the model, with the axes
             on its two sides or the reason why they stay whole.
         draws: operators that draw random numbers in eval mode, each with its source line.
+        fixed: of the sizes that were asked to be free those that cannot be, by name, and why.
     """
 
     plan: Plan
@@ -37,6 +40,7 @@ class Survey:
     unused: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
     draws: tuple[str, ...] = ()
+    fixed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -82,6 +86,7 @@ class Survey:
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
             "draws": list(self.draws),
+            "fixed_sizes": dict(self.fixed),
             "reused_sizes": [each.text(self.plan.names) for each in self.plan.code.reused],
         }
 
@@ -109,6 +114,7 @@ class Survey:
                 "axis that a draw is as wide as stays whole, and no ONNX file can be made, since "
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
+        yield from map(Text, self.fixed.values())
         if self.plan.code.reused:
             yield Text(self._on_class())
         yield from tables(self.plan, self.layers, self.params, self.macs)
@@ -140,7 +146,11 @@ class Survey:
 
 
 def survey(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
 ) -> Survey:
     """Find every axis of the model that can be cut, without changing the model.
 
@@ -149,6 +159,8 @@ def survey(
             the meta device.
         args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
         kwargs: further example inputs by name.
+        dynamic_shapes: sizes of the inputs that are to be free beside the batch, in torch.export's
+            format (``{"x": {2: "height", 3: "width"}}``): which of them the model's code fixes?
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
@@ -156,4 +168,6 @@ def survey(
     """
     parts = inferred(model, args, kwargs)
     layers = layers_of(parts.plan, weights_of(model), parts.unused)
-    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws)
+    free = free_sizes(model, parts.example, dynamic_shapes)
+    fixed = fixed_sizes(model, parts.example, free)
+    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws, fixed)

@@ -391,3 +391,30 @@ def test_a_function_may_return_a_task_and_inputs_have_names(command, tmp_path):
     code, out, err = command("finetune", *given, "--epochs", "2", "--json")
     assert code == 0, err
     assert {"metric", "test_loss"} < json.loads(out).keys()
+
+
+def test_a_size_that_stays_free(command, tmp_path):
+    layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3)
+    torch.save(nn.Sequential(*layers), tmp_path / "model.pt")
+    sizes = ("--dynamic", "input:2=height", "--dynamic", "input:3=width", "--keep-class", "native")
+    code, _, err = command("gate", "model.pt", "--input", "2x1x8x8", *sizes)
+    assert code == 0, err
+    code, _, err = command("export", "--onnx", "--json")
+    assert code == 0, err
+    (given,) = onnxruntime.InferenceSession(tmp_path / "model.onnx").get_inputs()
+    assert given.shape == ["batch", 1, "height", "width"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "text"),
+    [
+        ("input=height", 2, "--dynamic takes input:dim=name, like input_ids:1=seq"),
+        ("image:2=height", 1, "names 'image', which is no input of the example; there are input"),
+    ],
+)
+def test_a_size_that_cannot_be_free(command, tmp_path, asked, code, text):
+    torch.save(nn.Sequential(nn.Conv2d(1, 2, 3)), tmp_path / "model.pt")
+    found, _, err = command("gate", "model.pt", "--input", "2x1x8x8", "--dynamic", asked)
+    assert text in " ".join(err.split())
+    assert found == code
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]

@@ -7,7 +7,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import FileError, L0pruneError
+from l0prune.exporting.onnx.names import output_names, rename
 from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
 from l0prune.running.stages import stage
 
@@ -31,8 +32,15 @@ LARGEST = 2**31 - 1  # a protobuf file cannot be larger
 
 
 @stage("translating it to ONNX")
-def write_runnable(program: ExportedProgram, path: Path) -> Session:
+def write_runnable(
+    program: ExportedProgram, path: Path, sizes: Sequence[Mapping[int, str]] = ()
+) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
+
+    Args:
+        program: the program.
+        path: of the file.
+        sizes: for each input what its free dims are called.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
     several clamps of one tensor): then the file is written as it is before.
@@ -41,14 +49,21 @@ def write_runnable(program: ExportedProgram, path: Path) -> Session:
         L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
         FileError: the model is too large for one file.
     """
-    _write(to_onnx(program), path)
+    _write(_named_as(program, to_onnx(program), sizes), path)
     try:
         return Session(str(path))
     except L0pruneError:
         with contextlib.suppress(L0pruneError):
-            _write(to_onnx(program, optimize=False), path)
+            _write(_named_as(program, to_onnx(program, optimize=False), sizes), path)
             return Session(str(path))
         raise
+
+
+def _named_as(
+    program: ExportedProgram, model: onnx.ModelProto, sizes: Sequence[Mapping[int, str]]
+) -> onnx.ModelProto:
+    rename(model, output_names(program), sizes)
+    return model
 
 
 def _write(model: onnx.ModelProto, path: Path) -> None:

@@ -1,0 +1,150 @@
+"""Sizes of inputs that are free beside the batch, through the cut into programs and files."""
+
+from __future__ import annotations
+
+import io
+
+import onnx
+import pytest
+import torch
+from deadness import close_some, randomise
+from differences import as_graph, run_onnx
+from networks import Fn, conv
+from torch import nn
+from torch.export import Dim
+
+import l0prune
+from l0prune.errors import UsageError
+
+
+class Skip(nn.Module):
+    """A U-Net of one step, which takes images of even sides."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = conv(3, 6), conv(6, 8, stride=2)
+        self.up, self.out = nn.ConvTranspose2d(8, 6, 2, 2), nn.Conv2d(12, 2, 1)
+
+    def forward(self, image):
+        a = self.a(image).relu()
+        return {"mask": self.out(torch.cat([a, self.up(self.b(a).relu())], 1)), "features": a}
+
+
+def cut(model, x, shapes):
+    torch.manual_seed(0)
+    l0prune.gate(randomise(model).eval(), x, dynamic_shapes=shapes)
+    return close_some(model, seed=1), l0prune.export(model)
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_an_image_of_any_size(is_graph, tmp_path):
+    if is_graph:
+        with as_graph():
+            model, dense = cut(Skip(), torch.randn(2, 3, 8, 8), {"image": {2: "h", 3: "w"}})
+    else:
+        model, dense = cut(Skip(), torch.randn(2, 3, 8, 8), ({2: "h", 3: "w"},))
+    assert dense.rebuilt is not is_graph
+    assert dense.note.count("h") == 0 or is_graph
+    (piece,) = dense.pieces
+    assert piece.free.names == ("h", "w")
+    assert len({answer.inputs[0][0].shape[2] for answer in piece.answers}) == 3
+    file = tmp_path / "model.onnx"
+    dense.save_onnx(file)
+    graph = onnx.load(file).graph
+    assert [output.name for output in graph.output] == ["mask", "features"]
+    sizes = graph.input[0].type.tensor_type.shape.dim
+    assert [size.dim_param or size.dim_value for size in sizes] == ["batch", 3, "h", "w"]
+    held = io.BytesIO()
+    torch.export.save(dense.program, held)
+    held.seek(0)
+    program = torch.export.load(held).module()
+    for height, width in ((8, 8), (14, 4), (6, 20)):
+        image = torch.randn(3, 3, height, width)
+        expected = model(image)
+        written = dict(zip(("mask", "features"), run_onnx(file, image), strict=True))
+        for name in expected:
+            torch.testing.assert_close(dense.module(image)[name], expected[name])
+            torch.testing.assert_close(program(image)[name], expected[name])
+            torch.testing.assert_close(written[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_of_any_length_with_its_mask():
+    def forward(m, ids, mask):
+        h = m.embed(ids) * mask[..., None]
+        return m.out(torch.relu(m.a(h)).sum(1) / mask.sum(1, keepdim=True))
+
+    net = Fn(forward, embed=nn.Embedding(9, 4), a=nn.Linear(4, 8), out=nn.Linear(8, 2))
+    ids, mask = torch.randint(9, (2, 5)), torch.ones(2, 5)
+    torch.manual_seed(0)
+    shapes = {"ids": {1: Dim("length")}, "mask": (None, Dim("length"))}
+    model = Named(net)
+    l0prune.gate(randomise(model).eval(), (ids, mask), dynamic_shapes=shapes)
+    dense = l0prune.export(close_some(model, seed=1))
+    (piece,) = dense.pieces
+    lengths = [answer.inputs[0][0].shape[1] for answer in piece.answers]
+    assert sorted(lengths) == [1, 5, 10]
+    assert all(a.inputs[0][1].shape == a.inputs[0][0].shape for a in piece.answers)
+    assert {check.what for check in dense.certificate.checks} == {"class", "program"}
+
+
+class Named(nn.Module):
+    """With names for its inputs, which ``Fn`` has not."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, ids, mask):
+        return self.net(ids, mask)
+
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(40, 2)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)).flatten(1))
+
+
+def test_a_size_that_the_code_fixes_is_said_with_the_line():
+    model, x, shapes = Fixed().eval(), torch.randn(2, 5, 6), {"x": {1: "length"}}
+    said = l0prune.survey(model, x, dynamic_shapes=shapes).fixed
+    assert list(said) == ["length"]
+    assert said["length"].startswith(
+        "length cannot be free: the model's code is for 5 alone: it is fixed at test_free_sizes.py:"
+    )
+    assert '"return self.b(torch.relu(self.a(x)).flatten(1))"' in said["length"]
+    with pytest.raises(UsageError, match="length cannot be free") as caught:
+        l0prune.gate(model, x, dynamic_shapes=shapes)
+    assert str(caught.value) == said["length"]
+    assert not hasattr(model, "l0prune_gates")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({"y": {1: "n"}}, "names 'y', which is no input of the example; there are image"),
+        ({"image": {4: "n"}}, "names dim 4 of 'image', which has 4 dims"),
+        ({"image": {2: 2 * Dim("n")}}, "for a dim: give a name, a Dim, Dim.AUTO or None"),
+        ({"image": {1: "n", 2: "n"}}, "n is 3 in one place of the example and 8 in another"),
+    ],
+)
+def test_what_cannot_be_asked_for(shapes, text):
+    with pytest.raises(UsageError, match=text):
+        l0prune.gate(Skip(), torch.randn(2, 3, 8, 8), dynamic_shapes=shapes)
+
+
+def test_a_size_of_one_says_nothing_about_others():
+    net = nn.Sequential(conv(3, 8), conv(8, 2))
+    with pytest.raises(UsageError, match="h is 1 in the example; to be free"):
+        l0prune.gate(net, torch.randn(2, 3, 1, 8), dynamic_shapes=({2: "h"},))
+
+
+def test_a_saved_model_keeps_what_is_free(tmp_path):
+    model = Skip()
+    l0prune.gate(model, torch.randn(2, 3, 8, 8), dynamic_shapes=({2: Dim.AUTO, 3: None},))
+    l0prune.save(model, tmp_path / "m.gated.pt")
+    again = l0prune.load(tmp_path / "m.gated.pt", trust_pickle=True)
+    assert l0prune.gates(again).free == l0prune.gates(model).free
+    assert l0prune.gates(again).free.names == ("image_2",)
