@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
 
+_FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
+
 
 def check_module(model: Any) -> None:
     """Raise UsageError for what is no module, or one whose insides nobody can change.
@@ -33,8 +35,11 @@ def _objection(model: Any) -> str:
         )
     if isinstance(model, torch.jit.ScriptModule):
         return "This one is compiled by TorchScript: give the module that it was made from."
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        return "This one is compiled: gate the module itself, and give torch.compile the gated one."
+    if "training_step" in dir(model) and "forward" not in _defined(type(model)):
+        return (
+            f"This {type(model).__name__} trains a network and has no forward of its own: give the "
+            "network in it, such as module.network."
+        )
     if isinstance(model, GraphModule) and "eval" in vars(model):
         return (
             "This is the graph of an ExportedProgram, which has no modes for training and testing: "
@@ -54,6 +59,12 @@ def _objection(model: Any) -> str:
             "build it outside of that, or copy its state_dict into one that was."
         )
     return ""
+
+
+def _defined(kind: type) -> set[str]:
+    """What a class and those above it define, up to the frameworks' own."""
+    own = [each for each in kind.__mro__ if not each.__module__.startswith(_FRAMEWORKS)]
+    return {name for each in own for name in vars(each)}
 
 
 def check_owned(model: nn.Module, used: Iterable[Tensor]) -> None:

@@ -92,6 +92,12 @@ def check_intact(model: nn.Module) -> None:
                 f"{path or 'the model'} has been replaced since the model was gated, and the new "
                 "one carries no gates. Ungate the model (l0prune.ungate) and gate it again."
             )
+        if leaf not in root.get_submodule(path)._parameters:
+            raise UsageError(
+                f"{site.tensor} is no parameter any more: a parametrization of torch's "
+                "(weight_norm, spectral_norm) was put on it after the model was gated, and its "
+                "gates do not reach it. Put that on first, and gate the model then."
+            )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler at once
 
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.errors import UsageError
 from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.spreader import Spreader
@@ -85,6 +86,17 @@ class Gates(nn.Module):
         self._multipliers = {site.layout: GateValues() for site in plan.sites}
         self._spreader = Spreader(plan, tuple(self._multipliers))
         self._now = Current()
+
+    def __prepare_scriptable__(self) -> None:
+        """What torch.jit.script asks first of each module that it finds.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "TorchScript cannot hold gates. Export the model, and script what comes of it: "
+            "torch.jit.script(l0prune.export(model).module)."
+        )
 
     @property
     def axes(self) -> tuple[GateAxis, ...]:

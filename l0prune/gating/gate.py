@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.fixed_sizes import fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.model_checks import check_module
+from l0prune.capture.wrappers import inside, is_distributed
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
 from l0prune.gating.bank import Example, Gates
@@ -66,7 +67,8 @@ def gate(
     defaults, the model computes in eval mode exactly what it did.
 
     Args:
-        model: any module that torch.export can capture.
+        model: any module that torch.export can capture. Of a compiled one, or one in
+            DataParallel, the model inside is gated.
         args: example positional inputs of its forward, a tuple (or a single tensor).
         kwargs: example keyword inputs.
         dynamic_shapes: sizes of the inputs that programs and files leave free beside the batch, in
@@ -96,6 +98,10 @@ def gate(
         NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
         UsageError: an argument makes no sense, such as a glob that matches no axis.
     """
+    given = model
+    if isinstance(model, nn.Module):
+        _check_not_distributed(model)
+        model = inside(model)  # type: ignore[assignment]
     check_module(model)
     check_ungated(model)
     kind = gate_of(KIND, {}) if gate is None else gate
@@ -112,7 +118,17 @@ def gate(
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
     example = _kept_example(found.example)
     attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), example, free))
-    return model
+    return given
+
+
+def _check_not_distributed(model: nn.Module) -> None:
+    """Raise UsageError for DDP: it has noted the parameters, and would not average the gates."""
+    if is_distributed(model):
+        raise UsageError(
+            "This model is in DistributedDataParallel, which would not average the gradient of "
+            "gates that it does not know. Gate the model first: "
+            "DistributedDataParallel(l0prune.gate(model, ...))."
+        )
 
 
 def ungate(model: Model) -> Model:

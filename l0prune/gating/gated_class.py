@@ -41,6 +41,13 @@ _WHOSE = (
 )
 
 
+_TAKEN = (
+    "something would take the place of {0}.{1}, which is gated: pruning, weight_norm and the like "
+    "of torch.nn.utils keep a weight under other names, where its gates do not reach it. Put them "
+    "on before l0prune.gate, or on the exported model."
+)
+
+
 @dataclass(slots=True)
 class Link:
     """How a gated module finds its gates; no nn.Module, so that it is nobody's child.
@@ -105,12 +112,20 @@ def _make_class(
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": _reduce,
+        "register_parameter": _register_parameter,
         "_l0prune_original": original,
         "_l0prune_arguments": (names, lists, holds_bank),
     }
     metaclass: Any = type(original)
     result: type[nn.Module] = metaclass(original.__name__, (original,), members)
     return result
+
+
+def _register_parameter(module: nn.Module, name: str, param: Any) -> None:
+    """As torch's own, but for what was computed from a gated parameter."""
+    if isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
+        raise UsageError(_TAKEN.format(type(module).__name__, name.removesuffix("_orig")))
+    original_class(module).register_parameter(module, name, param)
 
 
 def _gated_parameter(name: str) -> property:
@@ -137,7 +152,10 @@ def _gated_parameter(name: str) -> property:
             return result
         return Computed.of(result, parameter)
 
-    return property(read, doc=f"The parameter ``{name}``, multiplied by its gates.")
+    def write(module: nn.Module, value: Any) -> None:
+        raise UsageError(_TAKEN.format(type(module).__name__, name))
+
+    return property(read, write, doc=f"The parameter ``{name}``, multiplied by its gates.")
 
 
 def _gated_list(name: str) -> property:

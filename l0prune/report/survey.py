@@ -13,6 +13,7 @@ from torch import nn
 
 from l0prune.capture.fixed_sizes import fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
+from l0prune.capture.wrappers import inside
 from l0prune.cost.model import Unit, cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
@@ -156,7 +157,7 @@ def survey(
 
     Args:
         model: any module that torch.export can capture, as a whole or in parts; it may live on
-            the meta device.
+            the meta device. Of a compiled one, or one in DataParallel or DDP, it is that inside.
         args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
         kwargs: further example inputs by name.
         dynamic_shapes: sizes of the inputs that are to be free beside the batch, in torch.export's
@@ -166,6 +167,8 @@ def survey(
         CaptureError: torch.export cannot follow the model's forward on these inputs.
         UsageError: the model is none that can be looked into, or the example holds no tensor.
     """
+    if isinstance(model, nn.Module):
+        model = inside(model)
     parts = inferred(model, args, kwargs)
     layers = layers_of(parts.plan, weights_of(model), parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)

@@ -101,4 +101,4 @@ def test_the_file_needs_torch_alone():
         for n in named
         for name in ([n.module] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names])
     }
-    assert modules == {"__future__", "torch"}
+    assert modules == {"torch"}

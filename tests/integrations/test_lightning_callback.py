@@ -122,3 +122,15 @@ def test_what_is_wrong_is_said_in_words(tmp_path):
         trained(tmp_path, max_steps=7)
     with pytest.raises(UsageError, match="Pruner was made with"):
         trained(tmp_path, pruner=made(gated()))
+
+
+def test_a_module_that_only_trains_names_the_network_in_it():
+    class Trains(lightning.LightningModule):
+        def training_step(self, batch, index):
+            return self.network(batch).sum()
+
+    module = Trains()
+    module.network = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.raises(UsageError, match=r"This Trains trains a network .* module\.network"):
+        l0prune.gate(module, torch.randn(2, 6))
+    l0prune.gate(module.network, torch.randn(2, 6))

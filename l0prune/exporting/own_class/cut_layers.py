@@ -1,9 +1,8 @@
 """Layers that torch does not have: what is left of one of its own when some inputs are gone.
 
-Plain torch and nothing else: this file can be copied beside the weights of a cut model.
+Plain torch and nothing else: this file can be copied beside the weights of a cut model. TorchScript
+reads its annotations, which are therefore no strings.
 """
-
-from __future__ import annotations
 
 import torch
 from torch import Tensor, nn

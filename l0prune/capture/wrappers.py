@@ -1,0 +1,29 @@
+"""What stands around a model: compiled, or spread over devices, as a module of its own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model that the user wrote, in whatever torch has put around it."""
+    while True:
+        inner = _wrapped(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    is_spread = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return model._modules.get("module" if is_spread else "_orig_mod")  # torch.compile's name
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Does DDP stand around the model, which has noted its parameters already?"""
+    outer: nn.Module | None = model
+    while outer is not None:
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
+            return True
+        outer = _wrapped(outer)
+    return False
