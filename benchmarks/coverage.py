@@ -32,7 +32,7 @@ from benchmarks.scramble import scramble
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
-from l0prune.exporting.own_class.cut_layers import LAYERS
+from l0prune.files.pretrained.cut_layers import LAYERS
 
 
 def steps(which: str, name: str) -> Iterator[Row]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from l0prune.exporting.result import Export
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
+    from l0prune.files.pretrained.loading import from_pretrained, resize
     from l0prune.gating.bank import Gates
     from l0prune.gating.gate import gate, gates, ungate
     from l0prune.gating.kinds.base import Gate
@@ -54,6 +55,7 @@ _HOMES = {
     "export": "exporting.export",
     "finetune": "training.run",
     "fit": "selection.fit",
+    "from_pretrained": "files.pretrained.loading",
     "gate": "gating.gate",
     "gates": "gating.gate",
     "load": "files.artifact",
@@ -62,6 +64,7 @@ _HOMES = {
     "param_groups": "objective.penalty",
     "penalty": "objective.penalty",
     "read_info": "files.artifact",
+    "resize": "files.pretrained.loading",
     "save": "files.artifact",
     "score": "selection.scores",
     "scores": "selection",
@@ -90,6 +93,7 @@ __all__ = [
     "export",
     "finetune",
     "fit",
+    "from_pretrained",
     "gate",
     "gates",
     "load",
@@ -98,6 +102,7 @@ __all__ = [
     "param_groups",
     "penalty",
     "read_info",
+    "resize",
     "save",
     "score",
     "scores",

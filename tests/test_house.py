@@ -19,9 +19,9 @@ ROOMS = (
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
     "Gate", "Gates", "HardConcrete", "History", "Pruner", "Settings", "Survey", "Task",
-    "__version__", "evaluate", "export", "finetune", "fit", "gate", "gates", "load", "load_data",
-    "load_model", "param_groups", "penalty", "read_info", "save", "score", "scores", "survey",
-    "train_dense", "ungate",
+    "__version__", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate", "gates",
+    "load", "load_data", "load_model", "param_groups", "penalty", "read_info", "resize", "save",
+    "score", "scores", "survey", "train_dense", "ungate",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

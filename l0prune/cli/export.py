@@ -12,6 +12,7 @@ from l0prune.cli.edge import emit, err, say
 from l0prune.cli.options import Json, TrustPickle
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.stages import shown
+from l0prune.errors import FileError
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 
@@ -28,6 +29,12 @@ def export(
     state: Annotated[
         bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
     ] = False,
+    pretrained: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,
@@ -44,6 +51,7 @@ def export(
     """
     path = file or newest("*.tuned.pt", "*.gated.pt", command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
+    built_by = _built_by(path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
         dense = l0prune.export(model)
@@ -52,17 +60,37 @@ def export(
         stem = stem / output_path(None, str(path), "").name
     files: list[Path] = []
     with shown(err):
-        if onnx or not (pt2 or state):
+        if onnx or not (pt2 or state or pretrained):
             files += dense.save_onnx(f"{stem}{ONNX}")
         # of a model in parts the ONNX files leave out the code between them: its class needs its
         # state
         for wanted, ending in ((pt2, PT2), (state or dense.in_parts, STATE)):
             if wanted:
-                files += dense.save(f"{stem}{ending}")
+                files += dense.save(f"{stem}{ending}", model=built_by)
+        if pretrained:
+            said = dense.save_pretrained(pretrained, model=built_by)
+            files.append(pretrained)
     result = {"files": [str(f) for f in files], **dense.to_dict()}
+    if pretrained:
+        result["loads"] = said
     emit(result, json, dense)
     if not json:
         say("written: " + ", ".join(map(str, files)))
+        if pretrained:
+            say(said)
+
+
+def _built_by(path: Path, trust_pickle: bool) -> str:
+    """What the file says that its model was built by, if that may be run; else nothing."""
+    from l0prune.files.consent import check_consent
+
+    spec = str(l0prune.read_info(path).get("model") or "")
+    try:
+        if not trust_pickle:
+            check_consent(spec, path)
+    except FileError:
+        return ""
+    return spec
 
 
 def _without_ending(path: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
-from l0prune.exporting.own_class.manifest import manifest
+from l0prune.exporting.own_class.manifest import constants, manifest
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
@@ -62,6 +63,7 @@ def export(model: nn.Module) -> Export:
         _state=cut.state,
         _manifest={
             **manifest(subject.plain, cut.state, proven.changes, proven.layers),
+            "constants": cut.constants,
             "rebuild": rebuild,
         },
     )
@@ -82,6 +84,7 @@ class _Cut:
         unused: parameters that eval mode does not use.
         state: the model's own state_dict at the new sizes.
         made: the programs of its parts, or what that of the whole will be made from.
+        constants: shapes of tensors that were cut and are not in it.
     """
 
     chosen: Chosen
@@ -89,6 +92,7 @@ class _Cut:
     unused: Sequence[str]
     state: Mapping[str, Tensor]
     made: Whole | InParts
+    constants: Mapping[str, Any]
 
 
 def _as_class(subject: Subject) -> _Cut | None:
@@ -110,10 +114,11 @@ def _as_class(subject: Subject) -> _Cut | None:
     if proven is None:
         return None
     state = _state(subject, plan, proven)
+    apart = constants(subject.plain, proven.tensors)
     unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
     for each in (tensors, proven.tensors):
         each.clear()  # what is handed out lets go of float64 one by one
-    return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state))
+    return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state), apart)
 
 
 def _as_graph(subject: Subject) -> _Cut:
@@ -127,6 +132,7 @@ def _as_graph(subject: Subject) -> _Cut:
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, own, predicted)
     state = _state(subject, parts.plan, proven)
+    apart = constants(subject.plain, proven.tensors)
     for each in (tensors, proven.tensors):
         each.clear()  # what is handed out lets go of float64 one by one
     made: Whole | InParts
@@ -135,7 +141,7 @@ def _as_graph(subject: Subject) -> _Cut:
     else:
         made = in_parts(subject, parts, proven)
     check_own_dtypes(subject, proven)
-    return _Cut(chosen, proven, parts.unused, state, made)
+    return _Cut(chosen, proven, parts.unused, state, made, apart)
 
 
 def _state(subject: Subject, plan: Plan, proven: Proven) -> dict[str, Tensor]:

@@ -131,6 +131,11 @@ class Whole:
         piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.least)
         return (replace(piece, free=free),)
 
+    @property
+    def trials(self) -> list[tuple[str, Inputs]]:
+        """A path, and what the submodule there can be given."""
+        return [("", self.example)]
+
     @stage("comparing the program with the module")
     def checks(self) -> list[Check]:
         """Does the program compute what the module does that it was made from?
@@ -152,6 +157,11 @@ class InParts:
     """The pieces of a model that is captured in parts."""
 
     pieces: tuple[Piece, ...]
+
+    @property
+    def trials(self) -> list[tuple[str, Inputs]]:
+        """Paths, and what the submodules there can be given."""
+        return [(piece.path, piece.answers[0].inputs) for piece in self.pieces]
 
     def checks(self) -> list[Check]:
         """None: the modules that they are made from were compared."""

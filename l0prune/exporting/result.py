@@ -24,7 +24,10 @@ from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches, note_on_sizes
+from l0prune.exporting.pretrained.origin import apart_from_state, described
+from l0prune.exporting.pretrained.writing import write_folder
 from l0prune.files.atomic import atomic_write, replacement
+from l0prune.files.pretrained.stored import as_text
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.running.notebook import as_html
@@ -166,15 +169,20 @@ class Export:
         self.certificate = certificate
         return tuple(written)
 
-    def save(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
         The latter is a dict of ``state_dict``, and ``manifest`` as JSON text: shapes of each
-        tensor, attributes of each module that have changed, and under ``rebuild`` whether the
-        model's own class, resized like that, was found to compute the same, or why not; and why
+        tensor, attributes of each module that have changed, what builds its class, and under
+        ``rebuild`` whether that, resized, was found to compute the same, or why not; and why
         it fails in ``training`` mode, where it does. ``.safetensors`` holds the same without a
         pickle, the manifest among its metadata: each tensor once, and under ``tied`` of the
-        manifest the further names of tied ones.
+        manifest the further names of tied ones. ``l0prune.load`` reads both.
+
+        Args:
+            path: of the file.
+            model: what built the model, as ``load_model`` takes it: ``timm:NAME``,
+                ``file.py:factory``. Models of transformers are known without.
 
         Returns:
             The files written; more than one program where the model was captured in parts.
@@ -187,14 +195,54 @@ class Export:
                 save = partial(torch.export.save, piece.program)
                 atomic_write(self._file_of(piece, path), save)
             return tuple(self._file_of(piece, path) for piece in self.pieces)
+        known = described(self.module, self._facts, self._made.trials, model)
+        apart = apart_from_state(known, self.module)
         if Path(path).suffix == ".safetensors":
-            tensors, tied = each_once(self._state)
-            manifest = json.dumps({**self._manifest, "tied": tied})
+            tensors, tied = each_once({**self._state, **apart})
+            manifest = as_text(known.model_copy(update={"tied": tied}))
             write_tensors(path, tensors, {"format": "pt", "manifest": manifest})
             return (Path(path),)
-        content = {"state_dict": dict(self._state), "manifest": json.dumps(self._manifest)}
+        content = {"manifest": as_text(known), "state_dict": dict(self._state), "constants": apart}
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], *, model: str = "") -> str:
+        """Write ``module`` to a folder: safetensors and a manifest in JSON, without a pickle.
+
+        ``l0prune.from_pretrained(folder)`` loads it; where only the user's own code can build the
+        class, ``l0prune.resize`` makes such a model smaller. For a model of transformers the
+        folder also holds its configuration: with the new sizes where one can say them, and then
+        transformers loads it by itself. Both are tried before they are said. What is written are
+        the parameters of ``module`` as they are now; the certificate in the manifest is of the
+        cut.
+
+        Args:
+            folder: is made where there is none. Other files in it stay.
+            model: what built the model, as ``load_model`` takes it: ``timm:NAME``,
+                ``file.py:factory``. Models of transformers are known without, and those of timm
+                and torchvision as they come.
+
+        Returns:
+            What loads it, and whether transformers does, or why not.
+
+        Raises:
+            FileError: it cannot be written; what was there is unchanged.
+            UsageError: the module is a captured graph, not of its own class.
+        """
+        if not self.rebuilt:
+            raise UsageError(
+                f"{folder} was not written: it is for models of their own class, and {self._note} "
+                'Save it as a program (save("model.pt2")) or as ONNX (save_onnx).'
+            )
+        trials = self._made.trials
+        return write_folder(
+            folder, self.module, described(self.module, self._facts, trials, model), trials
+        )
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What the manifest says beside the model's origin."""
+        return {**self._manifest, "certificate": self.certificate.to_dict()}
 
     @staticmethod
     def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:

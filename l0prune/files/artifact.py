@@ -23,9 +23,12 @@ from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
 from l0prune.files.content import Content, GatesContent, StructureContent, parsed
 from l0prune.files.loading import check_exists, check_whole
-from l0prune.files.model_sources import is_rebuildable, load_model
+from l0prune.files.model_sources import load_model
+from l0prune.files.named_models import is_rebuildable
 from l0prune.files.plain_data import Stored, decode, encode, storable
 from l0prune.files.plan_check import check_plan
+from l0prune.files.pretrained.loading import from_pretrained, resize
+from l0prune.files.pretrained.stored import is_smaller_model
 from l0prune.files.structure import check_fits, fill, pack, unpack
 from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts, write_tensors
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
@@ -94,10 +97,11 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
 def load(
     path: PathLike, model: nn.Module | None = None, *, trust_pickle: bool = False
 ) -> nn.Module:
-    """The model that ``save`` wrote, on the CPU, with its gates on.
+    """The model that ``save`` wrote, on the CPU, with its gates on; or a smaller one.
 
     Args:
-        path: the file.
+        path: the file; or what ``Export`` wrote, a folder or a state: see ``from_pretrained``, and
+            ``resize`` for a ``model`` that is given.
         model: an ungated module of the same class to load into, for classes that are neither
             torch.nn nor torchvision.models; built from the file where None. It is what is
             returned; after an error it is as it was.
@@ -109,6 +113,10 @@ def load(
         FileError: the file is missing, damaged, from a newer version, of another model, or needs
             code that it may not run.
     """
+    if is_smaller_model(path):
+        if model is not None:
+            return resize(model, path)
+        return from_pretrained(path, trust_pickle=trust_pickle)
     content = _read(path)
     if model is not None:
         check_ungated(model)

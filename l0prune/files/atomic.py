@@ -47,12 +47,12 @@ def replacement(path: PathLike) -> Iterator[Path]:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except (OSError, RuntimeError) as error:
-        cause = _system_error(error)
+        cause = system_error(error)
         if cause is None:
             raise
-        raise FileError(_cannot_write(Path(path), cause)) from error
+        raise FileError(cannot_write(Path(path), cause)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -71,20 +71,21 @@ def write_whole(path: PathLike, content: str | bytes) -> None:
     atomic_write(path, write)
 
 
-def _system_error(error: BaseException | None) -> OSError | None:
+def system_error(error: BaseException | None) -> OSError | None:
     """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _cannot_write(target: Path, cause: OSError) -> str:
+def cannot_write(target: Path, cause: OSError) -> str:
+    """Why a file or a folder was not written, for people."""
     full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
     text = "the disk is full" if full else cause.strerror or str(cause)
     return f"{target} was not written: {text}. Whatever stood there before is unchanged."
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name itself survive a power cut, where folders can be opened (not Windows)."""
     if os.name != "posix":
         return

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files.consent import is_code, remember
 from l0prune.files.loading import load_pickle
+from l0prune.files.named_models import (
+    PACKAGES,
+    check_no_gates,
+    from_code,
+    is_rebuildable,
+    torchvision_model,
+)
+from l0prune.files.pretrained.loading import from_pretrained, resize
+from l0prune.files.pretrained.stored import is_smaller_model
 from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts
-from l0prune.files.user_code import called, named
 from l0prune.gating.bank import Gates
-from l0prune.gating.gated_class import CHILD
 
 # What training scripts call the weights in their checkpoints.
 _STATE_KEYS = ("state_dict", "model_state_dict", "model")
@@ -31,9 +33,11 @@ def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = Fa
 
     Args:
         spec: a file written by ``torch.save(model, path)``, ``torchvision:NAME``,
-            ``file.py:factory``, ``timm:NAME`` or ``transformers:NAME``.
+            ``file.py:factory``, ``timm:NAME`` or ``transformers:NAME``; or a smaller model: a
+            folder of ``Export.save_pretrained``, a file of ``Export.save``.
         weights: a file with a state_dict, bare or in a checkpoint; for torchvision also the name
-            of published weights, such as ``DEFAULT``, which are downloaded.
+            of published weights, such as ``DEFAULT``, which are downloaded. Those of a smaller
+            model, as ``Export`` writes them, give the model that ``spec`` builds its sizes.
         trust_pickle: unpickle any class, which runs whatever code the file names.
 
     Raises:
@@ -51,20 +55,11 @@ def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = Fa
     return model
 
 
-def is_rebuildable(spec: str) -> bool:
-    """Whether the spec names code (a package or a Python file), not a pickled file."""
-    kind, _, name = spec.partition(":")
-    return is_code(spec) or (kind in _PACKAGES and bool(name))
-
-
 def _build(spec: str, trust_pickle: bool) -> Any:
-    kind, _, name = spec.partition(":")
-    if kind in _PACKAGES and name:
-        remember(spec)
-        return _PACKAGES[kind](name)
-    if is_code(spec):
-        factory = named(spec)
-        return factory if isinstance(factory, nn.Module) else called(factory, spec)
+    if is_rebuildable(spec):
+        return from_code(spec)
+    if is_smaller_model(spec):
+        return from_pretrained(spec, trust_pickle=trust_pickle)
     if not Path(spec).exists() and not Path(spec).suffix:
         raise UsageError(_no_source(spec))
     return _read(spec, trust_pickle)
@@ -79,28 +74,11 @@ def _read(path: str, trust_pickle: bool) -> Any:
 
 
 def _no_source(spec: str) -> str:
-    known = ", ".join(f"{kind}:NAME" for kind in _PACKAGES)
+    known = ", ".join(f"{kind}:NAME" for kind in PACKAGES)
     return (
         f"{spec!r} is neither a file nor any other model source. Give a file written by "
         f"torch.save(model, path), path.py:factory, or one of {known}."
     )
-
-
-def _torchvision(name: str, weights: str | None = None) -> nn.Module:
-    from torchvision import models
-
-    known = models.list_models()
-    if name not in known:
-        near = " or ".join(get_close_matches(name, known, n=2)) or "one of its list_models()"
-        raise UsageError(f"torchvision has no model {name!r}; did you mean {near}?")
-    options: dict[str, Any] = {"weights": weights}
-    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        options["weights_backbone"] = None  # else it downloads some, unasked
-    with warnings.catch_warnings():
-        # Two families announce that they will initialise otherwise one day.
-        warnings.simplefilter("ignore", FutureWarning)
-        model: nn.Module = models.get_model(name, **options)
-    return model
 
 
 def _published(spec: str, weights: str | None) -> nn.Module | None:
@@ -118,45 +96,9 @@ def _published(spec: str, weights: str | None) -> nn.Module | None:
             f"{weights!r} is neither a file nor weights of {spec}; there are {', '.join(known)}."
         )
     try:
-        return _torchvision(name, weights)
+        return torchvision_model(name, weights)
     except OSError as error:
         raise FileError(f"the weights {weights} cannot be downloaded: {error}") from error
-
-
-def _timm(name: str) -> nn.Module:
-    timm = _package("timm")
-    try:
-        model: nn.Module = timm.create_model(name)
-    except (RuntimeError, OSError) as error:
-        raise UsageError(f"timm has no model {name!r}: {error}") from error
-    return model
-
-
-def _transformers(name: str) -> nn.Module:
-    transformers = _package("transformers")
-    try:
-        model: nn.Module
-        model, told = transformers.AutoModel.from_pretrained(
-            name, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"transformers cannot load {name!r}: {error}") from error
-    _check_no_gates(told["unexpected_keys"], name)
-    return model
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"{name} is not installed here: pip install {name}") from error
-
-
-_PACKAGES: dict[str, Callable[[str], nn.Module]] = {
-    "torchvision": _torchvision,
-    "timm": _timm,
-    "transformers": _transformers,
-}
 
 
 def _no_module(spec: str, found: Any) -> str:
@@ -192,7 +134,13 @@ def _is_state(found: Any) -> bool:
 
 
 def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
-    """Load a state_dict, bare or in a checkpoint, with or without the names' usual prefixes."""
+    """Load a state_dict, bare or in a checkpoint, with or without the names' usual prefixes.
+
+    That of a smaller model, in a file of ours, makes the model smaller.
+    """
+    if is_smaller_model(path):
+        resize(model, path)
+        return
     found = _read(path, trust_pickle)
     states = _states_in(found.state_dict() if isinstance(found, nn.Module) else found)
     if not states:
@@ -205,26 +153,12 @@ def _load_weights(model: nn.Module, path: str, trust_pickle: bool) -> None:
         )
     state = _unwrapped(states[next(iter(states)) if key is None else key], model)
     if not any(isinstance(module, Gates) for module in model.modules()):
-        _check_no_gates(state, path)
+        check_no_gates(state, path)
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         lines = "\n".join(str(error).splitlines()[:6])
         raise UsageError(f"the weights in {path} do not fit the model:\n{lines}") from error
-
-
-def _check_no_gates(names: Iterable[str], where: str) -> None:
-    """Refuse weights that are nothing without their gates.
-
-    Raises:
-        UsageError: a gated model wrote them.
-    """
-    if any(CHILD in name.split(".") for name in names):
-        raise UsageError(
-            f"{where} holds the weights of a gated model: without their gates they compute "
-            "something else. Build the model, gate it as it was (l0prune.gate), and load them with "
-            "its load_state_dict; or keep gated models with l0prune.save and l0prune.load"
-        )
 
 
 def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:

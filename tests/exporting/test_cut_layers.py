@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from l0prune.exporting.own_class import cut_layers
-from l0prune.exporting.own_class.cut_layers import CutGroupNorm, CutLayerNorm, PickedLinear
+from l0prune.files.pretrained import cut_layers
+from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm, PickedLinear
 
 KEPT = torch.tensor([0, 2, 3, 6])
 

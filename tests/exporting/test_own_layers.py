@@ -10,7 +10,7 @@ from differences import difference
 from torch import nn
 
 import l0prune
-from l0prune.exporting.own_class.cut_layers import CutGroupNorm, CutLayerNorm
+from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm
 
 
 class Rms(nn.Module):

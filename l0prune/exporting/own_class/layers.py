@@ -21,10 +21,10 @@ from l0prune.capture.copying import copied
 from l0prune.capture.provenance import within
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.own_class.cut_layers import LAYERS
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
+from l0prune.files.pretrained.cut_layers import LAYERS
 from l0prune.plan.layout import Both, Layouts, axes_of, outer, size_of
 
 _ROUNDING = 1e-10

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.resizing import Changes
+from l0prune.exporting.slicing.tensors import stored_in
 
 
 def manifest(
@@ -25,3 +27,18 @@ def manifest(
         attributes.setdefault(path, {}).update(layer.attributes)
     kinds = {path: layer.kind for path, layer in layers.items() if layer.kind}
     return {"shapes": shapes, "attributes": attributes, "layers": kinds}
+
+
+def constants(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
+    """Old and new shape of each tensor that has changed and is in no state_dict.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        tensors: the cut tensors as the module has to have them, by name.
+    """
+    found, state = {}, model.state_dict()
+    for name, new in tensors.items():
+        old = None if name in state else stored_in(model, name)
+        if old is not None and not (old.shape == new.shape and torch.equal(old.to(new), new)):
+            found[name] = {"old": list(old.shape), "new": list(new.shape)}
+    return found

@@ -1,0 +1,223 @@
+"""The new sizes as a configuration of transformers, where one can say them.
+
+Which numbers of a configuration a dim follows is tried: the model is built without values, with
+one number doubled, and the dims are looked at that become twice as large.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.errors import L0pruneError
+from l0prune.files.pretrained.manifest import Manifest, Origin
+from l0prune.files.pretrained.origin import built
+
+Field = tuple[str, ...]  # the keys that lead to a number of the configuration
+Dim = tuple[str, int]  # name of a tensor, and which of its dims
+Values = dict[Field, int]
+
+_TRIES = 16  # ways to share a dim among two numbers
+_NO_PLACE = "for which a configuration of transformers has no place"
+
+
+def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str, Any]], str]:
+    """Configurations by which the class has the new shapes, the likeliest first; or why not.
+
+    Args:
+        module: at its new sizes.
+        manifest: of it; a class of transformers is its origin.
+    """
+    if manifest.layers:
+        path, kind = next(iter(manifest.layers.items()))
+        return [], f"{path} has become a {kind}, which is no layer of transformers"
+    cut = {name for name, each in manifest.constants.items() if each.old != each.new}
+    if cut:
+        return [], f"{min(cut)}, which its code makes anew, is cut"
+    found = list(_candidates(_Config(manifest), module, manifest))
+    return found, "" if found else _why_not(manifest)
+
+
+class _Config:
+    """The configuration, and what follows from its numbers."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        origin = manifest.origin
+        assert origin.config is not None
+        self.origin, self.data = origin, origin.config
+        self.old = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.old)}
+        self.new = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.new)}
+        cut = {self.old[dim] for dim in self.old if self.old[dim] != self.new[dim]}
+        self.fields = {
+            field: value
+            for field, value in _numbers(self.data)
+            if any(size % value == 0 for size in cut)
+        }
+        self.follows: dict[Dim, list[Field]] = {}
+        for field, value in self.fields.items():
+            sizes = self.sizes({field: 2 * value}) or {}
+            for dim, size in self.old.items():
+                if sizes.get(dim) == 2 * size:
+                    self.follows.setdefault(dim, []).append(field)
+
+    def changed(self, values: Mapping[Field, Any]) -> dict[str, Any]:
+        """The configuration with these values."""
+        result = copy.deepcopy(self.data)
+        for field, value in values.items():
+            place = result
+            for key in field[:-1]:
+                place = place[key]
+            place[field[-1]] = value
+        return result
+
+    def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
+        """What the class makes of these values; None where it cannot be built so."""
+        return _sizes(self.origin, self.changed(values))
+
+
+def _numbers(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, (*path, key))
+        elif type(value) is int and value > 0:
+            yield (*path, key), value
+
+
+def _sizes(origin: Origin, config: dict[str, Any]) -> dict[Dim, int] | None:
+    try:
+        with torch.device("meta"):
+            model = built(origin.model_copy(update={"config": config}), "the model")
+    except L0pruneError:
+        return None
+    state = model.state_dict()
+    return {(n, d): v for n, t in state.items() for d, v in enumerate(t.shape)}
+
+
+def _candidates(config: _Config, module: nn.Module, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    small = _small_numbers(config, module)
+    hints = _hints(config, module)
+    for values in _solutions(config, config.old, hints, {}):
+        if config.sizes(values) == config.new:
+            yield config.changed({**values, **small})
+    if hasattr(_config_class(manifest.origin), "per_layer_config"):
+        yield from _by_layer(config, hints, small)
+
+
+def _config_class(origin: Origin) -> Any:
+    return getattr(importlib.import_module("transformers"), origin.transformers).config_class
+
+
+def _by_layer(
+    config: _Config, hints: Mapping[str, int], small: Mapping[Field, float]
+) -> Iterator[dict[str, Any]]:
+    """One configuration for each layer, where the class of the model takes such."""
+    layers: dict[str, list[Dim]] = {}
+    for dim in config.old:
+        match = re.match(r"(?:.*?\.)??(\d+)\.", dim[0])
+        layers.setdefault(match[1] if match else "", []).append(dim)
+    common = next(_solutions(config, layers.pop("", []), hints, {}), None)
+    if common is None:
+        return
+    special: dict[str, dict[str, int]] = {}
+    for number, dims in layers.items():
+        values = next(_solutions(config, dims, hints, common), None)
+        if values is None or any(len(field) > 1 for field in values.keys() - common.keys()):
+            return
+        own = {f[0]: value for f, value in values.items() if common.get(f) != value}
+        special[number] = {name: v for name, v in own.items() if config.fields[name,] != v}
+    whole = config.changed({**common, **small, ("per_layer_config",): special})
+    if _sizes(config.origin, whole) == config.new:
+        yield whole
+
+
+def _solutions(
+    config: _Config, dims: Collection[Dim], hints: Mapping[str, int], known: Values
+) -> Iterator[Values]:
+    """Values of the numbers such that these dims have their new sizes.
+
+    Where two numbers share a dim, one is what the modules say, or stays, and the other follows.
+    """
+    waiting: list[Values] = [dict(known)]
+    for _ in range(_TRIES):
+        if not waiting:
+            return
+        values = _followed(config, dims, waiting.pop(0))
+        if values is None:
+            continue
+        open_ = [f for dim in dims for f in config.follows.get(dim, ()) if f not in values]
+        if not open_:
+            yield values
+            continue
+        for field in dict.fromkeys(sorted(open_, key=lambda f: f[-1] not in hints)):
+            whole = config.fields[field]
+            for guess in dict.fromkeys((hints.get(field[-1], whole), whole)):
+                waiting.append({**values, field: guess})
+
+
+def _followed(config: _Config, dims: Collection[Dim], values: Values) -> Values | None:
+    """With the numbers that follow from those that are known; None for a contradiction."""
+    values = dict(values)
+    while True:
+        before = len(values)
+        for dim in dims:
+            fields = config.follows.get(dim, [])
+            new, old = config.new[dim], config.old[dim]
+            for field in fields:
+                if field in values:
+                    new, old = new * config.fields[field], old * values[field]
+            unknown = [field for field in fields if field not in values]
+            if (not unknown and new != old) or not old:
+                return None
+            if len(unknown) == 1:
+                value, rest = divmod(config.fields[unknown[0]] * new, old)
+                if rest or not value:
+                    return None
+                values[unknown[0]] = value
+        if len(values) == before:
+            return values
+
+
+def _hints(config: _Config, module: nn.Module) -> dict[str, int]:
+    """By the name of a number, what modules that bear it have, where they agree."""
+    found: dict[str, set[int]] = {}
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if type(value) is int:
+                found.setdefault(name, set()).add(value)
+    names = {field[-1] for field in config.fields}
+    return {name: min(of) for name, of in found.items() if len(of) == 1 and name in names}
+
+
+def _small_numbers(config: _Config, module: nn.Module) -> dict[Field, float]:
+    """ε of the norms: a cut one has its own, and a configuration one for all."""
+    values = {
+        value
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, float) and "eps" in name
+    }
+    names = [f for f in config.data if "eps" in f and isinstance(config.data[f], float)]
+    return {(names[0],): values.pop()} if len(values) == len(names) == 1 else {}
+
+
+def _why_not(manifest: Manifest) -> str:
+    """Where like tensors of the layers differ, that; else that no number says it."""
+    alike: dict[str, dict[str, list[int]]] = {}
+    for name, sizes in manifest.shapes.items():
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = sizes.new
+    for pattern, by_name in alike.items():
+        first, *others = by_name.items()
+        for name, shape in others:
+            old = manifest.shapes
+            if shape != first[1] and old[name].old == old[first[0]].old:
+                return (
+                    f"{pattern} is {'×'.join(map(str, first[1]))} in one layer and "
+                    f"{'×'.join(map(str, shape))} in another, {_NO_PLACE}"
+                )
+    return f"it has sizes {_NO_PLACE}"

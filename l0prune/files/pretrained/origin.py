@@ -1,0 +1,130 @@
+"""The code that builds a smaller model at its old sizes: a class of transformers, or a name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.capture.copying import copied
+from l0prune.errors import FileError, UsageError
+from l0prune.files.atomic import PathLike
+from l0prune.files.consent import check_consent
+from l0prune.files.named_models import from_code, is_rebuildable
+from l0prune.files.pretrained.manifest import Origin
+
+GENERATION = "generation_config.json"
+# What a configuration may make transformers fetch or run, and no saved model needs.
+_UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|use_pretrained")
+
+
+def class_of_transformers(kind: Any) -> str:
+    """The name under which transformers itself has this class of models; empty for any other."""
+    is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
+    if not is_class or not kind.__module__.startswith("transformers.models."):
+        return ""
+    transformers = importlib.import_module("transformers")
+    name = kind.__name__
+    return (
+        name if getattr(transformers, name, None) is kind and hasattr(kind, "config_class") else ""
+    )
+
+
+def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
+    """The model at its old sizes; its weights are anything.
+
+    Args:
+        origin: one that is known.
+        where: what messages call the file that names it.
+        trust: run any code that it names.
+
+    Raises:
+        FileError: it names code that it may not run, or builds no model.
+        UsageError: the package that builds it is not installed.
+    """
+    with torch.random.fork_rng(devices=[]):
+        if origin.transformers:
+            return _of_transformers(origin, where)
+        if not is_rebuildable(origin.spec):
+            raise FileError(f"{where} is damaged: {origin.spec!r} names no code.")
+        if not trust:
+            check_consent(origin.spec, where)
+        model = from_code(origin.spec)
+    if not isinstance(model, nn.Module):
+        raise FileError(f"{where} names {origin.spec}, which made no nn.Module.")
+    return copied(model)  # a file may hold one model for all who ask for it
+
+
+def _of_transformers(origin: Origin, where: str) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f"{where} holds a {origin.transformers} of transformers, which is not installed here: "
+            "pip install 'l0prune[transformers]'"
+        ) from error
+    name = origin.transformers
+    kind: Any = getattr(transformers, name, None) if name.isidentifier() else None
+    if class_of_transformers(kind) != name:
+        raise FileError(
+            f"{where} holds a {name}, which transformers {transformers.__version__} does not have."
+        )
+    try:
+        with _offline(), _without_init():
+            config = kind.config_class.from_dict(_plain(origin.config or {}))
+            model: nn.Module = kind(config)
+    # A configuration that somebody else wrote can be wrong in as many ways as there are.
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise FileError(
+            f"{where} does not say how to build its {name}: {type(error).__name__}: {first}"
+        ) from error
+    return model
+
+
+def _plain(config: Any) -> Any:
+    """The configuration without what could fetch or run anything; sub-configurations, too."""
+    if isinstance(config, dict):
+        return {n: _plain(v) for n, v in config.items() if not _UNWANTED.search(str(n))}
+    return [_plain(each) for each in config] if isinstance(config, list) else config
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Within the context nothing is fetched from the hub: a configuration can name networks."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _without_init() -> Iterator[None]:
+    """Within the context transformers draws no weights, where the installed version has a way."""
+    with ExitStack() as stack:
+        for module in ("transformers.initialization", "transformers.modeling_utils"):
+            with suppress(ImportError, AttributeError):
+                stack.enter_context(importlib.import_module(module).no_init_weights())
+                break
+        yield
+
+
+def settled(model: nn.Module, folder: PathLike) -> nn.Module:
+    """The model in eval mode, with the settings for generation that lie in its folder."""
+    if hasattr(model, "generation_config") and (Path(folder) / GENERATION).is_file():
+        transformers = importlib.import_module("transformers")
+        try:
+            with _offline():
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+        except (OSError, TypeError, ValueError) as error:
+            raise FileError(f"{Path(folder) / GENERATION} is damaged: {error}") from error
+    return model.eval()

@@ -1,0 +1,233 @@
+"""New sizes and tensors for a model at its old sizes, after all of them were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import FileError
+from l0prune.files.pretrained.cut_layers import LAYERS
+from l0prune.files.pretrained.manifest import Manifest, Sizes
+
+_PICKED = "kept"  # the tensor that a PickedLinear gains
+
+
+def put_on(
+    model: nn.Module, manifest: Manifest, tensors: Mapping[str, Tensor] | None, where: str
+) -> None:
+    """Give the model these sizes and tensors, in place.
+
+    Args:
+        model: at its old sizes.
+        manifest: what changes.
+        tensors: by all names, tied ones one object; None for none, which leaves nan.
+        where: what messages call the file.
+
+    Raises:
+        FileError: something does not fit; the model is then as it was.
+    """
+    held = tensors_held(model)
+    _check_model(model, manifest, held, where)
+    _check_modules(model, manifest, where)
+    if tensors is None:
+        tensors = {
+            name: torch.full(sizes.new, _nothing(held[name]), dtype=held[name].dtype)
+            for name, sizes in {**manifest.shapes, **manifest.constants}.items()
+        }
+        tensors |= {name: torch.zeros(read, dtype=torch.int64) for name, read in _picks(manifest)}
+    elif any(tensor.is_meta for tensor in tensors.values()):
+        raise FileError(f"{where} holds shapes without values.")
+    else:
+        _check_tensors(manifest, tensors, held, where)
+        _check_ties(manifest, tensors, held, where)
+
+    new = {
+        id(held[name]): _in_place_of(held[name], tensors[name])
+        for name in {**manifest.shapes, **manifest.constants}
+    }
+    for module in model.modules():
+        for leaf, old in list(_own_tensors(module)):
+            if id(old) in new:
+                setattr(module, leaf, new[id(old)])
+    for path, kind in manifest.layers.items():
+        module = model.get_submodule(path)
+        module.__class__ = LAYERS[kind]
+    for name, _ in _picks(manifest):
+        module = model.get_submodule(name.rpartition(".")[0])
+        device = next(iter(module.parameters())).device
+        module.register_buffer(_PICKED, tensors[name].to(device))
+    for path, attributes in manifest.attributes.items():
+        module = model.get_submodule(path)
+        for name, value in attributes.items():
+            setattr(module, name, tuple(value) if isinstance(value, list) else value)
+
+
+def tensors_held(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter, buffer and plain attribute that is a tensor, under all of its names."""
+    return {
+        _joined(path, leaf): tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, tensor in _own_tensors(module)
+    }
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for table in (module._parameters, module._buffers, vars(module)):
+        for leaf, value in table.items():
+            if isinstance(value, Tensor):
+                yield leaf, value
+
+
+def _in_place_of(old: Tensor, new: Tensor) -> Tensor:
+    """What the model holds from now on: on the device of the old one, a parameter if that was."""
+    tensor = new if old.is_meta else new.to(old.device)
+    if not isinstance(old, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor, requires_grad=old.requires_grad)
+
+
+def _nothing(old: Tensor) -> float:
+    return float("nan") if old.is_floating_point() or old.is_complex() else 0
+
+
+def _check_model(
+    model: nn.Module, manifest: Manifest, held: Mapping[str, Tensor], where: str
+) -> None:
+    """The model must have all that the manifest knows, at its old sizes, and no more."""
+    wanted = {**manifest.shapes, **manifest.constants}
+    is_new = all(n in held and list(held[n].shape) == sizes.new for n, sizes in wanted.items())
+    if is_new and any(sizes.old != sizes.new for sizes in wanted.values()):
+        raise FileError(
+            f"{where} is for a model at its old sizes, and this one has the new sizes already: "
+            "model.load_state_dict loads weights alone."
+        )
+    state = {name for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    absent = [name for name in wanted if name not in held] or sorted(state - wanted.keys())
+    if absent:
+        owner = "the model" if absent[0] in wanted else "the file"
+        raise FileError(
+            f"{where} is of another architecture, a {manifest.kind}: {owner} has no {absent[0]}."
+        )
+    for name, sizes in wanted.items():
+        if list(held[name].shape) != sizes.old:
+            raise FileError(
+                f"{where} does not fit a model of these sizes: {name} is "
+                f"{_shown(list(held[name].shape))} in it, and was {_shown(sizes.old)} before the "
+                "cut."
+            )
+        if len(sizes.new) != len(sizes.old) or not all(
+            0 <= new <= old for new, old in zip(sizes.new, sizes.old, strict=True)
+        ):
+            raise FileError(f"{where} is damaged: {name} does not become smaller.")
+
+
+def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, kind in manifest.layers.items():
+        if kind not in LAYERS:
+            raise FileError(f"{where} has a layer {kind!r}, which this version does not know.")
+        base = LAYERS[kind].__bases__[0]
+        if not isinstance(modules.get(path), base):
+            raise FileError(f"{where} is of another architecture: {path} is no {base.__name__}.")
+    for path, attributes in manifest.attributes.items():
+        module = modules.get(path)
+        if module is None:
+            raise FileError(f"{where} is of another architecture: the model has no {path}.")
+        gained = _gained(manifest.layers.get(path))
+        for name, value in attributes.items():
+            is_there = name in vars(module) and _is_alike(value, vars(module)[name])
+            if name.startswith("_") or not (is_there or (name in gained and type(value) is int)):
+                raise FileError(
+                    f"{where} is of another architecture, or damaged: {_joined(path, name)} "
+                    f"cannot be {value!r}."
+                )
+
+
+def _gained(kind: str | None) -> set[str]:
+    """The attributes that a module gains with its class."""
+    return set() if kind is None else set(LAYERS[kind].__annotations__) - {_PICKED}
+
+
+def _is_alike(new: Any, old: Any) -> bool:
+    """May a number, or a few, stand for another? No code, and nothing that is not a number."""
+    if isinstance(new, list):
+        return isinstance(old, tuple | list) and all(type(each) is int for each in new)
+    if type(new) is bool or type(old) is bool:
+        return type(new) is type(old)
+    kinds = (int, float) if isinstance(old, float) else int
+    return isinstance(new, kinds) and isinstance(old, int | float)
+
+
+def _check_tensors(
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor],
+    held: Mapping[str, Tensor],
+    where: str,
+) -> None:
+    wanted = {**manifest.shapes, **manifest.constants}
+    picked = dict(_picks(manifest))
+    absent = [name for name in (*wanted, *picked) if name not in tensors]
+    if absent:
+        more = f", and {len(absent) - 1} more" if len(absent) > 1 else ""
+        raise FileError(f"{where} is incomplete: it lacks {absent[0]}{more}.")
+    extra = sorted(tensors.keys() - wanted.keys() - picked.keys())
+    if extra:
+        raise FileError(f"{where} does not fit its manifest: that knows no {extra[0]}.")
+    for name, sizes in wanted.items():
+        found, old = tensors[name], held[name]
+        if list(found.shape) != sizes.new:
+            raise FileError(
+                f"{where} does not fit its manifest: {name} is {_shown(list(found.shape))}, and "
+                f"should be {_shown(sizes.new)}."
+            )
+        is_float, was_float = (t.is_floating_point() or t.is_complex() for t in (found, old))
+        if is_float != was_float or found.is_complex() != old.is_complex():
+            raise FileError(f"{where} is damaged: {name} holds {found.dtype}, not {old.dtype}.")
+    for name in picked:
+        if not _is_index(tensors[name], wanted[_weight_of(name)]):
+            raise FileError(f"{where} is damaged: {name} does not say which inputs are read.")
+
+
+def _picks(manifest: Manifest) -> Iterator[tuple[str, int]]:
+    """Names of the tensors that layers gain, and how many inputs each of those reads."""
+    for path, kind in manifest.layers.items():
+        name = _joined(path, _PICKED)
+        if kind == "PickedLinear" and _weight_of(name) in manifest.shapes:
+            yield name, manifest.shapes[_weight_of(name)].new[-1]
+
+
+def _weight_of(name: str) -> str:
+    return f"{name.removesuffix(_PICKED)}weight"
+
+
+def _is_index(kept: Tensor, weight: Sizes) -> bool:
+    """Does it pick as many inputs as the weight has columns?"""
+    if kept.dtype != torch.int64 or list(kept.shape) != weight.new[1:]:
+        return False
+    return not kept.numel() or (int(kept.min()) >= 0 and int(kept.max()) < weight.old[1])
+
+
+def _check_ties(
+    manifest: Manifest, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor], where: str
+) -> None:
+    """Names that are one tensor in the model must not be two in the file."""
+    first: dict[int, str] = {}
+    for name in {**manifest.shapes, **manifest.constants}:
+        other = first.setdefault(id(held[name]), name)
+        one, two = tensors[other], tensors[name]
+        if one is not two and not (one.shape == two.shape and one.equal(two)):
+            raise FileError(
+                f"{where} is of another model: {other} and {name} are one tensor in this one, and "
+                "two in the file."
+            )
+
+
+def _shown(shape: list[int]) -> str:
+    return "×".join(map(str, shape)) or "a number"
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
