@@ -71,6 +71,26 @@ def test_a_layer_of_which_single_inputs_are_cut_picks_those_that_stay():
     assert difference(model, dense, x) <= ROUNDED
 
 
+class Halves(nn.Module):
+    """Its code has half of a number that it remembers."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = 16
+        self.a, self.b, self.c = nn.Linear(5, 16), nn.Linear(8, 8), nn.Linear(16, 3)
+
+    def forward(self, x):
+        kept, mixed = self.a(x).split(self.width // 2, -1)
+        return self.c(torch.cat([kept, self.b(mixed.relu())], -1))
+
+
+def test_a_number_of_which_the_code_takes_a_part():
+    model, dense = exported(Halves().double(), x := torch.randn(4, 5).double())
+    assert dense.rebuilt, dense.note
+    assert dense.module.width == dense.module.a.out_features < 16
+    assert difference(model, dense, x) <= 1e-12
+
+
 def test_the_module_goes_on_training():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
     model[0].weight.requires_grad_(False)

@@ -18,10 +18,13 @@ from l0prune.plan.plan import Plan
 # Kinds of sizes, each with what the name of an attribute for it contains.
 _NAMES = {
     "head": ("head",),
-    "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim"),
+    "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim", "val_dim"),
     "group": ("group",),
     "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
 }
+
+# Into how many equal parts code usually divides a size.
+_PARTS = (2, 3, 4)
 
 Sizes = set[tuple[str, int, int]]  # kind, old size, new size
 
@@ -53,9 +56,17 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[
 
 
 def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
-    """What the one size of this value becomes; by its name where there are several."""
-    news = {new for _, old, new in sizes if old == value}
-    return news.pop() if len(news) == 1 else _new_size(name, value, sizes, largest=False)
+    """What the one size of this value becomes; by its name where there are several.
+
+    Of a value that no size has, sizes may be equal parts: ``x.split(self.width // 2)``.
+    """
+    for parts in (1, *_PARTS):
+        news = {new * parts for _, old, new in sizes if old * parts == value}
+        if len(news) == 1:
+            return news.pop()
+        if news:
+            return _new_size(name, value, sizes, largest=False)
+    return value
 
 
 def remembered_sizes(
