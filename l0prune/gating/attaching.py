@@ -90,7 +90,9 @@ def check_intact(model: nn.Module) -> None:
         if link is None or link.gates is not gates or leaf not in link.sites:
             raise UsageError(
                 f"{path or 'the model'} has been replaced since the model was gated, and the new "
-                "one carries no gates. Ungate the model (l0prune.ungate) and gate it again."
+                "one carries no gates. Ungate the model (l0prune.ungate) and gate it again. Of "
+                "adapters (LoRA) that stand in a layer's place: put them on first, and gate the "
+                "model then."
             )
         if leaf not in root.get_submodule(path)._parameters:
             raise UsageError(

@@ -1,0 +1,43 @@
+"""LoRA of peft's around a gated model's layers, and under them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deadness import close_some
+
+import l0prune
+from benchmarks import zoo
+from l0prune.errors import UsageError
+
+peft = pytest.importorskip("peft", reason="pip install peft")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages, about each other
+
+
+def with_adapters(model):
+    wanted = peft.LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
+    return peft.get_peft_model(model, wanted).eval()
+
+
+def test_adapters_first_are_cut_and_merge():
+    model, (args, kwargs) = zoo.build("transformers", "bert")
+    adapted = with_adapters(model)
+    l0prune.gate(adapted, args, kwargs)
+    close_some(adapted, seed=1)
+    dense = l0prune.export(adapted)
+    assert type(dense.module) is type(adapted)
+    expected = adapted(**kwargs).last_hidden_state
+    torch.testing.assert_close(dense.module(**kwargs).last_hidden_state, expected)
+    merged = dense.module.merge_and_unload()
+    assert type(merged) is type(model)
+    torch.testing.assert_close(merged(**kwargs).last_hidden_state, expected)
+    query = merged.encoder.layer[0].attention.self.query
+    assert query.weight.shape[0] == query.out_features < 32
+
+
+def test_adapters_on_a_gated_model_are_refused_with_the_order_that_works():
+    model, (args, kwargs) = zoo.build("transformers", "bert")
+    adapted = with_adapters(l0prune.gate(model, args, kwargs))
+    with pytest.raises(UsageError, match=r"adapters .* put them on first, and gate the model then"):
+        l0prune.export(adapted)
