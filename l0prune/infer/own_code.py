@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 
 from torch import nn
 from torch.fx import Node
@@ -24,29 +24,52 @@ from l0prune.plan.code import Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan
 
+Regions = dict[str, list[Node]]
+
 _NORMS = ("aten.layer_norm", "aten.group_norm", "aten.rms_norm")
 
 
 def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     """The analysis with what the model's code says; its plan keeps alike what has one number."""
-    plan, every = analysis.plan, _sizes(analysis)
+    plan, regions = analysis.plan, _regions(analysis)
+    every = _sizes(analysis, regions)
+    received = {path: _received(analysis, regions, path) for path in every}
+    code = Code(
+        sizes=_not_received(every, received),
+        averages=_averages(analysis, regions, model),
+        queries=tuple(query_factors(analysis)),
+        reused=tuple(_reused(model, every, received)),
+    )
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
-    averages, queries = _averages(analysis, model), tuple(query_factors(analysis))
-    reused = tuple(_reused(analysis, model, every))
-    code = Code(_not_received(analysis, every), averages, queries, reused)
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
+
+
+def _regions(analysis: Analysis) -> Regions:
+    """By path, the calls that the forward of each module makes by itself."""
+    regions: Regions = defaultdict(list)
+    for node in analysis.captured.graph.nodes:
+        if node.op == "call_function":  # a module that is called again is path@1
+            regions[module_of(node).partition("@")[0]].append(node)
+    return regions
+
+
+def _received(analysis: Analysis, regions: Regions, path: str) -> set[Layout]:
+    """The dims of what a module is given, also of what its submodules alone look at."""
+    start = f"{path}." if path else ""
+    below = [nodes for each, nodes in regions.items() if f"{each}.".startswith(start)]
+    return {dim for each in _inputs(analysis, list(chain(*below))) for dim in each}
 
 
 # --- numbers --------------------------------------------------------------------------------
 
 
-def _sizes(analysis: Analysis) -> dict[str, Layouts]:
+def _sizes(analysis: Analysis, regions: Regions) -> dict[str, Layouts]:
     """By module, the dims whose sizes its code gives as numbers, where one of them has an axis.
 
     Beside those the ones that have no axis but the same size: the number may be theirs.
     """
     result = {}
-    for path, nodes in _regions(analysis).items():
+    for path, nodes in regions.items():
         dims = list(dict.fromkeys(chain.from_iterable(_given(n, analysis) for n in nodes)))
         cut = {size_of(dim) for dim in dims if axes_of(dim)}
         if cut:
@@ -54,55 +77,40 @@ def _sizes(analysis: Analysis) -> dict[str, Layouts]:
     return result
 
 
-def _not_received(analysis: Analysis, sizes: Mapping[str, Layouts]) -> dict[str, Layouts]:
+def _not_received(
+    sizes: Mapping[str, Layouts], received: Mapping[str, set[Layout]]
+) -> dict[str, Layouts]:
     """Without dims that an input of the module has: their size was probably read off that.
 
     They stay where no other dim has that size.
     """
     result = {}
     for path, dims in sizes.items():
-        received = _received(analysis, path)
-        other = {size_of(dim) for dim in dims if dim not in received}
+        others = {size_of(dim) for dim in dims if dim not in received[path]}
         result[path] = tuple(
             dim
             for dim in dims
-            if dim not in received or not axes_of(dim) or size_of(dim) not in other
+            if dim not in received[path] or not axes_of(dim) or size_of(dim) not in others
         )
     return result
 
 
 def _reused(
-    analysis: Analysis, model: nn.Module, sizes: Mapping[str, Layouts]
+    model: nn.Module, sizes: Mapping[str, Layouts], received: Mapping[str, set[Layout]]
 ) -> Iterator[ReusedSize]:
     """Sizes of inputs that the code of a module, which has no such number, gives to other dims."""
     for path, dims in sizes.items():
-        values = [value for value in vars(model.get_submodule(path)).values() if type(value) is int]
-        received = _received(analysis, path)
+        values = _numbers(model, path)
         for used in dims:
-            size = size_of(used)
-            if size in values or used in received or not axes_of(used):
+            if size_of(used) in values or used in received[path] or not axes_of(used):
                 continue
-            others = [dim for dim in received if axes_of(dim) and size_of(dim) == size]
-            yield from (ReusedSize(path, read, used) for read in others[:1])
+            alike = (d for d in received[path] if axes_of(d) and size_of(d) == size_of(used))
+            yield from (ReusedSize(path, read, used) for read in islice(alike, 1))
 
 
-def _received(analysis: Analysis, path: str) -> dict[Layout, None]:
-    """The dims of what a module is given, also of what its submodules alone look at."""
-    below = [
-        node
-        for node in analysis.captured.graph.nodes
-        if node.op == "call_function" and f"{_path(node)}.".startswith(f"{path}." if path else "")
-    ]
-    return {dim: None for each in _inputs(analysis, below) for dim in each}
-
-
-def _regions(analysis: Analysis) -> dict[str, list[Node]]:
-    """By path, the calls that the forward of each module makes by itself."""
-    regions: dict[str, list[Node]] = defaultdict(list)
-    for node in analysis.captured.graph.nodes:
-        if node.op == "call_function":
-            regions[_path(node)].append(node)
-    return regions
+def _numbers(model: nn.Module, path: str) -> set[int]:
+    """The whole numbers that a module remembers."""
+    return {each for each in vars(model.get_submodule(path)).values() if type(each) is int}
 
 
 def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
@@ -128,18 +136,13 @@ def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
     yield from (layout for size, layout in sizes if type(size) is int and size == size_of(layout))
 
 
-def _path(node: Node) -> str:
-    """The module whose forward made the node, also where it is called several times."""
-    return module_of(node).partition("@")[0]
-
-
 # --- averages -------------------------------------------------------------------------------
 
 
-def _averages(analysis: Analysis, model: nn.Module) -> dict[str, Layouts]:
+def _averages(analysis: Analysis, regions: Regions, model: nn.Module) -> dict[str, Layouts]:
     """By module that averages over an axis and holds no other, the dims of its only input."""
     found = {}
-    for path, nodes in _regions(analysis).items():
+    for path, nodes in regions.items():
         if any(axes_of(dim) for node in nodes for dim in _averaged(node, analysis)):
             inputs = set(_inputs(analysis, nodes))
             if len(inputs) == 1 and not any(True for _ in model.get_submodule(path).children()):
@@ -178,7 +181,7 @@ def _inputs(analysis: Analysis, region: list[Node]) -> Iterator[Layouts]:
 def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -> Iterator[Layouts]:
     """Dims that one attribute of a module stands for, as its code gives the sizes of all."""
     for path, dims in sizes.items():
-        values = [value for value in vars(model.get_submodule(path)).values() if type(value) is int]
+        values = _numbers(model, path)
         by_kind: dict[tuple[int, str], list[Layout]] = defaultdict(list)
         for dim in dims:
             kind = _kind_of(plan, dim)
@@ -190,15 +193,13 @@ def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -
 def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:
     """Dims that code splits into pieces of one size."""
     for node in analysis.captured.graph.nodes:
-        if node.op == "call_function" and operator_name(node.target) in (
-            "aten.chunk",
-            "aten.split",
-        ):
-            pieces = analysis.layouts.get(node.name, ())
-            dim = int(argument(node, 2, "dim", 0)) % len(pieces[0]) if pieces else 0
-            dims = tuple(dict.fromkeys(piece[dim] for piece in pieces))
-            if len(dims) > 1 and all(size_of(each) == size_of(dims[0]) for each in dims):
-                yield dims
+        pieces = analysis.layouts.get(node.name, ())
+        if operator_name(node.target) not in ("aten.chunk", "aten.split") or not pieces:
+            continue
+        dim = int(argument(node, 2, "dim", 0)) % len(pieces[0])
+        dims = tuple(dict.fromkeys(piece[dim] for piece in pieces))
+        if len(dims) > 1 and all(size_of(each) == size_of(dims[0]) for each in dims):
+            yield dims
 
 
 def _kind_of(plan: Plan, dim: Layout) -> str | None:

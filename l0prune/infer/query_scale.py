@@ -174,7 +174,14 @@ class _Followed:
         if any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes if n != source):
             raise _Unknown
         args, kwargs = map_arg((args, node.kwargs), lambda n: hint(n.meta["val"]))
-        results = {k: [call(t.contiguous(), *args, **kwargs) for t in ts] for k, ts in made.items()}
+
+        def moved(positions: Tensor) -> Any:
+            try:
+                return call(positions, *args, **kwargs)
+            except RuntimeError:  # a view of what is not laid out for it
+                return call(positions.contiguous(), *args, **kwargs)
+
+        results = {key: [moved(t) for t in ts] for key, ts in made.items()}
         if isinstance(node.meta["val"], Tensor):
             return results
         count = len(node.meta["val"])

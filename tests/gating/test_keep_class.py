@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
 from differences import difference
-from l0prune.exporting.own_class.cut_layers import LAYERS
 from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.files.pretrained.cut_layers import LAYERS
 
 
 class ReadsItsInput(nn.Module):

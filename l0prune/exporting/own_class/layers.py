@@ -133,11 +133,7 @@ def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> L
         mask = plan.mask(dim, kept).view([-1 if d == number else 1 for d in range(len(dims))])
         x = x * mask
     exact = InOneDtype(torch.float64)
-    with (
-        torch.no_grad(),
-        exact,
-        suppress(Exception),
-    ):  # it wants more than one tensor, or gives no such
+    with torch.no_grad(), exact, suppress(Exception):  # it takes or gives something else
         expected = cut(plan, dims, whole(x), kept)
         given = cut(plan, dims, x, kept)
         for layer in _ways(module, dims, chosen, tensors):
