@@ -91,6 +91,19 @@ def test_a_number_of_which_the_code_takes_a_part():
     assert difference(model, dense, x) <= 1e-12
 
 
+class AlsoARatio(Halves):
+    def __init__(self):
+        super().__init__()
+        self.reduction_ratio = 16
+
+
+def test_of_numbers_of_one_value_those_change_that_are_called_like_a_size():
+    model, dense = exported(AlsoARatio().double(), x := torch.randn(4, 5).double())
+    assert dense.rebuilt, dense.note
+    assert dense.module.reduction_ratio == 16
+    assert difference(model, dense, x) <= 1e-12
+
+
 def test_the_module_goes_on_training():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
     model[0].weight.requires_grad_(False)

@@ -32,6 +32,9 @@ Sizes = set[tuple[str, int, int]]  # kind, old size, new size
 def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, int]]:
     """By module path, the integer attributes that its code seems to give as sizes, and the new.
 
+    Of several with one value those that are called like a size, if any is: ``head_dim`` is, and a
+    ``reduction_ratio`` is not.
+
     Args:
         model: the user's ungated module at its old sizes.
         plan: its plan.
@@ -45,14 +48,21 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[
             kinds = {plan.axes[number].kind for number in axes_of(dim)}
             kind = kinds.pop() if len(kinds) == 1 else ""
             sizes |= {(each, size_of(dim), left) for each in {kind if kind in _NAMES else "", ""}}
+        numbers = {n: v for n, v in vars(model.get_submodule(path)).items() if type(v) is int}
+        by_name = {value for name, value in numbers.items() if _is_size(name)}
         changes = {
             name: new
-            for name, value in vars(model.get_submodule(path)).items()
-            if type(value) is int and (new := _size_in_code(name, value, sizes)) != value
+            for name, value in numbers.items()
+            if (_is_size(name) or value not in by_name)
+            and (new := _size_in_code(name, value, sizes)) != value
         }
         if changes:
             found[path] = changes
     return found
+
+
+def _is_size(name: str) -> bool:
+    return any(part in name.lower() for parts in _NAMES.values() for part in parts)
 
 
 def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
