@@ -23,6 +23,7 @@ from l0prune.capture.copying import copied
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.onnx import file as onnx_file
+from l0prune.exporting.onnx.external import data_beside
 from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches, note_on_sizes
 from l0prune.exporting.pretrained.origin import apart_from_state, described
 from l0prune.exporting.pretrained.writing import write_folder
@@ -138,9 +139,11 @@ class Export:
         The certificate gains the comparison, and the file's metadata carries it. A model that
         was captured in parts becomes a file for each: ``model.backbone.onnx`` for ``model.onnx``.
         It is in float32 whatever dtype the model has: ONNX Runtime has few operators in others.
+        Weights of more than 2 GB go into a file beside it, ``model.onnx.….data``, which has to stay
+        there: its name is a new one each time, so that a kill leaves the old model or the new one.
 
         Returns:
-            The files written.
+            The files written, those with weights after the others.
 
         Raises:
             CertificateError: it does not, or nobody can know, since it draws random numbers in
@@ -148,12 +151,14 @@ class Export:
             FileError: a file cannot be written.
         """
         with ExitStack() as stack:
-            written, checks = {}, []
+            written, beside, checks = {}, [], []
             for piece in self._made.pieces:
                 _check_drawless(piece)
                 file = self._file_of(piece, path)
+                data = stack.enter_context(data_beside(file))
                 written[file] = stack.enter_context(replacement(file))
-                session = onnx_file.write_runnable(piece.single, written[file], piece.sizes)
+                session = onnx_file.write_runnable(piece.single, written[file], data, piece.sizes)
+                beside += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.batches})
                 with stage("comparing its ONNX file"):
                     checks += compare_onnx(piece.answers, session, piece.path)
@@ -167,7 +172,7 @@ class Export:
             for unfinished in written.values():
                 onnx_file.describe(unfinished, facts)
         self.certificate = certificate
-        return tuple(written)
+        return (*written, *beside)
 
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.

@@ -20,7 +20,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
-from l0prune.errors import FileError, L0pruneError
+from l0prune.errors import L0pruneError
+from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.names import output_names, rename
 from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
 from l0prune.running.stages import stage
@@ -28,18 +29,17 @@ from l0prune.running.stages import stage
 if TYPE_CHECKING:
     import onnx
 
-LARGEST = 2**31 - 1  # a protobuf file cannot be larger
-
 
 @stage("translating it to ONNX")
 def write_runnable(
-    program: ExportedProgram, path: Path, sizes: Sequence[Mapping[int, str]] = ()
+    program: ExportedProgram, path: Path, data: Path, sizes: Sequence[Mapping[int, str]] = ()
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
 
     Args:
         program: the program.
         path: of the file.
+        data: in the same folder, where the weights lie if one file cannot hold them.
         sizes: for each input what its free dims are called.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
@@ -47,14 +47,13 @@ def write_runnable(
 
     Raises:
         L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
-        FileError: the model is too large for one file.
     """
-    _write(_named_as(program, to_onnx(program), sizes), path)
+    _write(_named_as(program, to_onnx(program, data), sizes), path)
     try:
         return Session(str(path))
     except L0pruneError:
         with contextlib.suppress(L0pruneError):
-            _write(_named_as(program, to_onnx(program, optimize=False), sizes), path)
+            _write(_named_as(program, to_onnx(program, data, optimize=False), sizes), path)
             return Session(str(path))
         raise
 
@@ -67,16 +66,18 @@ def _named_as(
 
 
 def _write(model: onnx.ModelProto, path: Path) -> None:
-    if model.ByteSize() > LARGEST:
-        raise FileError(
-            "No ONNX file was written: the model is larger than the 2 GB of one. Save it as .pt2 "
-            "instead."
-        )
     path.write_bytes(model.SerializeToString())
 
 
-def to_onnx(program: ExportedProgram, *, optimize: bool = True) -> onnx.ModelProto:
+def to_onnx(
+    program: ExportedProgram, data: Path | None = None, *, optimize: bool = True
+) -> onnx.ModelProto:
     """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
+
+    Args:
+        program: the program.
+        data: a file that the weights are written to where they are too large for one with it.
+        optimize: whether the exporter may.
 
     Raises:
         L0pruneError: torch's exporter has no translation for an operator.
@@ -96,6 +97,8 @@ def to_onnx(program: ExportedProgram, *, optimize: bool = True) -> onnx.ModelPro
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
     assert made is not None
+    if data is not None and is_large(made.model):
+        move_out(made.model, data)
     return made.model_proto
 
 
