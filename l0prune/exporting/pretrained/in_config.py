@@ -130,7 +130,8 @@ def _by_layer(
         if values is None or any(len(field) > 1 for field in values.keys() - common.keys()):
             return
         own = {f[0]: value for f, value in values.items() if common.get(f) != value}
-        special[number] = {name: v for name, v in own.items() if config.fields[name,] != v}
+        own = {name: value for name, value in own.items() if config.fields[name,] != value}
+        special |= {number: own} if own else {}
     whole = config.changed({**common, **small, ("per_layer_config",): special})
     if _sizes(config.origin, whole) == config.new:
         yield whole

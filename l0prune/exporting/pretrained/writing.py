@@ -83,9 +83,21 @@ def _for_transformers(scratch: Path, module: nn.Module, manifest: Manifest, tria
         fault = _fault_of_loading(scratch, module, name, trials)
         reason = reason or fault  # that of the likeliest
         if not fault:
-            return f"So does {name}.from_pretrained of transformers, and its AutoModel classes."
+            others = "".join(f", and {auto}" for auto in _auto_classes(module))
+            return f"So does {name}.from_pretrained of transformers{others}."
     _write_config(scratch, name, manifest.origin.config or {})
     return f"transformers cannot load it by itself: {reason}."
+
+
+def _auto_classes(module: nn.Module) -> list[str]:
+    """Those of transformers that make this class of this configuration."""
+    transformers = importlib.import_module("transformers")
+    names = [name for name in dir(transformers) if name.startswith("AutoModel")]
+    mappings = {name: getattr(getattr(transformers, name), "_model_mapping", {}) for name in names}
+    config: Any = type(module.config)
+    return [
+        name for name, each in mappings.items() if config in each and each[config] is type(module)
+    ]
 
 
 def _write_config(scratch: Path, name: str, config: Mapping[str, Any]) -> None:

@@ -56,25 +56,32 @@ def same(first, second):
 
 
 LOADS = {
-    "heads, width and neurons": (llama, "*", {}),
-    "tied embeddings": (llama, "*", {"tie_word_embeddings": True}),
-    "neurons that are as many": (bert, ("*.intermediate.dense",), {}),
-    "names of its own": (t5, "*", {}),
+    "heads, width and neurons": (llama, "*", {}, "AutoModelForCausalLM"),
+    "tied embeddings": (llama, "*", {"tie_word_embeddings": True}, "AutoModelForCausalLM"),
+    "neurons that are as many": (
+        bert,
+        ("*.intermediate.dense",),
+        {},
+        "AutoModelForSequenceClassification",
+    ),
+    "names of its own": (t5, "*", {}, "AutoModelForTextEncoding"),
 }
 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
-    make, include, settings = LOADS[name]
+    make, include, settings, auto = LOADS[name]
     dense = exported(make, include, **settings)
     kind = type(dense.module).__name__
     said = dense.save_pretrained(tmp_path / "model")
     assert said == (
         f'l0prune.from_pretrained("{tmp_path}/model") loads it.\n'
-        f"So does {kind}.from_pretrained of transformers, and its AutoModel classes."
+        f"So does {kind}.from_pretrained of transformers, and {auto}."
     )
-    loaded = getattr(transformers, kind).from_pretrained(tmp_path / "model")
-    assert same(loaded, dense.module)
+    for loads in (kind, auto):
+        loaded = getattr(transformers, loads).from_pretrained(tmp_path / "model")
+        assert type(loaded) is type(dense.module)
+        assert same(loaded, dense.module)
     assert loaded.config.to_dict() != dense.module.config.to_dict()
     again = l0prune.from_pretrained(tmp_path / "model")
     assert type(again) is type(dense.module)
@@ -92,6 +99,33 @@ def test_the_auto_classes_and_generation(tmp_path):
     assert torch.equal(words[0], words[1])
     assert torch.equal(words[0], words[2])
     assert ours.generation_config.max_new_tokens == 6
+
+
+@pytest.mark.slow
+def test_a_configuration_for_each_layer_where_the_class_takes_one(tmp_path):
+    if not hasattr(transformers, "Step3p7TextModel"):
+        pytest.skip("this version of transformers has no configurations by layer")
+    from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+
+    torch.manual_seed(0)
+    config = Step3p7TextConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, intermediate_size=24, max_position_embeddings=32,
+        mlp_layer_types=["dense"] * 2, layer_types=["full_attention"] * 2, sliding_window=16,
+        num_sliding_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = randomise(transformers.Step3p7TextModel(config)).eval()
+    l0prune.gate(model, (), {"input_ids": IDS}, include="*.heads")
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[-1] = -9  # one of the last layer's two groups of heads
+    dense = l0prune.export(model)
+    said = dense.save_pretrained(tmp_path / "model")
+    assert said.endswith("So does Step3p7TextModel.from_pretrained of transformers.")
+    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    special = {"1": {"num_attention_heads": 2, "num_key_value_heads": 1}}
+    assert written["per_layer_config"] == special
+    loaded = transformers.Step3p7TextModel.from_pretrained(tmp_path / "model")
+    assert same(loaded, dense.module)
 
 
 CANNOT = {
