@@ -91,9 +91,9 @@ def _for_transformers(scratch: Path, module: nn.Module, manifest: Manifest, tria
 
 def _auto_classes(module: nn.Module) -> list[str]:
     """Those of transformers that make this class of this configuration."""
-    transformers = importlib.import_module("transformers")
-    names = [name for name in dir(transformers) if name.startswith("AutoModel")]
-    mappings = {name: getattr(getattr(transformers, name), "_model_mapping", {}) for name in names}
+    known = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
+    names = [name for name in known if name.startswith("AutoModel")]
+    mappings = {name: getattr(known[name], "_model_mapping", {}) for name in names}
     config: Any = type(module.config)
     return [
         name for name, each in mappings.items() if config in each and each[config] is type(module)
