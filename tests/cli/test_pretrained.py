@@ -43,4 +43,4 @@ def test_code_that_only_the_file_names_is_not_run(command, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     code, _, err = command("export", "--pretrained", "small")
     assert code == 0, err
-    assert "Only your own code builds a Sequential" in err
+    assert "Only your own code builds this Sequential" in err

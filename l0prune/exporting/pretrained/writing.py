@@ -66,7 +66,7 @@ def _way_back(folder: PathLike, manifest: Manifest) -> str:
     if manifest.origin.is_known:
         return f'l0prune.from_pretrained("{folder}") loads it.'
     return (
-        f"Only your own code builds a {manifest.kind}: give one the new sizes and weights with "
+        f"Only your own code builds this {manifest.kind}: give one the new sizes and weights with "
         f'l0prune.resize(model, "{folder}").'
     )
 

@@ -115,7 +115,7 @@ def test_code_that_builds_something_else_is_not_remembered(tmp_path, monkeypatch
         "from test_from_pretrained import Net\ndef build():\n  return Net(9)\n"
     )
     said = exported().save_pretrained(tmp_path / "net", model=f"{tmp_path}/net.py:build")
-    assert said.startswith("Only your own code builds a Net")
+    assert said.startswith("Only your own code builds this Net")
 
 
 def changed(folder, change):
@@ -263,3 +263,46 @@ def test_other_files_are_none(tmp_path):
         l0prune.resize(fresh(), tmp_path / "a.safetensors")
     with pytest.raises(FileError, match="does not exist"):
         l0prune.from_pretrained(tmp_path / "nowhere")
+
+
+class InParts(nn.Module):
+    """What torch.export cannot follow between two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.tail = (
+            nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 6)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.tail(2 * x if float(x.detach().sum()) > 0 else x)
+
+
+def test_a_model_that_is_captured_in_parts(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(3, 6)
+    dense = l0prune.export(close_some(l0prune.gate(randomise(InParts()).eval(), x), seed=1))
+    assert dense.in_parts
+    assert dense.save_pretrained(tmp_path / "m").startswith(
+        "Only your own code builds this InParts"
+    )
+    model = l0prune.resize(InParts().eval(), tmp_path / "m")
+    assert torch.equal(model(x), dense.module(x))
+
+
+def test_a_model_without_values_gets_them(folder):
+    with torch.device("meta"):
+        model = Net().eval()
+    l0prune.resize(model, folder)
+    assert torch.equal(model(X), exported().module(X))
+
+
+def test_random_numbers_are_as_if_nothing_was_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "net.py").write_text(CODE)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    exported().save_pretrained(tmp_path / "m", model=f"{tmp_path}/net.py:build")
+    l0prune.from_pretrained(tmp_path / "m")
+    assert torch.equal(torch.get_rng_state(), before)
