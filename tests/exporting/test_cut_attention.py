@@ -109,3 +109,29 @@ def test_an_encoder_layer_keeps_its_class():
     with torch.no_grad():
         torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-10)
     assert difference(model, dense, x) <= 1e-10
+
+
+def test_an_encoder_whose_attention_stays_whole_runs_the_layers_that_it_has():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model, x = randomise(nn.TransformerEncoder(layer, 2)).double().eval(), torch.randn(2, 5, 16)
+    x = x.double()
+    close_some(l0prune.gate(model, x, include="*linear1*"), seed=1)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert type(dense.module.layers[0].linear1).__name__ == "PickedLinear"
+    with torch.no_grad():
+        torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+def test_an_encoder_that_is_the_whole_model_picks_single_inputs():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    model = randomise(nn.TransformerEncoder(layer, 2)).double().eval()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    close_some(l0prune.gate(model, x), seed=1)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    attention = dense.module.layers[0].self_attn
+    assert len(attention.kept) == attention.in_proj_weight.shape[1] < 16
+    assert difference(model, dense, x) <= 1e-10

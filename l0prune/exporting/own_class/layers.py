@@ -25,7 +25,7 @@ from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.pretrained.cut_layers import LAYERS
-from l0prune.plan.layout import Both, Layouts, axes_of, outer, size_of
+from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
 
 _ROUNDING = 1e-10
 
@@ -69,6 +69,11 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
         chosen: the slots that stay.
     """
     found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
+    for path, module in plain.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            each.startswith(f"{path}." if path else "") for each in found
+        ):  # its own fast way reads the weights off its layers, whatever these are
+            found[path] = Layer({"activation_relu_or_gelu": 0})
     for path, dims in chosen.plan.code.averages.items():
         if any(not chosen.plan.mask(dim, chosen.kept).all() for dim in dims if axes_of(dim)):
             layer = _averaging(plain.get_submodule(path), path, dims, chosen)
@@ -79,14 +84,11 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
 
 def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
     """Linear layers of which single inputs are gone: those that are left are picked."""
-    plan, kept = chosen.plan, chosen.kept
-    for name, dims in plan.tensors.items():
+    for name, dims in chosen.plan.tensors.items():
         path, _, leaf = name.rpartition(".")
-        if leaf != "weight" or len(dims) != 2 or not isinstance(dims[1], Both):
-            continue
-        fine = plan.mask(dims[1], kept)[plan.mask(dims[1].base, kept)]
-        if type(plain.get_submodule(path)) is nn.Linear and not fine.all():
-            yield path, Layer(kind="PickedLinear", buffers={"kept": fine.nonzero().flatten()})
+        picked = _kept_inputs(dims[1], chosen) if leaf == "weight" and len(dims) == 2 else None
+        if picked is not None and type(plain.get_submodule(path)) is nn.Linear:
+            yield path, Layer(kind="PickedLinear", buffers={"kept": picked})
 
 
 def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
@@ -114,7 +116,18 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
             "scale": module.head_dim**-0.5,
             "_qkv_same_embed_dim": False,  # or an encoder layer around it takes a way of its own
         }
-        yield path, Layer(settings, kind="CutAttention")
+        picked = _kept_inputs(columns, chosen) if is_packed else None
+        buffers = {} if picked is None else {"kept": picked}
+        yield path, Layer(settings, kind="CutAttention", buffers=buffers)
+
+
+def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
+    """Which of the inputs that are left are read; None where all are."""
+    if not isinstance(columns, Both):
+        return None
+    plan, kept = chosen.plan, chosen.kept
+    fine = plan.mask(columns, kept)[plan.mask(columns.base, kept)]
+    return None if fine.all() else fine.nonzero().flatten()
 
 
 def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> Layer | None:

@@ -75,6 +75,7 @@ class CutAttention(nn.MultiheadAttention):
         num_heads: how many are left.
         head_dim: of queries and keys, what is left of it.
         scale: what products of queries and keys are multiplied with, as before the cut.
+        kept: which inputs it reads, int64; it has none where it reads all.
     """
 
     scale: float
@@ -91,7 +92,10 @@ class CutAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """What torch's own takes and gives, but that ``is_causal`` needs its mask as well."""
+        kept = getattr(self, "kept", None)
         given = [query, key, value]
+        if kept is not None:
+            given = [each.index_select(-1, kept) for each in given]
         is_single = query.ndim == 2
         if is_single:
             given = [each.unsqueeze(0 if self.batch_first else 1) for each in given]
