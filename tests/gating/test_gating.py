@@ -297,7 +297,6 @@ def test_what_cannot_be_gated_is_left_as_it_was(make, options, error, words):
 
 NO_MODULES = {
     "a function": (lambda: lambda x: x, "This is a function"),
-    "compiled": (lambda: torch.compile(mlp(), backend="eager"), "torch.compile the gated one"),
     "a graph": (
         lambda: torch.export.export(nn.Linear(3, 2), (torch.randn(2, 3),)).module(),
         "give the module that was exported",
