@@ -69,16 +69,31 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
         chosen: the slots that stay.
     """
     found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
-    for path, module in plain.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and any(
-            each.startswith(f"{path}." if path else "") for each in found
-        ):  # its own fast way reads the weights off its layers, whatever these are
-            found[path] = Layer({"activation_relu_or_gelu": 0})
     for path, dims in chosen.plan.code.averages.items():
         if any(not chosen.plan.mask(dim, chosen.kept).all() for dim in dims if axes_of(dim)):
             layer = _averaging(plain.get_submodule(path), path, dims, chosen)
             if layer is not None:
                 found[path] = layer
+    return _in_encoders(plain, found)
+
+
+def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
+    """With what torch's own encoders need around such layers.
+
+    A TransformerEncoderLayer has a fast way that reads the weights off its layers, whatever these
+    are. A TransformerEncoder may hand padded tokens on as nested tensors, which other layers do not
+    take, and gives zeros for padding then: in such a one no layer can become another.
+    """
+
+    def below(path: str) -> list[str]:
+        return [each for each in found if each.startswith(f"{path}." if path else "")]
+
+    for path, module in plain.named_modules():
+        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", True):
+            found = {each: layer for each, layer in found.items() if each not in below(path)}
+    for path, module in plain.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and below(path):
+            found[path] = Layer({"activation_relu_or_gelu": 0})
     return found
 
 
