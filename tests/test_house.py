@@ -104,3 +104,9 @@ def test_importing_the_package_loads_no_torch():
     code = "import sys, l0prune; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_every_file_of_tests_has_a_name_of_its_own():
+    """pytest imports them by that name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names)), {name for name in names if names.count(name) > 1}
