@@ -5,7 +5,7 @@
 - What takes more than a few seconds is marked ``slow``, and there is a smaller case of it by
   default. ``python -m pytest -m slow`` runs those, and all properties on more examples.
 - Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
-  example costs much, ``@costly`` of ``examples.py`` takes a quarter of that.
+  example costs much, ``@costly`` of ``example_counts.py`` takes a quarter of that.
 - The command line is called inside the process by the fixture ``command``. A process of its own
   (``commands.run``) loads torch for seconds: it is for a first start. What is about processes
   (groups, signals, hash seeds) has them forked from one that has loaded it (``processes.py``).

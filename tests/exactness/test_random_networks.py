@@ -9,7 +9,7 @@ import pytest
 import torch
 from deadness import randomise, relative_effect_of_dead_slots
 from differences import difference, graph_difference
-from examples import costly
+from example_counts import costly
 from hypothesis import given
 from hypothesis import strategies as st
 from random_networks import Author, RandomNetwork

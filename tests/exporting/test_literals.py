@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from differences import as_graph, difference, in_float64
-from examples import costly
+from example_counts import costly
 from hypothesis import given
 from hypothesis import strategies as st
 from networks import Fn, conv

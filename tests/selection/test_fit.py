@@ -1,6 +1,6 @@
 import pytest
 import torch
-from examples import costly
+from example_counts import costly
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
