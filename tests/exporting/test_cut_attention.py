@@ -151,3 +151,21 @@ def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
     model, x = randomise(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 5, 16)
     close_some(l0prune.gate(model, x), seed=1)
     assert not l0prune.export(model).rebuilt
+
+
+@pytest.mark.parametrize("include", ["*heads*", "*"])
+def test_a_file_of_it_loads(include, tmp_path):
+    def network():
+        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+    torch.manual_seed(0)
+    model, x = randomise(network()), torch.randn(2, 5, 16)
+    close_some(l0prune.gate(model, x, include=include), seed=1)
+    dense = l0prune.export(model)
+    dense.save_pretrained(tmp_path / "small")
+    loaded = l0prune.resize(network(), tmp_path / "small")
+    kinds = [type(each.layers[0].self_attn).__name__ for each in (loaded, dense.module)]
+    assert kinds == [("PickedAttention" if include == "*" else "CutAttention")] * 2
+    torch.testing.assert_close(loaded(x), dense.module(x), rtol=0, atol=0)
+    torch.testing.assert_close(loaded(x), model(x))

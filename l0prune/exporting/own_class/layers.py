@@ -129,11 +129,12 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
             "head_dim": keys // heads,
             "embed_dim": left[1],
             "scale": module.head_dim**-0.5,
-            "_qkv_same_embed_dim": False,  # or an encoder layer around it takes a way of its own
         }
         picked = _kept_inputs(columns, chosen) if is_packed else None
-        buffers = {} if picked is None else {"kept": picked}
-        yield path, Layer(settings, kind="CutAttention", buffers=buffers)
+        if picked is None:
+            yield path, Layer(settings, kind="CutAttention")
+        else:
+            yield path, Layer(settings, kind="PickedAttention", buffers={"kept": picked})
 
 
 def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:

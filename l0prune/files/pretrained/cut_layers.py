@@ -62,6 +62,7 @@ class PickedLinear(nn.Linear):
     """
 
     kept: Tensor
+    reads_by = "weight"  # the name of what it multiplies them with
 
     def forward(self, input: Tensor) -> Tensor:
         """Shape: ``(…, all inputs)`` to ``(…, out_features)``."""
@@ -75,10 +76,14 @@ class CutAttention(nn.MultiheadAttention):
         num_heads: how many are left.
         head_dim: of queries and keys, what is left of it.
         scale: what products of queries and keys are multiplied with, as before the cut.
-        kept: which inputs it reads, int64; it has none where it reads all.
     """
 
     scale: float
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """It is not, or an encoder layer around it takes a way of its own."""
+        return False
 
     def forward(  # type: ignore[override]
         self,
@@ -92,10 +97,7 @@ class CutAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """What torch's own takes and gives, but that ``is_causal`` needs its mask as well."""
-        kept = getattr(self, "kept", None)
-        given = [query, key, value]
-        if kept is not None:
-            given = [each.index_select(-1, kept) for each in given]
+        given = [self._read(each) for each in (query, key, value)]
         is_single = query.ndim == 2
         if is_single:
             given = [each.unsqueeze(0 if self.batch_first else 1) for each in given]
@@ -122,6 +124,10 @@ class CutAttention(nn.MultiheadAttention):
         if not self.batch_first:
             result = result.transpose(0, 1)
         return result.squeeze(0 if self.batch_first else 1) if is_single else result, weights
+
+    def _read(self, given: Tensor) -> Tensor:
+        """What of its inputs it reads."""
+        return given
 
     def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Weights and biases of queries, keys and values."""
@@ -153,7 +159,22 @@ class CutAttention(nn.MultiheadAttention):
         return added[0] if len(added) == 1 else added[0] + added[1] if added else None
 
 
-LAYERS = {each.__name__: each for each in (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention)}
+class PickedAttention(CutAttention):
+    """A CutAttention that reads some of its inputs, for queries, keys and values the same.
+
+    Attributes:
+        kept: which ones, int64.
+    """
+
+    kept: Tensor
+    reads_by = "in_proj_weight"
+
+    def _read(self, given: Tensor) -> Tensor:
+        return given.index_select(-1, self.kept)
+
+
+_KINDS = (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention, PickedAttention)
+LAYERS = {each.__name__: each for each in _KINDS}
 
 
 def _normalised(

@@ -12,7 +12,7 @@ from l0prune.errors import FileError
 from l0prune.files.pretrained.cut_layers import LAYERS
 from l0prune.files.pretrained.manifest import Manifest, Sizes
 
-_PICKED = "kept"  # the tensor that a PickedLinear gains
+_PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
 
 
 def put_on(
@@ -37,7 +37,9 @@ def put_on(
             name: torch.full(sizes.new, _nothing(held[name]), dtype=held[name].dtype)
             for name, sizes in {**manifest.shapes, **manifest.constants}.items()
         }
-        tensors |= {name: torch.zeros(read, dtype=torch.int64) for name, read in _picks(manifest)}
+        tensors |= {
+            name: torch.zeros(weight.new[1], dtype=torch.int64) for name, weight in _picks(manifest)
+        }
     elif any(tensor.is_meta for tensor in tensors.values()):
         raise FileError(f"{where} holds shapes without values.")
     else:
@@ -129,7 +131,7 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
     for path, kind in manifest.layers.items():
         if kind not in LAYERS:
             raise FileError(f"{where} has a layer {kind!r}, which this version does not know.")
-        base = LAYERS[kind].__bases__[0]
+        base = next(each for each in LAYERS[kind].__mro__ if each not in LAYERS.values())
         if not isinstance(modules.get(path), base):
             raise FileError(f"{where} is of another architecture: {path} is no {base.__name__}.")
     for path, attributes in manifest.attributes.items():
@@ -139,16 +141,18 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
         gained = _gained(manifest.layers.get(path))
         for name, value in attributes.items():
             is_there = name in vars(module) and _is_alike(value, vars(module)[name])
-            if name.startswith("_") or not (is_there or (name in gained and type(value) is int)):
+            if name.startswith("_") or not (is_there or type(value) is gained.get(name)):
                 raise FileError(
                     f"{where} is of another architecture, or damaged: {_joined(path, name)} "
                     f"cannot be {value!r}."
                 )
 
 
-def _gained(kind: str | None) -> set[str]:
-    """The attributes that a module gains with its class."""
-    return set() if kind is None else set(LAYERS[kind].__annotations__) - {_PICKED}
+def _gained(kind: str | None) -> dict[str, Any]:
+    """The attributes that a module gains with its class, each with its type."""
+    own = () if kind is None else (k for k in LAYERS[kind].__mro__ if k in LAYERS.values())
+    types = {name: what for each in own for name, what in each.__annotations__.items()}
+    return {name: what for name, what in types.items() if name != _PICKED}
 
 
 def _is_alike(new: Any, old: Any) -> bool:
@@ -187,20 +191,16 @@ def _check_tensors(
         if is_float != was_float or found.is_complex() != old.is_complex():
             raise FileError(f"{where} is damaged: {name} holds {found.dtype}, not {old.dtype}.")
     for name in picked:
-        if not _is_index(tensors[name], wanted[_weight_of(name)]):
+        if not _is_index(tensors[name], picked[name]):
             raise FileError(f"{where} is damaged: {name} does not say which inputs are read.")
 
 
-def _picks(manifest: Manifest) -> Iterator[tuple[str, int]]:
-    """Names of the tensors that layers gain, and how many inputs each of those reads."""
+def _picks(manifest: Manifest) -> Iterator[tuple[str, Sizes]]:
+    """Names of the tensors that layers gain, and the sizes of what reads the inputs."""
     for path, kind in manifest.layers.items():
-        name = _joined(path, _PICKED)
-        if kind == "PickedLinear" and _weight_of(name) in manifest.shapes:
-            yield name, manifest.shapes[_weight_of(name)].new[-1]
-
-
-def _weight_of(name: str) -> str:
-    return f"{name.removesuffix(_PICKED)}weight"
+        weight = _joined(path, getattr(LAYERS[kind], "reads_by", ""))
+        if weight in manifest.shapes:
+            yield _joined(path, _PICKED), manifest.shapes[weight]
 
 
 def _is_index(kept: Tensor, weight: Sizes) -> bool:
