@@ -17,6 +17,11 @@ def within(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
+def is_within(name: str, path: str) -> bool:
+    """Is a module or tensor of this name the one at ``path``, or inside it?"""
+    return not path or f"{name}.".startswith(f"{path}.")
+
+
 def origin_of(node: Node) -> dict[str, Any]:
     """What a node's meta says of where it comes from, for nodes that take its place."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}

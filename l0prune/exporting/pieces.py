@@ -277,22 +277,21 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
 
 def note_on_sizes(made: Whole | InParts) -> str:
     """Which sizes that were to be free are not, in programs and files; and from which size on."""
-    asked = made.free if isinstance(made, Whole) else ALL_FIXED
-    lines = []
-    for piece in made.pieces if asked else ():
-        example = asked.sizes(piece.answers[0].inputs)
-        for name in asked.names:
-            tried, taken = (
-                {asked.sizes(answer.inputs)[name] for answer in answers}
-                for answers in (piece.answers, made.answers if isinstance(made, Whole) else ())
+    if isinstance(made, InParts) or not made.free:
+        return ""
+    (piece,), lines = made.pieces, []
+    tried, taken = (
+        [made.free.sizes(answer.inputs) for answer in answers]
+        for answers in (piece.answers, made.answers)
+    )
+    for name in made.free.names:
+        if name not in piece.free.names:
+            lines.append(
+                f"Program and ONNX file are for {name} = {tried[0][name]} only: torch.export "
+                "finds no graph that is right for other sizes."
             )
-            if name not in piece.free.names:
-                lines.append(
-                    f"Program and ONNX file are for {name} = {example[name]} only: torch.export "
-                    "finds no graph that is right for other sizes."
-                )
-            elif 1 in taken - tried:
-                lines.append(f"Program and ONNX file are for {name} of 2 or more.")
+        elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
+            lines.append(f"Program and ONNX file are for {name} of 2 or more.")
     return "\n".join(lines)
 
 

@@ -43,16 +43,12 @@ def replacement(path: PathLike) -> Iterator[Path]:
         raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:
-        cause = system_error(error)
-        if cause is None:
-            raise
-        raise FileError(cannot_write(Path(path), cause)) from error
+        with writing(path):
+            yield temporary
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+            sync_folder(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -71,14 +67,26 @@ def write_whole(path: PathLike, content: str | bytes) -> None:
     atomic_write(path, write)
 
 
-def system_error(error: BaseException | None) -> OSError | None:
+@contextmanager
+def writing(path: PathLike) -> Iterator[None]:
+    """Within the context a failed write is a FileError that names this file or folder."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause = _system_error(error)
+        if cause is None:
+            raise
+        raise FileError(_cannot_write(Path(path), cause)) from error
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
     """The OSError at the bottom: torch.save hides a failed write behind a RuntimeError."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def cannot_write(target: Path, cause: OSError) -> str:
+def _cannot_write(target: Path, cause: OSError) -> str:
     """Why a file or a folder was not written, for people."""
     full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
     text = "the disk is full" if full else cause.strerror or str(cause)

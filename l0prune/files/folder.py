@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from l0prune.errors import FileError
-from l0prune.files.atomic import PathLike, cannot_write, sync_folder, system_error
+from l0prune.files.atomic import PathLike, sync_folder, writing
 
 
 @contextmanager
@@ -34,18 +34,14 @@ def replaced_folder(path: PathLike, last: str, known: Collection[str]) -> Iterat
         raise FileError(f"{path} was not written: it is no folder. Give the path of one.")
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        for file in scratch.iterdir():
-            with open(file, "rb+") as opened:
-                os.fsync(opened.fileno())
-        sync_folder(scratch)
-        _move(scratch, target, last, known)
-    except (OSError, RuntimeError) as error:
-        cause = system_error(error)
-        if cause is None:
-            raise
-        raise FileError(cannot_write(Path(path), cause)) from error
+        with writing(path):
+            scratch.mkdir(parents=True)
+            yield scratch
+            for file in scratch.iterdir():
+                with open(file, "rb+") as opened:
+                    os.fsync(opened.fileno())
+            sync_folder(scratch)
+            _move(scratch, target, last, known)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from torch import nn
 from torch.fx import Node
 
-from l0prune.capture.provenance import module_of
+from l0prune.capture.provenance import is_within, module_of
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
@@ -55,8 +55,7 @@ def _regions(analysis: Analysis) -> Regions:
 
 def _received(analysis: Analysis, regions: Regions, path: str) -> set[Layout]:
     """The dims of what a module is given, also of what its submodules alone look at."""
-    start = f"{path}." if path else ""
-    below = [nodes for each, nodes in regions.items() if f"{each}.".startswith(start)]
+    below = [nodes for each, nodes in regions.items() if is_within(each, path)]
     return {dim for each in _inputs(analysis, list(chain(*below))) for dim in each}
 
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from l0prune.capture.wrappers import inside
 from l0prune.data.inputs import as_arguments
 from l0prune.data.pairs import LABELS
 from l0prune.errors import DataError
@@ -29,7 +29,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What of the keyword arguments the model takes."""
-    taken = _names(_within(model)) if given and isinstance(model, nn.Module) else None
+    taken = _names(inside(model)) if given and isinstance(model, nn.Module) else None
     if taken is None:
         return given
     if "labels" in taken and "label" in given.keys() - taken:
@@ -38,18 +38,10 @@ def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
     if unknown:
         raise DataError(
             f"the batches hold {', '.join(map(str, unknown))}, which the forward of "
-            f"{type(_within(model)).__name__} does not take; it takes {', '.join(taken)}. Leave "
+            f"{type(inside(model)).__name__} does not take; it takes {', '.join(taken)}. Leave "
             "out of them what is no input (of a data set: remove_columns)"
         )
     return {name: value for name, value in given.items() if name in taken}
-
-
-def _within(model: nn.Module) -> nn.Module:
-    """The module whose forward it is, inside of a compiled or a parallel one."""
-    if isinstance(model, nn.DataParallel | DistributedDataParallel):
-        return _within(model.module)
-    compiled = model._modules.get("_orig_mod")
-    return model if compiled is None else _within(compiled)
 
 
 def _names(model: nn.Module) -> dict[str, None] | None:

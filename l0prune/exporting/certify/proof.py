@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.provenance import is_within
 from l0prune.capture.recording import Inputs, examples_given, first_of
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
@@ -207,8 +208,8 @@ def _prove_parts(
     replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]
     for path in replaced:
         replace_part(dense, path, graphs[path])
-        changes = {p: c for p, c in changes.items() if not f"{p}.".startswith(f"{path}.")}
-        layers = {p: c for p, c in layers.items() if not f"{p}.".startswith(f"{path}.")}
+        changes = {p: c for p, c in changes.items() if not is_within(p, path)}
+        layers = {p: c for p, c in layers.items() if not is_within(p, path)}
     _check_count(dense, parts, predicted)
     # a graph of a part asks for the example's sizes, and refuses others
     also = () if replaced else first

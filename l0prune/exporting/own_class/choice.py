@@ -9,6 +9,7 @@ from functools import cached_property
 
 from torch import Tensor, nn
 
+from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.own_class.comparison import (
     Comparison,
@@ -66,7 +67,7 @@ class OwnClass:
         own = dict(self.tensors)
         for name, tensor in self.tensors.items():
             path = name.rpartition(".")[0]
-            if any(f"{name}.".startswith(f"{each}.") for each in apart_from):
+            if any(is_within(name, each) for each in apart_from):
                 continue
             if path in self.layers:
                 own[name] = self.layers[path].scaled(tensor)

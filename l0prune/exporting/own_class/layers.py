@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
-from l0prune.capture.provenance import within
+from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
@@ -85,14 +85,13 @@ def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
     take, and gives zeros for padding then: in such a one no layer can become another.
     """
 
-    def below(path: str) -> list[str]:
-        return [each for each in found if each.startswith(f"{path}." if path else "")]
-
     for path, module in plain.named_modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", True):
-            found = {each: layer for each, layer in found.items() if each not in below(path)}
+            found = {each: layer for each, layer in found.items() if not is_within(each, path)}
     for path, module in plain.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and below(path):
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            is_within(each, path) for each in found
+        ):
             found[path] = Layer({"activation_relu_or_gelu": 0})
     return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.provenance import within
 from l0prune.errors import FileError
 from l0prune.files.pretrained.cut_layers import LAYERS
 from l0prune.files.pretrained.manifest import Manifest, Sizes
@@ -70,7 +71,7 @@ def put_on(
 def tensors_held(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter, buffer and plain attribute that is a tensor, under all of its names."""
     return {
-        _joined(path, leaf): tensor
+        within(path, leaf): tensor
         for path, module in model.named_modules(remove_duplicate=False)
         for leaf, tensor in _own_tensors(module)
     }
@@ -143,7 +144,7 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
             is_there = name in vars(module) and _is_alike(value, vars(module)[name])
             if name.startswith("_") or not (is_there or type(value) is gained.get(name)):
                 raise FileError(
-                    f"{where} is of another architecture, or damaged: {_joined(path, name)} "
+                    f"{where} is of another architecture, or damaged: {within(path, name)} "
                     f"cannot be {value!r}."
                 )
 
@@ -198,9 +199,9 @@ def _check_tensors(
 def _picks(manifest: Manifest) -> Iterator[tuple[str, Sizes]]:
     """Names of the tensors that layers gain, and the sizes of what reads the inputs."""
     for path, kind in manifest.layers.items():
-        weight = _joined(path, getattr(LAYERS[kind], "reads_by", ""))
+        weight = within(path, getattr(LAYERS[kind], "reads_by", ""))
         if weight in manifest.shapes:
-            yield _joined(path, _PICKED), manifest.shapes[weight]
+            yield within(path, _PICKED), manifest.shapes[weight]
 
 
 def _is_index(kept: Tensor, weight: Sizes) -> bool:
@@ -227,7 +228,3 @@ def _check_ties(
 
 def _shown(shape: list[int]) -> str:
     return "×".join(map(str, shape)) or "a number"
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
