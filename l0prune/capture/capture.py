@@ -23,6 +23,7 @@ from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.kept_state import without_state
+from l0prune.capture.left_behind import exported
 from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
@@ -114,7 +115,7 @@ def capture(
             dynamic = program is not None
         if program is None:
             try:
-                program = torch.export.export(part, args, kwargs, strict=False)
+                program = exported(part, args, kwargs, strict=False)
             except Exception as error:
                 raise CaptureError(explained(error, part)) from error
     constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()
@@ -144,7 +145,7 @@ def _try_dynamic(
     """The capture with a symbolic batch, or None where the model specialises it."""
     try:
         shapes = batch_shapes(model, args, kwargs, free=free)
-        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        return exported(model, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception:  # whatever the cause, the static capture comes next and reports it
         return None
 

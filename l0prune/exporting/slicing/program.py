@@ -18,6 +18,7 @@ from l0prune.capture.capture import batch_shapes, symbolic, widened
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
 from l0prune.capture.kept_state import without_state
+from l0prune.capture.left_behind import exported
 from l0prune.capture.recording import Inputs
 from l0prune.capture.spelling import respell
 from l0prune.exporting.slicing.dtypes import (
@@ -126,9 +127,9 @@ def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | No
         warnings.simplefilter("ignore")
         if shapes is not None:
             with suppress(Exception):  # the static shapes come next, and the result says so
-                free = torch.export.export(module, args, kwargs, dynamic_shapes=shapes())
+                free = exported(module, args, kwargs, dynamic_shapes=shapes())
                 respell(free)
                 return Exported(free, True)
-        program = torch.export.export(module, args, kwargs)
+        program = exported(module, args, kwargs)
     respell(program)
     return Exported(program, False)
