@@ -32,7 +32,7 @@ from benchmarks.scramble import scramble
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
-from l0prune.files.pretrained.cut_layers import LAYERS
+from l0prune.files.pretrained.layers import LAYERS
 
 
 def steps(which: str, name: str) -> Iterator[Row]:
@@ -80,7 +80,7 @@ def kept_class(dense: l0prune.Export) -> str:
     """``yes`` for its own class, ``layers`` if some layers are cut ones, or ``graph``."""
     if not dense.rebuilt:
         return "graph"
-    cut = any(type(module) in LAYERS.values() for module in dense.module.modules())
+    cut = any(isinstance(module, tuple(LAYERS.values())) for module in dense.module.modules())
     return "layers" if cut else "yes"
 
 

@@ -12,9 +12,9 @@ model, one thread, random weights, half of the gates closed at random (seed 0). 
 axes of each kind: maps of convolutions (channel), neurons, attention heads and the dims within
 them, whole groups of a grouped convolution or norm, and inputs of the model; *params* and *MACs*
 are the shares that some axis can take away; *class* says whether the exported model is of its own
-class at the new sizes: *yes*, with some cut *layers* in it (`CutLayerNorm`, `PickedLinear`), or the
-captured *graph*; *capture* is torch.export alone, *plan* is torch.export
-and the inference of axes; *float64* is the largest difference between the gated and the exported
+class at the new sizes: *yes*, with some cut *layers* in it (`CutLayerNorm`, `PickedLinear`,
+`GivenSizes`), or the captured *graph*; *capture* is torch.export alone, *plan* is torch.export and
+the inference of axes; *float64* is the largest difference between the gated and the exported
 model, *ONNX* that between the gated model and ONNX Runtime in float32, both relative to the
 output's scale; *peak* is the whole process, export in float64 and ONNX included.
 """

@@ -38,11 +38,19 @@ def source_of(node: Node) -> str:
     return ""
 
 
-def module_of(node: Node) -> str:
-    """Path of the module whose forward made this node; empty for the root or if unknown."""
+def modules_of(node: Node) -> list[str]:
+    """Paths of the modules whose forwards this node was made in, the root first.
+
+    What a module makes when it is called again has ``@1`` and so on in its path.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str)]
-    return paths[-1].replace("slice(None, None, None)", "") if paths else ""
+    return [path.replace("slice(None, None, None)", "") for path in paths]
+
+
+def module_of(node: Node) -> str:
+    """Path of the module whose forward made this node; empty for the root or if unknown."""
+    return (modules_of(node) or [""])[-1]
 
 
 def class_of(node: Node) -> str:

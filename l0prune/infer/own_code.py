@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from l0prune.capture.provenance import is_within, module_of
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name, shape_of
+from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
+from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls
 from l0prune.plan.code import Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan
@@ -39,6 +40,7 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
         averages=_averages(analysis, regions, model),
         queries=tuple(query_factors(analysis)),
         reused=tuple(_reused(model, every, received)),
+        calls=sized_calls(analysis),
     )
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
@@ -114,25 +116,7 @@ def _numbers(model: nn.Module, path: str) -> set[int]:
 
 def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
     """The dims of a call's output whose size is a number among its arguments."""
-    name, layouts = operator_name(node.target), analysis.layouts.get(node.name, ())
-    if not layouts:
-        return
-    if name in SIZED:
-        sizes = zip(node.args[SIZED[name]], layouts, strict=False)  # type: ignore[arg-type]
-    elif name == "aten.unflatten":
-        dim = int(node.args[1]) % (len(layouts) - len(node.args[2]) + 1)  # type: ignore[arg-type]
-        sizes = zip(node.args[2], layouts[dim:], strict=False)  # type: ignore[arg-type]
-    elif name in SPLITS:
-        dim = int(argument(node, 2, "dim", 0)) % len(layouts[0])
-        given = size_of(layouts[0][dim]) if name == "aten.chunk" else node.args[1]
-        each = given if isinstance(given, list | tuple) else [given] * len(layouts)
-        sizes = zip(each, (piece[dim] for piece in layouts), strict=False)
-    elif name in SLICES and not argument(node, 2, "start", 0):
-        dim = int(argument(node, 1, "dim", 0)) % len(layouts)
-        sizes = zip([argument(node, 3, "end")], [layouts[dim]], strict=True)
-    else:
-        return
-    yield from (layout for size, layout in sizes if type(size) is int and size == size_of(layout))
+    return (dim for size, dim in given_sizes(node, analysis) if is_number_of(size, dim))
 
 
 # --- averages -------------------------------------------------------------------------------

@@ -48,6 +48,36 @@ class ReusedSize:
 
 
 @dataclass(frozen=True)
+class SizedCall:
+    """A call of a module's forward that is given sizes, such as those to reshape to.
+
+    Attributes:
+        name: of the function, as Python code calls it: ``reshape``.
+        count: how many it is given; one for all pieces of a split.
+        sizes: in their order, the dims that they are the sizes of; None for those that do not
+            change, such as all of a submodule's.
+    """
+
+    name: str
+    count: int
+    sizes: tuple[Layout | None, ...]
+
+    def map(self, change: Callable[[Layout], Layout]) -> SizedCall:
+        """The same with every layout changed."""
+        return replace(self, sizes=tuple(d if d is None else change(d) for d in self.sizes))
+
+    def to_json(self) -> list[Any]:
+        """As plain lists and numbers; ``from_json`` reads them back."""
+        return [self.name, self.count, [d if d is None else to_json(d) for d in self.sizes]]
+
+    @staticmethod
+    def from_json(data: list[Any]) -> SizedCall:
+        """Inverse of ``to_json``."""
+        name, count, sizes = data
+        return SizedCall(name, count, tuple(d if d is None else from_json(d) for d in sizes))
+
+
+@dataclass(frozen=True)
 class Code:
     """By the path of each module, what it would have to know to run at other sizes.
 
@@ -55,13 +85,15 @@ class Code:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
         averages: the dims of its input, for a module that averages over an axis.
         queries: what attention without a scale of its own is computed from.
-        reused: sizes that cannot follow once both dims are cut.
+        reused: sizes that code without a number of its own takes for those of other dims.
+        calls: the calls that are given sizes, in order, those of submodules included.
     """
 
     sizes: Mapping[str, Layouts] = field(default_factory=dict)
     averages: Mapping[str, Layouts] = field(default_factory=dict)
     queries: tuple[Factor, ...] = ()
     reused: tuple[ReusedSize, ...] = ()
+    calls: Mapping[str, tuple[SizedCall, ...]] = field(default_factory=dict)
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """The same with every layout changed."""
@@ -71,7 +103,8 @@ class Code:
         )
         queries = (replace(each, head=change(each.head)) for each in self.queries)
         reused = (ReusedSize(r.module, change(r.read), change(r.used)) for r in self.reused)
-        return Code(sizes, averages, tuple(queries), tuple(reused))
+        calls = {path: tuple(c.map(change) for c in each) for path, each in self.calls.items()}
+        return Code(sizes, averages, tuple(queries), tuple(reused), calls)
 
     def joined(self, other: Code) -> Code:
         """What both know; they speak of different modules."""
@@ -80,6 +113,7 @@ class Code:
             {**self.averages, **other.averages},
             (*self.queries, *other.queries),
             (*self.reused, *other.reused),
+            {**self.calls, **other.calls},
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -91,7 +125,13 @@ class Code:
         }
         queries = [[q.tensor, q.dim, q.ranges, to_json(q.head)] for q in self.queries]
         reused = [[r.module, to_json(r.read), to_json(r.used)] for r in self.reused]
-        return {**data, "queries": queries, "reused": reused}
+        calls = {
+            path: [
+                [c.name, c.count, [d if d is None else to_json(d) for d in c.sizes]] for c in each
+            ]
+            for path, each in self.calls.items()
+        }
+        return {**data, "queries": queries, "reused": reused, "calls": calls}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Code:
@@ -108,4 +148,8 @@ class Code:
             ReusedSize(module, from_json(read), from_json(used))
             for module, read, used in data.get("reused", ())
         )
-        return Code(sizes, averages, tuple(queries), tuple(reused))
+        calls = {
+            path: tuple(map(SizedCall.from_json, each))
+            for path, each in data.get("calls", {}).items()
+        }
+        return Code(sizes, averages, tuple(queries), tuple(reused), calls)

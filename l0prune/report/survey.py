@@ -121,12 +121,13 @@ class Survey:
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def _on_class(self) -> str:
-        """Why an export may be a graph."""
+        """Which modules cannot know their sizes."""
         first, *others = self.plan.code.reused
         more = f" (and {len(others)} more of that kind)" if others else ""
         return (
-            f"{first.text(self.plan.names)}{more}. Where both are cut, the exported model is a "
-            "captured graph, not of its own class; keep_class='native' leaves both whole."
+            f"{first.text(self.plan.names)}{more}. Where both are cut, these modules of the "
+            "exported model are given their sizes (GivenSizes); keep_class='native' leaves both "
+            "whole."
         )
 
     def __repr__(self) -> str:

@@ -20,6 +20,7 @@ from l0prune.exporting.own_class.comparison import (
 from l0prune.exporting.own_class.layers import Layer, layers_for
 from l0prune.exporting.own_class.queries import query_scales
 from l0prune.exporting.own_class.remembered_sizes import (
+    given_sizes,
     remembered_sizes,
     reused_sizes,
     sizes_in_code,
@@ -42,7 +43,8 @@ class OwnClass:
     Attributes:
         plain: the ungated model at its old sizes.
         tensors: the cut tensors in float64, by name.
-        candidates: attributes to change, the surest first: without and with guesses at sizes.
+        candidates: attributes to change, the surest first: without and with guesses at sizes, and
+            with sizes given to calls.
         layers: by path, the modules that need more than cut tensors and attributes.
         scales: by parameter, what it is multiplied with.
         hint: why it may be wrong, for the user; empty where nothing is known.
@@ -92,8 +94,11 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
     for largest in (False, True):
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
-    distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
     layers = layers_for(plain, chosen)
+    given = given_sizes(plain, chosen.plan, chosen.kept)
+    given = {path: sizes for path, sizes in given.items() if path not in layers}
+    candidates += [_joined(each, given) for each in (candidates[0], candidates[1])]
+    distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
     scales = {  # of a layer that keeps its scale nothing has to be made up for
         name: scale
         for name, scale in query_scales(chosen).items()

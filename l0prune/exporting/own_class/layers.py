@@ -24,7 +24,7 @@ from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
-from l0prune.files.pretrained.cut_layers import LAYERS
+from l0prune.files.pretrained.layers import become
 from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
 
 _ROUNDING = 1e-10
@@ -50,7 +50,7 @@ class Layer:
     def put_on(self, module: nn.Module) -> None:
         """Change the module in place, but for its parameters."""
         if self.kind:
-            module.__class__ = LAYERS[self.kind]
+            become(module, self.kind)
         for name, value in self.attributes.items():
             setattr(module, name, value)
         for name, tensor in self.buffers.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.slicing.tensors import stored_in
+from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 
 
 def manifest(
@@ -26,6 +27,7 @@ def manifest(
     for path, layer in layers.items():
         attributes.setdefault(path, {}).update(layer.attributes)
     kinds = {path: layer.kind for path, layer in layers.items() if layer.kind}
+    kinds |= {path: GivenSizes.__name__ for path, of in changes.items() if GIVEN in of}
     return {"shapes": shapes, "attributes": attributes, "layers": kinds}
 
 

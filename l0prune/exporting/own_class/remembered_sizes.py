@@ -8,10 +8,13 @@ to compute the same.
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import ne
+from typing import Any
 
 from torch import Tensor, nn
 
 from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.files.pretrained.given_sizes import GIVEN
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 
@@ -95,7 +98,7 @@ def remembered_sizes(
     below = _sizes_below(plan, kept)
     found = {}
     for path, module in model.named_modules():
-        if type(module).__module__.startswith("torch.nn."):
+        if _is_torchs(module):
             continue  # torch's own are known, not guessed
         changes = {
             name: new
@@ -134,6 +137,34 @@ def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
             news -= {value} if largest else set()
             return news.pop() if len(news) == 1 else value
     return value
+
+
+def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, Any]]:
+    """By module path, the sizes that calls of its code have to be given, as an attribute.
+
+    Modules of torch's own are known otherwise.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        plan: its plan.
+        kept: the slots that stay, bool, flat.
+    """
+    found = {}
+    for path, calls in plan.code.calls.items():
+        kinds = [(call.name, call.count) for call in calls]
+        old, new = (
+            [[None if dim is None else size(dim) for dim in call.sizes] for call in calls]
+            for size in (size_of, lambda dim: int(plan.mask(dim, kept).sum()))
+        )
+        changed = {kind for kind, *sizes in zip(kinds, old, new, strict=True) if ne(*sizes)}
+        if changed and not _is_torchs(model.get_submodule(path)):
+            pairs = zip(kinds, new, strict=True)
+            found[path] = {GIVEN: [[*kind, sizes] for kind, sizes in pairs if kind in changed]}
+    return found
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def reused_sizes(chosen: Chosen) -> str:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import within
 from l0prune.exporting.slicing.tensors import stored_in
+from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
+from l0prune.files.pretrained.layers import become
 from l0prune.plan.layout import outer
 from l0prune.plan.plan import Plan
 
@@ -65,8 +67,11 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
             )
     result = copied(model, replaced)
     for path, attributes in changes.items():
+        module = result.get_submodule(path)
         for name, value in attributes.items():
-            setattr(result.get_submodule(path), name, value)
+            setattr(module, name, value)
+        if GIVEN in attributes:
+            become(module, GivenSizes.__name__)
     return result
 
 

@@ -173,10 +173,6 @@ class PickedAttention(CutAttention):
         return given.index_select(-1, self.kept)
 
 
-_KINDS = (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention, PickedAttention)
-LAYERS = {each.__name__: each for each in _KINDS}
-
-
 def _normalised(
     x: Tensor,
     dims: list[int],
@@ -200,7 +196,14 @@ def _normalised(
     result = (whole - share * mean) * torch.rsqrt(variance + eps)
     after = 0 if dims[0] < 0 else x.ndim - 2  # dims behind the channels
     if weight is not None:
-        result = result * weight.view(*weight.shape, *[1] * after)
+        result = result * _before(weight, after)
     if bias is not None:
-        result = result + bias.view(*bias.shape, *[1] * after)
+        result = result + _before(bias, after)
     return result.to(x.dtype)
+
+
+def _before(tensor: Tensor, dims: int) -> Tensor:
+    """With so many dims of one behind its own. No size is given: see ``GivenSizes``."""
+    for _ in range(dims):
+        tensor = tensor.unsqueeze(-1)
+    return tensor

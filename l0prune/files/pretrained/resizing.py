@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from l0prune.capture.provenance import within
 from l0prune.errors import FileError
-from l0prune.files.pretrained.cut_layers import LAYERS
+from l0prune.files.pretrained.given_sizes import GIVEN, are_sizes_of_calls
+from l0prune.files.pretrained.layers import LAYERS, become
 from l0prune.files.pretrained.manifest import Manifest, Sizes
 
 _PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
@@ -56,8 +57,7 @@ def put_on(
             if id(old) in new:
                 setattr(module, leaf, new[id(old)])
     for path, kind in manifest.layers.items():
-        module = model.get_submodule(path)
-        module.__class__ = LAYERS[kind]
+        become(model.get_submodule(path), kind)
     for name, _ in _picks(manifest):
         module = model.get_submodule(name.rpartition(".")[0])
         device = next(iter(module.parameters())).device
@@ -142,7 +142,10 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
         gained = _gained(manifest.layers.get(path))
         for name, value in attributes.items():
             is_there = name in vars(module) and _is_alike(value, vars(module)[name])
-            if name.startswith("_") or not (is_there or type(value) is gained.get(name)):
+            is_gained = type(value) is gained.get(name)
+            if name == GIVEN in gained:
+                is_gained = are_sizes_of_calls(value)
+            if name.startswith("_") or not (is_there or is_gained):
                 raise FileError(
                     f"{where} is of another architecture, or damaged: {within(path, name)} "
                     f"cannot be {value!r}."

@@ -1,0 +1,118 @@
+"""A module of any class whose code is given sizes that it would get wrong. Plain torch."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+GIVEN = "given_sizes"  # the attribute
+_mixed: dict[type[nn.Module], type[nn.Module]] = {}
+
+# Functions that take sizes: by which argument, and what that may be called.
+_TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
+    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), (1, ("shape", "size"))),
+    **dict.fromkeys(("new_ones", "new_zeros", "new_full", "new_empty"), (1, ("size",))),
+    **dict.fromkeys(("ones", "zeros", "full", "empty"), (0, ("size",))),
+    "unflatten": (2, ("sizes",)),
+    "split": (1, ("split_size_or_sections", "split_size")),
+}
+
+
+class GivenSizes(nn.Module):
+    """A module whose code is given its sizes, since it would take them for others.
+
+    Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
+    was as wide. This is mixed into the module's own class, whose forward runs as it is.
+
+    Attributes:
+        given_sizes: for calls in turn that take sizes, the function's name, how many sizes its code
+            gives, and those that it is to have: None for one that is right. Calls of other
+            functions, or with another number of sizes, are not among them.
+    """
+
+    given_sizes: list[Any]
+
+    @staticmethod
+    def mixed_into(kind: type[nn.Module]) -> type[nn.Module]:
+        """The class with sizes given; the same one each time, and ``kind`` by its name."""
+        if issubclass(kind, GivenSizes):
+            return kind
+        if kind not in _mixed:
+            whole = kind.forward
+
+            @functools.wraps(whole)
+            def forward(self: GivenSizes, *args: Any, **kwargs: Any) -> Any:
+                with _Sizes(self.given_sizes):
+                    return whole(self, *args, **kwargs)
+
+            members = {name: getattr(kind, name) for name in ("__module__", "__doc__")}
+            members |= {"__qualname__": kind.__qualname__, "forward": forward}
+            metaclass: Any = type(kind)
+            _mixed[kind] = metaclass(kind.__name__, (GivenSizes, kind), members)
+        return _mixed[kind]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by way of its own class: nobody else could find the mixed one."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        rebuild, arguments, *state = reduced
+        own = type(self).__mro__[type(self).__mro__.index(GivenSizes) + 1]
+        arguments = tuple(own if each is type(self) else each for each in arguments)
+        return (_mixed_anew, (own, rebuild, arguments), *state)
+
+
+def _mixed_anew(kind: type[nn.Module], rebuild: Callable[..., Any], arguments: Any) -> nn.Module:
+    module: nn.Module = rebuild(*arguments)
+    module.__class__ = GivenSizes.mixed_into(kind)
+    return module
+
+
+def are_sizes_of_calls(data: Any) -> bool:
+    """Is this what ``given_sizes`` may be?"""
+    return isinstance(data, (tuple, list)) and all(
+        isinstance(call, (tuple, list))
+        and len(call) == 3
+        and call[0] in tuple(_TAKE_SIZES)
+        and type(call[1]) is int
+        and isinstance(call[2], (tuple, list))
+        and len(call[2]) == (call[1] if call[1] > 1 else max(len(call[2]), 1))
+        and all(size is None or (type(size) is int and size >= 0) for size in call[2])
+        for call in data
+    )
+
+
+class _Sizes(TorchFunctionMode):
+    """Gives the functions that take sizes those that they are to have."""
+
+    def __init__(self, calls: Sequence[Any]) -> None:
+        super().__init__()
+        self.left: dict[tuple[str, int], list[Any]] = {}
+        for name, count, sizes in calls:
+            self.left.setdefault((name, count), []).append(sizes)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _TAKE_SIZES:
+            args, kwargs = self._with_sizes(name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _with_sizes(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of such a call with the sizes that are known."""
+        place, keys = _TAKE_SIZES[name]
+        key = next((each for each in keys if each in kwargs), None)
+        given, after = (args[place] if key is None else kwargs[key]), args[place + 1 :]
+        if not isinstance(given, (tuple, list)):  # one for all pieces; or an argument for each size
+            given, after = ([given], after) if name == "split" else (args[place:], ())
+        known = self.left.get((name, len(given)))
+        if known is None:
+            return args, kwargs
+        if not known:
+            raise RuntimeError(f"{name} is called more often than sizes are known for it")
+        sizes = known.pop(0)
+        given = given * len(sizes) if len(given) == 1 else given
+        new = [own if size is None else size for own, size in zip(given, sizes, strict=True)]
+        if key is not None:
+            return args, {**kwargs, key: new}
+        return (*args[:place], new, *after), kwargs

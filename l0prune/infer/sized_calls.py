@@ -1,0 +1,110 @@
+"""The calls that are given sizes, such as those to reshape to: which dims the sizes are of."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Any
+
+from torch.fx import Node
+
+from l0prune.capture.provenance import module_of, modules_of
+from l0prune.infer.build import Analysis
+from l0prune.infer.nodes import RESHAPES, SIZED, SLICES, SPLITS, argument, operator_name
+from l0prune.plan.code import SizedCall
+from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
+
+Given = Iterator[tuple[Any, Layout]]
+
+
+def given_sizes(node: Node, analysis: Analysis) -> Given:
+    """Each size among the arguments of a call, and the dim of the output that it is of."""
+    name, layouts = operator_name(node.target), analysis.layouts.get(node.name, ())
+    if not layouts:
+        return
+    if name in SIZED:
+        yield from zip(node.args[SIZED[name]], layouts, strict=False)  # type: ignore[arg-type]
+    elif name == "aten.unflatten":
+        dim = int(node.args[1]) % (len(layouts) - len(node.args[2]) + 1)  # type: ignore[arg-type]
+        yield from zip(node.args[2], layouts[dim:], strict=False)  # type: ignore[arg-type]
+    elif name in SPLITS:
+        dim = int(argument(node, 2, "dim", 0)) % len(layouts[0])
+        given = size_of(layouts[0][dim]) if name == "aten.chunk" else node.args[1]
+        each = given if isinstance(given, list | tuple) else [given] * len(layouts)
+        yield from zip(each, (piece[dim] for piece in layouts), strict=False)
+    elif name in SLICES and not argument(node, 2, "start", 0):
+        dim = int(argument(node, 1, "dim", 0)) % len(layouts)
+        yield argument(node, 3, "end"), layouts[dim]
+
+
+def is_number_of(size: Any, dim: Layout) -> bool:
+    """Is the size a number of the code, and that of the dim?"""
+    return type(size) is int and size == size_of(dim)
+
+
+def sized_calls(analysis: Analysis) -> dict[str, tuple[SizedCall, ...]]:
+    """By module, the calls of the first time that it is called, where one of them is of an axis.
+
+    Those that functions of torch make by themselves are not told from the code's own: whoever
+    counts them has to look at the names, too.
+    """
+    calls: dict[str, list[SizedCall]] = defaultdict(list)
+    for node in analysis.captured.graph.nodes:
+        name = _python_name(operator_name(node.target))
+        if node.op != "call_function" or not name:
+            continue
+        follows = _follows(node, analysis)
+        sizes = tuple(
+            dim if is_number_of(size, dim) and dim in follows else None
+            for size, dim in given_sizes(node, analysis)
+        )
+        count = 1 if operator_name(node.target) == "aten.split" else len(sizes)
+        for path in modules_of(node) or [""]:
+            is_own = path == module_of(node)
+            calls[path].append(SizedCall(name, count, sizes if is_own else (None,) * len(sizes)))
+    return {
+        path: tuple(each)
+        for path, each in calls.items()
+        if "@" not in path and any(any(map(axes_of, _known(call))) for call in each)
+    }
+
+
+def _known(call: SizedCall) -> Iterator[Layout]:
+    return (dim for dim in call.sizes if dim is not None)
+
+
+def _follows(node: Node, analysis: Analysis) -> set[Layout]:
+    """The dims of a call's output whose size may follow from one that is cut.
+
+    Those with an axis, and what a dim with an axis is regrouped into: of ``(heads · 32)`` that code
+    reshapes to ``(heads, C // heads)`` the second stays 32, and C does not.
+    """
+    layouts = analysis.layouts.get(node.name, ())
+    if operator_name(node.target) in SPLITS:
+        return {dim for piece in layouts for dim in piece if axes_of(dim)}
+    found = {dim for dim in layouts if axes_of(dim)}
+    if operator_name(node.target) in RESHAPES:
+        source = analysis.layouts[node.all_input_nodes[0].name]
+        before, after = _ends(source), _ends(layouts)
+        common = sorted(set(before) & set(after))
+        for start, end in pairwise(common):
+            whole = (d for d, at in zip(source, before[1:], strict=True) if start < at <= end)
+            if any(map(axes_of, whole)):
+                pairs = zip(layouts, after[1:], strict=True)
+                found |= {d for d, at in pairs if start < at <= end}
+    return found
+
+
+def _ends(dims: Layouts) -> list[int]:
+    """The products of the sizes so far, from 1 on."""
+    return list(accumulate((size_of(dim) for dim in dims), mul, initial=1))
+
+
+def _python_name(operator: str) -> str:
+    """What code calls an operator that is given sizes; empty for others."""
+    if operator in ("aten.split", "aten.split_with_sizes"):
+        return "split"
+    is_sized = operator in SIZED or operator == "aten.unflatten"
+    return operator.removeprefix("aten.") if is_sized else ""

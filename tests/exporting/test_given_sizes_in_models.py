@@ -1,0 +1,132 @@
+"""Code that takes one size for another keeps its class: the calls are given theirs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from deadness import close_some, randomise
+from differences import difference
+from torch import nn
+
+import l0prune
+from l0prune.errors import FileError
+from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
+
+
+class Attention(nn.Module):
+    """Reads the stream's size and reshapes its heads to it; ``dim`` of a head is of its own."""
+
+    def __init__(self, dim=12, heads=3):
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
+class Remembers(Attention):
+    """As in ConViT: what it computes once from the input's size takes calls of its own."""
+
+    positions = None
+
+    def forward(self, x):
+        if self.positions is None or self.positions.shape[1] != x.shape[1]:
+            self.positions = torch.arange(x.shape[1]).to(x).view(1, x.shape[1], 1)
+        return super().forward(x) + self.positions
+
+
+class ByPieces(nn.Module):
+    """Splits what is as wide as its input into pieces of sizes that it works out."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        third = x.shape[-1] // 3
+        first, rest = torch.split(self.up(x), [third, x.shape[-1] - third], dim=-1)
+        return self.down(torch.cat([first.relu(), rest.tanh()], -1))
+
+
+def network(inner):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), inner, nn.Linear(12, 3))
+    return randomise(net).double().eval(), torch.randn(2, 5, 6, dtype=torch.float64)
+
+
+def exported(inner, seed=1):
+    model, x = network(inner)
+    close_some(l0prune.gate(model, x, exclude="*.in"), seed=seed)
+    return l0prune.export(model), model, x
+
+
+@pytest.mark.parametrize("make", [Attention, Remembers, ByPieces])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_it_keeps_its_class(make, seed):
+    dense, model, x = exported(make(), seed)
+    assert dense.rebuilt
+    assert isinstance(dense.module[2], make)
+    assert isinstance(dense.module[2], GivenSizes)
+    assert difference(model, dense, (x,)) < 1e-12
+    assert difference(model, dense, (torch.randn(3, 9, 6, dtype=torch.float64),)) < 1e-12
+
+
+def test_only_modules_that_need_it_are_given_sizes():
+    dense, _, _ = exported(Attention())
+    assert dense._manifest["layers"] == {"1": "CutLayerNorm", "2": "GivenSizes"}
+    assert all(GIVEN not in of for path, of in dense._manifest["attributes"].items() if path != "2")
+
+
+def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
+    """Of qkv only whole heads are cut: 12 // heads would be another size."""
+    model, x = network(Attention())
+    chosen = l0prune.survey(model, x).plan
+    heads = [axis.name for axis in chosen.axes if axis.kind == "head" or axis.name == "0"]
+    l0prune.gate(model, x, include=heads)
+    close_some(model, seed=2)
+    dense = l0prune.export(model)
+    assert dense.rebuilt
+    call = dense._manifest["attributes"]["2"][GIVEN][0]
+    assert call[:2] == ["reshape", 5]
+    assert call[2][-1] == 4
+
+
+def test_it_can_be_gated_again():
+    dense, model, x = exported(Attention())
+    again = l0prune.gate(copy.deepcopy(dense.module), x)
+    torch.testing.assert_close(again(x), model.eval()(x), rtol=1e-12, atol=1e-12)
+    smaller = l0prune.export(close_some(again, seed=3))
+    assert smaller.rebuilt
+    assert difference(again, smaller, (x,)) < 1e-12
+
+
+def test_files_bring_the_sizes_back(tmp_path):
+    dense, _, x = exported(Attention())
+    dense.save_pretrained(tmp_path / "net")
+    dense.save(tmp_path / "net.pt")
+    for path in (tmp_path / "net", tmp_path / "net.pt"):
+        model = l0prune.resize(network(Attention())[0], path)
+        assert torch.equal(model(x), dense.module(x))
+    torch.save(dense.module, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert torch.equal(whole(x), dense.module(x))
+
+
+def test_a_damaged_manifest_changes_nothing(tmp_path):
+    dense, _, x = exported(Attention())
+    dense.save_pretrained(tmp_path / "net")
+    path = next((tmp_path / "net").glob("*.json"))
+    path.write_text(path.read_text().replace('"reshape"', '"eval"'))
+    model = network(Attention())[0]
+    before = model(x)
+    with pytest.raises(FileError, match=r"2\.given_sizes cannot be"):
+        l0prune.resize(model, tmp_path / "net")
+    assert torch.equal(model(x), before)
+    assert type(model[2]) is Attention
