@@ -28,9 +28,10 @@ def none_for_one(m, x):
     return m.b(torch.relu(m.a(x)) / x.std(0).mean())
 
 
-def written_size(m, x):
-    """A size in the forward, for which the own class cannot stand in."""
-    return m.b(torch.relu(m.a(x)).view(-1, 8) * (2 if x.shape[0] == 1 else 1))
+def own_width(m, x):
+    """A width that is computed with, for which the own class cannot stand in."""
+    h = torch.relu(m.a(x))
+    return m.b(h / h.shape[1] * (2 if x.shape[0] == 1 else 1))
 
 
 def like_others(m, x):
@@ -60,7 +61,7 @@ def compared(dense, kind):
     return {check.batch for check in dense.certificate.checks if check.what == kind}
 
 
-@pytest.mark.parametrize("forward", [another_way_for_one, none_for_one, written_size])
+@pytest.mark.parametrize("forward", [another_way_for_one, none_for_one, own_width])
 def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp_path):
     _, dense = exported(forward)
     assert dense.dynamic
@@ -76,7 +77,7 @@ def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda module: module])
 def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):
-    model, dense = exported(written_size)
+    model, dense = exported(own_width)
     module = way(dense.module)
     assert not dense.rebuilt
     x = torch.randn(3, 4)

@@ -42,7 +42,7 @@ class Writing(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Its own class cannot be right after a cut: a size is written into the code."""
+    """Its own class cannot be right after a cut: it computes with a size."""
 
     kind = "fixed"
 
@@ -53,7 +53,8 @@ class Fixed(nn.Module):
         self.net[2].weight.requires_grad_(False)
 
     def forward(self, x):
-        return self.net[2](torch.relu(self.net[0](x)).view(-1, 1, 8)[:, 0])
+        h = torch.relu(self.net[0](x))
+        return self.net[2](h / h.shape[-1])
 
 
 def gated(model, **options):

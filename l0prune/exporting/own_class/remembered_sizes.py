@@ -12,6 +12,7 @@ from operator import ne
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
@@ -142,7 +143,7 @@ def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
 def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, Any]]:
     """By module path, the sizes that calls of its code have to be given, as an attribute.
 
-    Modules of torch's own are known otherwise.
+    Modules of torch's own are known otherwise, and a graph has its numbers written anew.
 
     Args:
         model: the user's ungated module at its old sizes.
@@ -164,7 +165,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
 
 
 def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
+    return type(module).__module__.startswith("torch.nn.") or isinstance(module, GraphModule)
 
 
 def reused_sizes(chosen: Chosen) -> str:
