@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import io
 import logging
 import warnings
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.fx import Graph
-from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.batches import ANY, Batches, batch_of, widened
 from l0prune.capture.failures import explained
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
@@ -29,6 +27,7 @@ from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.spelling import respell
+from l0prune.capture.symbolic import Found, symbolic, with_symbols
 from l0prune.errors import CaptureError
 
 _CONTRACTIONS = {
@@ -49,13 +48,14 @@ class Captured:
         aliases: further names of tied tensors, each with the name used in ``names``.
         parameters: the names in ``names`` that are parameters, not buffers or constants.
         unused: parameters of the model that the eval graph never touches.
-        batch: size of the example's batch.
+        batch: size of the batch that the graph was captured with.
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
             whole model's.
         respelled: tensors that the program's own module calls otherwise than the submodule does.
-        least: the smallest batch that the graph is right for, where its size is symbolic.
+        batches: those that the graph is right for, where their size is symbolic.
         free: names of the free sizes that stayed symbolic.
+        fixed_at: the line of the model's code at which a size was fixed, if one was.
     """
 
     program: ExportedProgram
@@ -68,8 +68,9 @@ class Captured:
     dynamic: bool
     path: str = ""
     respelled: Mapping[str, str] = field(default_factory=dict)
-    least: int = 1
+    batches: Batches = ANY
     free: frozenset[str] = frozenset()
+    fixed_at: str = ""
 
     @property
     def graph(self) -> Graph:
@@ -107,47 +108,26 @@ def capture(
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
     with evaluating(part), own_forward(part), without_state(part), without_hints(), _quiet():
-        program, dynamic = None, False
-        if dynamic_batch and batch:
-            program = _try_dynamic(part, *widened(args, kwargs), free)
-            if program is None and free:
-                program = _try_dynamic(part, *widened(args, kwargs), ALL_FIXED)
-            dynamic = program is not None
+        found = with_symbols(part, (args, kwargs), free) if dynamic_batch and batch else Found()
+        program = found.program
         if program is None:
             try:
                 program = exported(part, args, kwargs, strict=False)
             except Exception as error:
                 raise CaptureError(explained(error, part)) from error
+        if found.is_free:
+            batch = batch_of(*widened(args, kwargs, found.batches))
     constants = program.graph_signature.inputs_to_lifted_tensor_constants.values()
     check_owned(part, [program.constants[name] for name in constants])
     _check_dtypes(program.graph)
     _check_shapes(program.graph)
-    captured = _index(model, program, batch or 1, dynamic, path)
-    return replace(captured, free=symbolic(program, free)) if free else captured
-
-
-def symbolic(program: ExportedProgram, free: FreeSizes) -> frozenset[str]:
-    """Names of the free sizes that are symbolic wherever they are in the inputs of a program."""
-    nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    values = [nodes[name].meta.get("val") for name in program.graph_signature.user_inputs]
-    fixed = {
-        name
-        for value, dims in zip(values, free.dims, strict=False)
-        for dim, name in dims.items()
-        if not isinstance(value, Tensor) or not free_symbols(value.shape[dim])
-    }
-    return frozenset(free.names) - fixed
-
-
-def _try_dynamic(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: FreeSizes
-) -> ExportedProgram | None:
-    """The capture with a symbolic batch, or None where the model specialises it."""
-    try:
-        shapes = batch_shapes(model, args, kwargs, free=free)
-        return exported(model, args, kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception:  # whatever the cause, the static capture comes next and reports it
-        return None
+    captured = _index(model, program, batch or 1, found.is_free, path)
+    return replace(
+        captured,
+        batches=found.batches,
+        free=symbolic(program, free) if free else frozenset(),
+        fixed_at=found.fixed_at,
+    )
 
 
 @contextmanager
@@ -203,54 +183,6 @@ def _check_shapes(graph: Graph) -> None:
                 f"the values of the input decide how large a tensor is in {place}, so that there "
                 "is no one graph of the model to cut"
             )
-
-
-def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Size of dim 0 of the first tensor input; 0 where there is none."""
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            return int(leaf.shape[0])
-    return 0
-
-
-def widened(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same inputs with a batch of one repeated to two: torch.export fixes a size of one."""
-    if batch_of(args, kwargs) != 1:
-        return args, kwargs
-
-    def twice(leaf: Any) -> Any:
-        is_batched = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == 1
-        return torch.cat([leaf, leaf]) if is_batched else leaf
-
-    wide_args, wide_kwargs = pytree.tree_map(twice, (args, kwargs))
-    return wide_args, wide_kwargs
-
-
-def batch_shapes(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    least: int = 1,
-    free: FreeSizes = ALL_FIXED,
-) -> Any:
-    """``dynamic_shapes`` for torch.export: one symbolic batch over every batched input.
-
-    Of the ``free`` sizes torch.export finds out itself how they hang together.
-    """
-    size = batch_of(args, kwargs)
-    batch = Dim("batch", min=least if least > 1 else None)
-
-    def shape(number: int, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return None
-        dims: dict[int, Any] = dict.fromkeys(free.of(number), Dim.AUTO)
-        return dims | ({0: batch} if leaf.ndim and leaf.shape[0] == size else {})
-
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    shaped = pytree.tree_unflatten([shape(i, leaf) for i, leaf in enumerate(leaves)], structure)
-    return inspect.signature(model.forward).bind(*shaped[0], **shaped[1]).arguments
 
 
 def _index(

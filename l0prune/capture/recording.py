@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.capture import batch_of
+from l0prune.capture.batches import batch_of
+from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.modes import evaluating
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def examples_in(inputs: Inputs) -> int:
@@ -42,12 +41,12 @@ def first_of(example: Inputs) -> Inputs:
     return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
 
 
-def first_rows(example: Inputs) -> Inputs:
-    """The first row of every tensor that has one for each example."""
+def first_rows(example: Inputs, number: int = 1) -> Inputs:
+    """The first rows of every tensor that has one for each example."""
     size = examples_in(example)
 
     def first(leaf: Tensor) -> Tensor:
-        return leaf[:1] if leaf.ndim and leaf.shape[0] == size else leaf
+        return leaf[:number] if leaf.ndim and leaf.shape[0] == size else leaf
 
     args, kwargs = pytree.tree_map_only(Tensor, first, example)
     return args, kwargs

@@ -8,14 +8,16 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.batches import ANY, Batches
 from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
-from l0prune.capture.recording import Inputs, examples_in
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.recording import examples_in
+from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST, Check, compare
@@ -27,9 +29,6 @@ from l0prune.exporting.slicing.program import Exported, programs, reexport, reex
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage
-
-_FIXED = "with a free batch size torch.export finds no graph that is right for it"
-_FROM_TWO = "the model's forward treats a single example in another way"
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,9 @@ class Piece:
         dynamic: whether its batch size is free.
         answers: what the gated part computes, or the dense one that has learned on; its files
             are compared with that.
-        least: the smallest batch that they are for, where its size is free.
+        batches: those that they are for, where their size is free.
         free: further sizes that are free, by leaf of the inputs.
+        fixed_at: the line of the model's code that fixed one that was to be.
         form: a part that its model calls in several ways, such as with tensors of two and of three
             dims, is a piece for each of them; they are counted from 1.
     """
@@ -54,9 +54,10 @@ class Piece:
     single: ExportedProgram
     dynamic: bool
     answers: tuple[Answer, ...]
-    least: int = 1
+    batches: Batches = ANY
     form: int = 1
     free: FreeSizes = ALL_FIXED
+    fixed_at: str = ""
 
     @property
     def module(self) -> nn.Module:
@@ -65,23 +66,33 @@ class Piece:
         return marked(module, Dtypes.of(module))
 
     @property
-    def sizes(self) -> list[dict[int, str]]:
-        """For each tensor among its inputs, what its free dims are called."""
-        leaves, batch = pytree.tree_leaves(self.answers[0].inputs), {0: "batch"}
-        size = examples_in(self.answers[0].inputs)
-        return [
-            (batch if self.dynamic and leaf.ndim and len(leaf) == size else {})
-            | dict(self.free.of(number))
-            for number, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor)
-        ]
+    def _read(self) -> list[int]:
+        """The numbers of the leaves of its inputs that its file reads: tensors, free numbers."""
+        values = enumerate(inputs_of(self.single))
+        return [number for number, value in values if isinstance(value, Tensor | SymInt)]
+
+    def read(self, inputs: Inputs) -> list[Any]:
+        """What its file reads of the inputs."""
+        leaves = pytree.tree_leaves(inputs)
+        return [leaves[number] for number in self._read]
 
     @property
-    def batches(self) -> str:
+    def sizes(self) -> list[dict[int, str]]:
+        """For each of the inputs that its file reads, what its free dims are called."""
+        size = examples_in(self.answers[0].inputs)
+
+        def named(leaf: Any) -> dict[int, str]:
+            is_batched = isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
+            return {0: "batch"} if self.dynamic and is_batched else {}
+
+        leaves = self.read(self.answers[0].inputs)
+        free = map(self.free.of, self._read)
+        return [named(leaf) | dict(dims) for leaf, dims in zip(leaves, free, strict=True)]
+
+    @property
+    def takes(self) -> str:
         """The batch sizes that program and file take."""
-        if self.dynamic:
-            return f"{self.least} or more"
-        return f"{examples_in(self.answers[0].inputs)} only"
+        return str(self.batches) if self.dynamic else f"{examples_in(self.answers[0].inputs)} only"
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Whole:
         answers: what the gated model computes.
         make: makes programs of the module.
         free: sizes that are to be free beside the batch.
+        fixed_at: the line of the model's code that fixed one, if that is known.
     """
 
     module: nn.Module
@@ -103,6 +115,7 @@ class Whole:
     answers: tuple[Answer, ...]
     make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
     free: FreeSizes = ALL_FIXED
+    fixed_at: str = ""
 
     @cached_property
     @stage("making a program of the smaller model")
@@ -115,7 +128,7 @@ class Whole:
         made, single = self.make(self.module, self.dtypes, self.example)
         free = self.free.only(made.free)
         if made.dynamic:
-            answers = [a for a in self.answers if examples_in(a.inputs) >= made.least]
+            answers = [a for a in self.answers if examples_in(a.inputs) in made.batches]
         else:
             batch = examples_in(self.example)
             answers = [a for a in self.answers if examples_in(a.inputs) == batch]
@@ -128,8 +141,8 @@ class Whole:
         ]
         if not answers:  # the module was shown to compute what the gated one does at other sizes
             answers = list(answers_of(self.module, [self.example]))
-        piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.least)
-        return (replace(piece, free=free),)
+        piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.batches)
+        return (replace(piece, free=free, fixed_at=made.fixed_at or self.fixed_at),)
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
@@ -184,14 +197,15 @@ def whole(
     if captured is not None:
         module = proven.graphs[""]
         free = subject.free.only(captured.free)
-        export = partial(reexport, dynamic=captured.dynamic, least=captured.least, free=free)
+        export = partial(reexport, dynamic=captured.dynamic, batches=captured.batches, free=free)
         make = partial(programs, export=export)
     is_shared, dtypes = module is proven.module, subject.dtypes
     exact = copied(module) if is_shared and not dtypes.are_one else module
     restored(proven.module, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
-    made = Whole(exact, dtypes, subject.example, proven.answers[""], make, subject.free)
+    fixed_at = captured.fixed_at if captured else ""
+    made = Whole(exact, dtypes, subject.example, proven.answers[""], make, subject.free, fixed_at)
     if not dtypes.are_one:
         _ = made.pieces  # ONNX's are made of what is not rounded yet
     return made
@@ -223,25 +237,41 @@ def _islands(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
         answers = proven.answers[part.path]
         if not answers:  # it was called on the example alone
             answers = answers_of(subject.gated, [part.example], part.path)
-        for form, alike in enumerate(_forms(answers), start=1):
-            yield _island(subject, proven, part.path, alike, form)
+        pieces = (
+            p for alike in _forms(answers) for p in _island(subject, proven, part.path, alike)
+        )
+        for form, piece in enumerate(pieces, start=1):
+            yield replace(piece, form=form)
 
 
 def _island(
-    subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...], form: int
-) -> Piece:
+    subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...]
+) -> Iterator[Piece]:
+    """The pieces for inputs of one form: one, or for each number that it is told one."""
     dense = proven.module.get_submodule(path)
     made, single = programs(dense, subject.dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
+    apart = _forms(answers, is_free=False)
+    if len(apart) > 1 and (is_graph or not _is_told(made.program)):
+        for alike in apart:
+            yield from _island(subject, proven, path, alike)
+        return
     if is_graph or not made.dynamic:
-        return Piece(path, made.program, single, False, answers, form=form)
+        yield Piece(path, made.program, single, False, answers)
+        return
     alone = [answer for answer in answers if examples_in(answer.inputs) == 1]
     several = tuple(answer for answer in answers if examples_in(answer.inputs) != 1)
     if not several or all(_holds(single, answer) for answer in alone):
-        return Piece(path, made.program, single, True, answers, form=form)
-    export = partial(reexport_part, least=2)
+        yield Piece(path, made.program, single, True, answers)
+        return
+    export = partial(reexport_part, batches=ANY.several())
     made, single = programs(dense, subject.dtypes, answers[0].inputs, export)
-    return Piece(path, made.program, single, made.dynamic, several, least=2, form=form)
+    yield Piece(path, made.program, single, made.dynamic, several, ANY.several())
+
+
+def _is_told(program: ExportedProgram) -> bool:
+    """Is a number among its inputs, which is free?"""
+    return any(isinstance(value, SymInt) for value in inputs_of(program))
 
 
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
@@ -253,53 +283,28 @@ def _holds(single: ExportedProgram, answer: Answer) -> bool:
     return difference(answer.single, found) <= LARGEST
 
 
-def _forms(answers: Sequence[Answer]) -> list[tuple[Answer, ...]]:
-    """The answers to inputs of which one program takes all: of one structure, as many dims."""
+def _forms(answers: Sequence[Answer], is_free: bool = True) -> list[tuple[Answer, ...]]:
+    """The answers to inputs of which one program takes all: of one structure, as many dims.
+
+    A number that is the batch's may be another one with another batch, if it ``is_free``.
+    """
     forms: dict[Any, list[Answer]] = {}
     for answer in answers:
         leaves, structure = pytree.tree_flatten(answer.inputs)
-        ranks = [leaf.ndim if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-        forms.setdefault((str(structure), *ranks), []).append(answer)
+        batch = examples_in(answer.inputs) if is_free else None
+        kinds = [
+            leaf.ndim if isinstance(leaf, Tensor) else leaf == batch or repr(leaf)
+            for leaf in leaves
+        ]
+        forms.setdefault((str(structure), *kinds), []).append(answer)
     return [tuple(alike) for alike in forms.values()]
-
-
-def note_on_batches(pieces: Sequence[Piece]) -> str:
-    """What the user has to know about the batches that programs and files take."""
-    lines = []
-    for piece in pieces:
-        is_limited = piece.least > 1 if piece.path else piece.batches != "1 or more"
-        if is_limited:
-            of = f" of {piece.path}" if piece.path else ""
-            why = _FROM_TWO if piece.dynamic else _FIXED
-            lines.append(f"Program and ONNX file{of} are for batches of {piece.batches}: {why}.")
-    return "\n".join(lines)
-
-
-def note_on_sizes(made: Whole | InParts) -> str:
-    """Which sizes that were to be free are not, in programs and files; and from which size on."""
-    if isinstance(made, InParts) or not made.free:
-        return ""
-    (piece,), lines = made.pieces, []
-    tried, taken = (
-        [made.free.sizes(answer.inputs) for answer in answers]
-        for answers in (piece.answers, made.answers)
-    )
-    for name in made.free.names:
-        if name not in piece.free.names:
-            lines.append(
-                f"Program and ONNX file are for {name} = {tried[0][name]} only: torch.export "
-                "finds no graph that is right for other sizes."
-            )
-        elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
-            lines.append(f"Program and ONNX file are for {name} of 2 or more.")
-    return "\n".join(lines)
 
 
 def _renewed(piece: Piece, module: nn.Module) -> Piece:
     """The same part of the module as it is now."""
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
-    export = partial(reexport_part, least=piece.least)
+    export = partial(reexport_part, batches=piece.batches)
     made, single = programs(copied(part), Dtypes.of(part), inputs[0], export)
     answers = answers_of(part, inputs)
-    return Piece(piece.path, made.program, single, made.dynamic, answers, piece.least, piece.form)
+    return Piece(piece.path, made.program, single, made.dynamic, answers, piece.batches, piece.form)

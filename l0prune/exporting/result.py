@@ -22,9 +22,10 @@ from torch.export import ExportedProgram
 from l0prune.capture.copying import copied
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
+from l0prune.exporting.notes import note_on_batches, note_on_sizes
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.external import data_beside
-from l0prune.exporting.pieces import InParts, Piece, Whole, note_on_batches, note_on_sizes
+from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.pretrained.origin import apart_from_state, described
 from l0prune.exporting.pretrained.writing import write_folder
 from l0prune.files.atomic import atomic_write, replacement
@@ -159,9 +160,9 @@ class Export:
                 written[file] = stack.enter_context(replacement(file))
                 session = onnx_file.write_runnable(piece.single, written[file], data, piece.sizes)
                 beside += [file.with_name(data.name)] if data.exists() else []
-                onnx_file.describe(written[file], {"batch": piece.batches})
+                onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing its ONNX file"):
-                    checks += compare_onnx(piece.answers, session, piece.path)
+                    checks += compare_onnx(piece.answers, session, piece.path, piece.read)
             certificate = self.certificate.without("onnx").with_checks(checks)
             facts = {
                 "certificate": json.dumps(certificate.to_dict()),
@@ -265,7 +266,7 @@ class Export:
             "macs": self.macs,
             "macs_before": self.macs_before,
             "dynamic_batch": self.dynamic,
-            "batches": list(dict.fromkeys(piece.batches for piece in self._made.pieces)),
+            "batches": list(dict.fromkeys(piece.takes for piece in self._made.pieces)),
             "own_class": self.rebuilt,
             "note": self.note,
             "parts": list(dict.fromkeys(piece.path for piece in self._made.pieces)),

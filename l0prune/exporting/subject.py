@@ -10,9 +10,8 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import capture
 from l0prune.capture.copying import copied_around
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.modes import evaluating
-from l0prune.capture.recording import Inputs
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.free_batch import with_free_batch

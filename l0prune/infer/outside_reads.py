@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.provenance import within
-from l0prune.capture.recording import Inputs, record
+from l0prune.capture.recording import record
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 

@@ -16,11 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.capture import batch_of, capture
+from l0prune.capture.batches import batch_of
+from l0prune.capture.capture import capture
 from l0prune.capture.copying import copied
+from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
-from l0prune.capture.recording import Inputs, examples_given, filled, record
+from l0prune.capture.recording import examples_given, filled, record
 from l0prune.errors import CaptureError, UsageError
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 from torch import nn
 
-from l0prune.capture.fixed_sizes import fixed_sizes
+from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.wrappers import inside
 from l0prune.cost.model import Unit, cost_of
@@ -162,7 +162,8 @@ def survey(
         args: example inputs as ``model(*args)`` takes them; one tensor may be given bare.
         kwargs: further example inputs by name.
         dynamic_shapes: sizes of the inputs that are to be free beside the batch, in torch.export's
-            format (``{"x": {2: "height", 3: "width"}}``): which of them the model's code fixes?
+            format (``{"x": {2: "height", 3: "width"}}``): which of them the model's code fixes, and
+            does it fix the batch? ``{}`` asks for the batch alone.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
@@ -174,4 +175,6 @@ def survey(
     layers = layers_of(parts.plan, weights_of(model), parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)
     fixed = fixed_sizes(model, parts.example, free)
+    if dynamic_shapes is not None and parts.plan.parts == ("",):
+        fixed = fixed_batch(model, parts.example) | fixed
     return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws, fixed)

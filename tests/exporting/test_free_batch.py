@@ -7,6 +7,7 @@ import copy
 import onnx
 import pytest
 import torch
+from differences import as_graph
 from models import Broken, small
 from networks import Fn
 from torch import nn
@@ -117,6 +118,14 @@ def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_p
     assert all(compared(dense, kind) == {1, 2, 3} for kind in kinds)
     x = torch.randn(1, 4)
     torch.testing.assert_close(dense.program.module()(x), model(x))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_macs_are_those_of_one_example(batch):
+    model = l0prune.gate(small().eval(), torch.randn(batch, 4))
+    with as_graph():
+        dense = l0prune.export(model)
+    assert dense.macs_before == 4 * 8 + 8 * 4
 
 
 def test_a_batch_that_is_fixed_is_said(tmp_path):

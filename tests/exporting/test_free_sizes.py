@@ -121,6 +121,62 @@ def test_a_size_that_the_code_fixes_is_said_with_the_line():
     assert not hasattr(model, "l0prune_gates")
 
 
+def added(m, x):
+    return m.out(torch.relu(m.a(x)) + torch.zeros(2, 1, 1)).mean(1)
+
+
+def counted(m, x):
+    rows = len(x)
+    return m.out(torch.relu(m.a(x)).view(rows, -1, 8)).mean(1)
+
+
+def compared(m, x):
+    if x.shape[0] > 3:
+        return m.out(torch.relu(m.a(x))).sum(1)
+    return m.out(torch.relu(m.a(x))).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("forward", "line"),
+    [
+        (added, "return m.out(torch.relu(m.a(x)) + torch.zeros(2, 1, 1)).mean(1)"),
+        (counted, "rows = len(x)"),
+        (compared, "if x.shape[0] > 3:"),
+    ],
+)
+def test_a_batch_that_the_code_fixes_is_said_with_the_line(forward, line):
+    net, x = Fn(forward, a=nn.Linear(6, 8), out=nn.Linear(8, 2)).eval(), torch.randn(2, 5, 6)
+    said = l0prune.survey(net, x, dynamic_shapes={}).fixed
+    assert said["batch"].startswith(
+        "batch cannot be free: the model's code is for 2 rows alone: it is fixed at "
+        "test_free_sizes.py:"
+    )
+    assert f'"{line}"' in said["batch"]
+    assert not l0prune.survey(net, x).fixed  # that takes a capture more
+
+
+def test_a_batch_that_the_code_does_not_fix():
+    net, x = Fn(lambda m, x: m.a(x), a=nn.Linear(6, 8)).eval(), torch.randn(2, 5, 6)
+    assert not l0prune.survey(net, x, dynamic_shapes={}).fixed
+
+
+def test_a_length_is_free_beside_a_batch_that_is_not(tmp_path):
+    layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 2)}
+    shapes = {"args": ({1: "length"},)}
+    model, dense = cut(Fn(added, **layers), torch.randn(2, 5, 6), shapes)
+    (piece,) = dense.pieces
+    assert piece.takes == "2 only"
+    assert piece.free.names == ("length",)
+    assert (
+        "batches of 2 only: the model's code fixes the batch at test_free_sizes.py:" in dense.note
+    )
+    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    for length in (1, 5, 9):
+        x = torch.randn(2, length, 6)
+        torch.testing.assert_close(dense.module(x), model(x))
+        torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("shapes", "text"),
     [

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Inputs
+from l0prune.capture.free_sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.difference import comparable, difference
 from l0prune.exporting.certify.lending import lent, read_of

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Call, Inputs, examples_given, examples_in, filled, record
+from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.recording import Call, examples_given, examples_in, filled, record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, output_of, running_in
 from l0prune.exporting.certify.difference import difference
@@ -185,14 +186,27 @@ def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.d
         return record(model, [*paths, ""], cast(given, dtype))
 
 
+def _tensors(inputs: Inputs) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
 def compare_onnx(
-    answers: Sequence[Answer], run: Callable[[list[Tensor]], list[Tensor]], part: str = ""
+    answers: Sequence[Answer],
+    run: Callable[[list[Tensor]], list[Tensor]],
+    part: str = "",
+    read: Callable[[Inputs], list[Any]] = _tensors,
 ) -> list[Check]:
-    """Compare an ONNX session with the gated model, or a part of it, in float32."""
+    """Compare an ONNX session with the gated model, or a part of it, in float32.
+
+    Args:
+        answers: of the model.
+        run: the session, called with tensors alone.
+        part: the path of the part.
+        read: picks what the session reads of the inputs.
+    """
     checks = []
     for answer in answers:
-        leaves = pytree.tree_leaves(cast(answer.inputs, torch.float32))
-        found = run([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+        found = run([torch.as_tensor(leaf) for leaf in read(cast(answer.inputs, torch.float32))])
         checks.append(_check("onnx", answer.of_tensors(), found, torch.float32, part))
     return checks
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured, capture
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
-from l0prune.capture.recording import Inputs, examples_in, first_rows
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.recording import examples_in, first_rows
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
@@ -32,17 +32,17 @@ def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIX
     captured = capture(model, *example, dynamic_batch=True, free=free)
     if not captured.dynamic or _holds_for_one(model, captured, example):
         return captured
-    if examples_in(example) == 1:
+    if examples_in(example) == captured.batches.multiple:
         return capture(model, *example)
-    return replace(captured, least=2)
+    return replace(captured, batches=captured.batches.several())
 
 
 def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> bool:
-    """Does the graph compute what the model does on the first example alone?
+    """Does the graph compute what the model does on the first example alone, or group of them?
 
     Whether it does so exactly is for the certificate to say.
     """
-    single = first_rows(example)
+    single = first_rows(example, captured.batches.multiple)
     graph = captured.program.module(check_guards=False)
     try:
         expected, found = (_output(module, single) for module in (model, graph))

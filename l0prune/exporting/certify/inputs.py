@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
-from l0prune.capture.recording import Inputs, examples_in
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.recording import examples_in
 
 _NOISE = 0.1
 NO_SIZES: Mapping[str, int] = {}

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.provenance import is_within
-from l0prune.capture.recording import Inputs, examples_given, first_of
+from l0prune.capture.recording import examples_given, first_of
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
 from l0prune.exporting.certify.certificate import (
@@ -159,8 +160,7 @@ def _prove_whole(
     """A model of one piece: its graph must be right, its own class may be."""
     captured, graph = parts.found[0].analysis.captured, graphs[""]
     _check_count(graph, parts, predicted)
-    free = tuple(size for size in BATCHES if size >= captured.least)
-    batches = free if captured.dynamic else (captured.batch,)
+    batches = captured.batches.first(BATCHES) if captured.dynamic else (captured.batch,)
 
     def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
         answers = _answers(subject, inputs)

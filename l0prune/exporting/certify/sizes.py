@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from l0prune.capture.free_sizes import FreeSizes
-from l0prune.capture.recording import Inputs
+from l0prune.capture.free_sizes import FreeSizes, Inputs
 from l0prune.exporting.certify.answers import is_valid
 from l0prune.exporting.certify.inputs import fresh_inputs
 from l0prune.running.stages import stage

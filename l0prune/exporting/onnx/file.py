@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.names import output_names, rename
-from l0prune.exporting.onnx.translatable import in_plain_terms, without_projections
+from l0prune.exporting.onnx.translatable import in_plain_terms
+from l0prune.exporting.onnx.written_out import written_out
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def to_onnx(
     export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
     try:
         with _quietly():
-            program = without_projections(program)
+            program = written_out(program)
             try:
                 made = export(program)
             except Exception:

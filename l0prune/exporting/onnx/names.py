@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     import onnx
 
+_NAME = r"[A-Za-z_]\w*"
+
 
 def output_names(program: ExportedProgram) -> list[str]:
     """A name for each tensor that a program returns: its key or field, else its place.
@@ -72,15 +74,16 @@ def rename(
         names.setdefault(output.name, name)
     _rename_values(graph, names)
     symbols = {
-        given.type.tensor_type.shape.dim[dim].dim_param: name
+        symbol[0]: name  # of a multiple, what it is one of
         for given, dims in zip(graph.input, sizes, strict=False)
         for dim, name in dims.items()
+        if (symbol := re.search(_NAME, given.type.tensor_type.shape.dim[dim].dim_param))
     }
     for value in (*graph.input, *graph.output, *graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if size.dim_param:
                 size.dim_param = re.sub(
-                    r"[A-Za-z_]\w*", lambda found: symbols.get(found[0], found[0]), size.dim_param
+                    _NAME, lambda found: symbols.get(found[0], found[0]), size.dim_param
                 )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -34,27 +33,6 @@ def in_plain_terms(program: ExportedProgram) -> ExportedProgram:
     copied.graph.eliminate_dead_code()
     copied.graph_module.recompile()
     return copied
-
-
-def without_projections(program: ExportedProgram) -> ExportedProgram:
-    """The program, or a copy in which LSTMs with projections are written out, step by step.
-
-    ONNX has no such LSTM, and the exporter takes them for plain ones.
-    """
-    if not any(map(_is_projected, program.graph.nodes)):
-        return program
-    written_out: ExportedProgram = program.run_decompositions(
-        get_decompositions([_ATEN.lstm.input])
-    )
-    return written_out
-
-
-def _is_projected(node: Node) -> bool:
-    if node.target is not _ATEN.lstm.input:
-        return False
-    states: Any = node.args[1]
-    hidden, cell = (state.meta["val"].shape[-1] for state in states)
-    return bool(hidden != cell)
 
 
 def _rank(node: Any) -> int:

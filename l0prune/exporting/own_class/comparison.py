@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Inputs
+from l0prune.capture.free_sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare

@@ -7,8 +7,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
-from l0prune.capture.recording import Inputs
+from l0prune.capture.batches import ANY
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.slicing.dtypes import Dtypes, cast, casts_to_less, converted, marked
 from l0prune.exporting.slicing.program import Exported, reexport
@@ -31,7 +31,7 @@ def class_programs(
         return made, made.program
     graph = converted(marked(made.program.module(check_guards=False), dtypes), single)
     for_onnx = reexport(
-        graph, cast(example, single), made.dynamic, made.least, free.only(made.free)
+        graph, cast(example, single), made.dynamic, made.batches, free.only(made.free)
     )
     is_free, others = made.dynamic and for_onnx.dynamic, made.free & for_onnx.free
     return made._replace(dynamic=is_free, free=others), for_onnx.program
@@ -39,11 +39,12 @@ def class_programs(
 
 def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported:
     captured = with_free_batch(module, example, free)
-    if captured.dynamic and captured.least > 1:
-        return reexport(module, example, True, captured.least, free.only(captured.free))
+    if captured.dynamic and captured.batches != ANY:
+        return reexport(module, example, True, captured.batches, free.only(captured.free))
     take_apart(captured.program)
     _drop_unread(captured.program)
-    return Exported(captured.program, captured.dynamic, free=captured.free)
+    free_ones, fixed_at = captured.free, captured.fixed_at
+    return Exported(captured.program, captured.dynamic, free=free_ones, fixed_at=fixed_at)
 
 
 def _drop_unread(program: ExportedProgram) -> None:

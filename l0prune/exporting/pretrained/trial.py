@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from l0prune.capture.recording import Inputs
+from l0prune.capture.free_sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.certificate import TOLERANCE

@@ -12,6 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 
+from l0prune.capture.batches import ANY, Batches
+
 _ATEN = torch.ops.aten
 
 
@@ -42,27 +44,27 @@ def _restored(flat: GraphModule, codegen: CodeGen, meta: dict[str, Any], mode: b
     return module
 
 
-def add_guards(graph: Graph, values: Iterable[Any], least: int = 1) -> None:
+def add_guards(graph: Graph, values: Iterable[Any], batches: Batches = ANY) -> None:
     """Let the graph raise a RuntimeError on inputs that it was not captured for.
 
     Args:
         graph: to be changed; its module is to be recompiled.
         values: for each placeholder what it was captured with: a number, a text, None, or a
             tensor (a fake one), of which a symbolic size stands for any.
-        least: the smallest size that a symbolic one may have.
+        batches: those that it is for, where their size is symbolic.
     """
     inputs = graph.find_nodes(op="placeholder")
     sizes: dict[Any, Node] = {}
     with graph.inserting_before(inputs[-1].next):
         for node, value in zip(inputs, values, strict=True):
             if isinstance(value, Tensor):
-                _guard_shape(graph, node, value, sizes, least)
+                _guard_shape(graph, node, value, sizes, batches)
             else:
                 _assert(graph, operator.eq, node, value, f"{node.name} has to be {value!r}")
 
 
 def _guard_shape(
-    graph: Graph, node: Node, value: Tensor, sizes: dict[Any, Node], least: int
+    graph: Graph, node: Node, value: Tensor, sizes: dict[Any, Node], batches: Batches
 ) -> None:
     """Assert dims and sizes; equal symbols are equal sizes."""
     rank = graph.call_method("dim", (node,))
@@ -77,8 +79,11 @@ def _guard_shape(
         if symbol in sizes:
             other = sizes[symbol].args[0]
             _assert(graph, operator.eq, found, sizes[symbol], f"{what} measure what {other} does")
-        elif least > 1:
-            _assert(graph, operator.ge, found, least, f"{what} measure {least} or more")
+        elif dim == 0 and batches.least > 1:
+            _assert(graph, operator.ge, found, batches.least, f"{what} measure {batches}")
+            if batches.multiple > 1:
+                rest = graph.call_function(operator.mod, (found, batches.multiple))
+                _assert(graph, operator.eq, rest, 0, f"{what} measure {batches}")
         sizes.setdefault(symbol, found)
 
 

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import Model, copied
-from l0prune.capture.recording import Inputs
+from l0prune.capture.free_sizes import Inputs
 
 _OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

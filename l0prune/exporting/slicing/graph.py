@@ -62,7 +62,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
     rewrite_literals(module, sizes)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
-    add_guards(module.graph, _captured_with(analysis), analysis.captured.least)
+    add_guards(module.graph, _captured_with(analysis), analysis.captured.batches)
     _drop_stale(module)
     dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
     dense.eval()

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.capture import batch_shapes, symbolic, widened
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.any_size import AnySize
+from l0prune.capture.batches import ANY, Batches, batch_shapes, widened
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.hints import without_hints
 from l0prune.capture.kept_state import without_state
 from l0prune.capture.left_behind import exported
-from l0prune.capture.recording import Inputs
+from l0prune.capture.recording import examples_in, first_rows
 from l0prune.capture.spelling import respell
+from l0prune.capture.symbolic import inputs_of, symbolic
 from l0prune.exporting.slicing.dtypes import (
     Dtypes,
     asks_for_less,
@@ -31,12 +33,16 @@ from l0prune.exporting.slicing.dtypes import (
 
 
 class Exported(NamedTuple):
-    """A program, whether its batch is free, the smallest that it then takes, other free sizes."""
+    """A program, whether its batch is free, those that it then takes, other free sizes.
+
+    And where the code fixed a size that was to be free.
+    """
 
     program: ExportedProgram
     dynamic: bool
-    least: int = 1
+    batches: Batches = ANY
     free: frozenset[str] = frozenset()
+    fixed_at: str = ""
 
 
 Exporter = Callable[[nn.Module, Inputs], Exported]
@@ -46,21 +52,35 @@ def reexport(
     module: nn.Module,
     example: Inputs,
     dynamic: bool,
-    least: int = 1,
+    batches: Batches = ANY,
     free: FreeSizes = ALL_FIXED,
 ) -> Exported:
     """The dense module as a program of its own, of a free batch where that is possible.
 
-    It refuses batches of less than ``least``. Of the ``free`` sizes it keeps those that it can.
+    It refuses all but these ``batches``. Of the ``free`` sizes it keeps those that it can.
     """
-    wide = widened(*example)
-    for wanted in (free, ALL_FIXED) if free and dynamic else (ALL_FIXED,) if dynamic else ():
-        shapes = partial(batch_shapes, module, *wide, least, wanted)
-        with _at_least(module, least):
+    wide = widened(*example, batches) if dynamic else example
+    for wanted in (free, ALL_FIXED) if free else (ALL_FIXED,) if dynamic else ():
+        shapes = partial(batch_shapes, module, *wide, batches if dynamic else None, wanted)
+        with _at_least(module, 1 if batches.multiple > 1 else batches.least):
             made = _exported(module, wide, shapes)
         if made.dynamic:
-            return made._replace(least=least, free=symbolic(made.program, wanted))
+            if batches.least == batches.multiple > 1:
+                _let_pass(made.program, module, first_rows(example, batches.multiple))
+            return Exported(made.program, dynamic, batches, symbolic(made.program, wanted))
     return _exported(module, example, None)
+
+
+def _let_pass(program: ExportedProgram, module: nn.Module, example: Inputs) -> None:
+    """Let the program ask nothing of its inputs that these do not fulfil.
+
+    torch.export goes by several groups of rows, and asks for several. That it is right for one has
+    been shown.
+    """
+    args, kwargs = example
+    arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    known = {"L": arguments, "torch": torch}
+    program._guards_code = [code for code in program._guards_code if eval(code, known)]
 
 
 @contextmanager
@@ -95,29 +115,43 @@ def programs(
     for_onnx = export(converted(module, single), cast(example, single))
     own = None if dtypes.others else dtypes.main
     made = export(restored(module, dtypes), cast(example, own))
-    is_free, least = made.dynamic and for_onnx.dynamic, max(made.least, for_onnx.least)
-    return Exported(made.program, is_free, least, made.free & for_onnx.free), for_onnx.program
+    is_free, free = made.dynamic and for_onnx.dynamic, made.free & for_onnx.free
+    fewest = max(made.batches, for_onnx.batches, key=lambda each: (each.multiple, each.least))
+    return Exported(made.program, is_free, fewest, free), for_onnx.program
 
 
-def reexport_part(module: nn.Module, example: Inputs, least: int = 1) -> Exported:
+def reexport_part(module: nn.Module, example: Inputs, batches: Batches = ANY) -> Exported:
     """A part as a program of its own, with every dim free that its forward leaves free.
 
-    What a part receives has a size of the data's making: an image's, the number of proposals.
-    The program refuses batches of less than ``least``.
+    What a part receives has a size of the data's making: an image's, the number of proposals. A
+    number that it is told may be the batch, and is then an input.
+    The program refuses all but these ``batches``.
     """
 
+    wide = widened(*example)
+    numbers = {examples_in(example)} - {1}  # of one, torch.export makes a constant
+
     def free(leaf: Any) -> Any:
-        return dict.fromkeys(range(leaf.ndim), Dim.AUTO) if isinstance(leaf, Tensor) else None
+        if isinstance(leaf, Tensor):
+            return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
+        return Dim.AUTO if type(leaf) is int and leaf in numbers else None
 
     def shapes(wide: Inputs) -> Any:
         arguments = inspect.signature(module.forward).bind(*wide[0], **wide[1]).arguments
         return {name: pytree.tree_map(free, value) for name, value in arguments.items()}
 
-    wide = widened(*example)
-    with _at_least(module, least):
+    with _at_least(module, batches.least):
         with suppress(Exception):  # one row may be all that it takes
-            return _exported(module, wide, partial(shapes, wide))
-        return _exported(module, example, partial(shapes, example))
+            return _with_batch(_exported(module, wide, partial(shapes, wide)))
+        return _with_batch(_exported(module, example, partial(shapes, example)))
+
+
+def _with_batch(made: Exported) -> Exported:
+    """The same, which says whether the batch is free where every dim was to be."""
+    values = inputs_of(made.program)
+    first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+    is_free = made.dynamic and first is not None and not isinstance(first.shape[0], int)
+    return made._replace(dynamic=is_free)
 
 
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
@@ -126,7 +160,8 @@ def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | No
     with warnings.catch_warnings(), torch.no_grad(), without_hints(), without_state(module):
         warnings.simplefilter("ignore")
         if shapes is not None:
-            with suppress(Exception):  # the static shapes come next, and the result says so
+            # the static shapes come next, and the result says so
+            with suppress(Exception), AnySize():
                 free = exported(module, args, kwargs, dynamic_shapes=shapes())
                 respell(free)
                 return Exported(free, True)

@@ -1,0 +1,103 @@
+"""The batch: how large it is, and which sizes of it a graph is for."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Sizes of a batch.
+
+    Attributes:
+        least: the smallest one.
+        multiple: of which they all are: of as many as the frames of a clip, where a model takes
+            frames.
+    """
+
+    least: int = 1
+    multiple: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return size >= self.least and size % self.multiple == 0
+
+    def __str__(self) -> str:
+        if self.multiple == 1:
+            return f"{self.least} or more"
+        start = f", from {self.least}" if self.least > self.multiple else ""
+        return f"multiples of {self.multiple}{start}"
+
+    def first(self, groups: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that are so many times the smallest step, as far as they are among them."""
+        return tuple(n * self.multiple for n in groups if n * self.multiple in self)
+
+    def several(self) -> Batches:
+        """The same without the smallest, which torch.export takes for a case of its own."""
+        return Batches(2 * self.multiple, self.multiple)
+
+    @property
+    def dim(self) -> Any:
+        """As torch.export is told so."""
+        if self.multiple == 1:
+            return Dim("batch", min=self.least if self.least > 1 else None)
+        return self.multiple * Dim("_batch", min=max(self.least // self.multiple, 1))
+
+
+ANY = Batches()
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Size of dim 0 of the first tensor input; 0 where there is none."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    return 0
+
+
+def widened(
+    args: tuple[Any, ...], kwargs: dict[str, Any], batches: Batches = ANY
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same inputs, twice where the batch is the smallest: torch.export fixes a size of one."""
+    size = batch_of(args, kwargs)
+    if size != batches.multiple:
+        return args, kwargs
+
+    def twice(leaf: Any) -> Any:
+        is_batched = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size
+        return torch.cat([leaf, leaf]) if is_batched else leaf
+
+    wide_args, wide_kwargs = pytree.tree_map(twice, (args, kwargs))
+    return wide_args, wide_kwargs
+
+
+def batch_shapes(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batches: Batches | None = ANY,
+    free: FreeSizes = ALL_FIXED,
+) -> Any:
+    """``dynamic_shapes`` for torch.export: one symbolic batch, if any, over every batched input.
+
+    Of the ``free`` sizes torch.export finds out itself how they hang together.
+    """
+    size, batch = batch_of(args, kwargs), {0: batches.dim} if batches else {}
+
+    def shape(number: int, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return None
+        dims: dict[int, Any] = dict.fromkeys(free.of(number), Dim.AUTO)
+        return dims | (batch if leaf.ndim and leaf.shape[0] == size else {})
+
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    shaped = pytree.tree_unflatten([shape(i, leaf) for i, leaf in enumerate(leaves)], structure)
+    return inspect.signature(model.forward).bind(*shaped[0], **shaped[1]).arguments

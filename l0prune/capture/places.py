@@ -1,0 +1,106 @@
+"""The lines of the user's code at which torch takes a size that was to be free for a number."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_OWN = Path(__file__).parent.parent
+_CAPTURE = str(Path(__file__).with_name("symbolic.py"))  # beyond it is who asked for the capture
+_LIBRARY = Path(torch.__file__).parent
+_Line = tuple[str, int]
+
+
+@dataclass
+class Places:
+    """What was noted during a capture.
+
+    Attributes:
+        fixed: where a size became a number.
+        asked: where the code asked about sizes, with the answer as an expression that must hold.
+    """
+
+    fixed: list[_Line] = field(default_factory=list)
+    asked: list[tuple[_Line, Any]] = field(default_factory=list)
+
+    @property
+    def decisive(self) -> str:
+        """Where a size was fixed last, or else first asked for what does not hold for all."""
+        broken = (line for line, what in self.asked if not _holds_for_others(what))
+        line = self.fixed[-1] if self.fixed else next(broken, None)
+        if line is None:
+            return ""
+        file, number = line
+        return f'{os.path.basename(file)}:{number}, "{linecache.getline(file, number).strip()}"'
+
+
+@contextmanager
+def noted_places() -> Iterator[Places]:
+    """The places of what is captured within the context."""
+    places = Places()
+
+    def becomes(env: Any, symbol: Any, value: Any, *rest: Any, **named: Any) -> None:
+        if getattr(value, "is_number", False) and (place := _place()):
+            places.fixed.append(place)
+
+    def asks(env: Any, prefix: str, what: Any, *rest: Any, **named: Any) -> None:
+        if place := _place():
+            places.asked.append((place, what))
+
+    with ExitStack() as stack:
+        for name, note in (("_set_replacement", becomes), ("_log_guard", asks)):
+            if hasattr(ShapeEnv, name):  # a torch that has it otherwise: then no line is said
+                stack.enter_context(mock.patch.object(ShapeEnv, name, _after(note, name)))
+        yield places
+
+
+def _after(note: Any, name: str) -> Any:
+    """The method of this name, which is noted first."""
+    method = getattr(ShapeEnv, name)
+
+    @functools.wraps(method)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return noted
+
+
+def _place() -> _Line | None:
+    """The line of the user's code that is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _CAPTURE:
+        file = frame.f_code.co_filename
+        if not _is_library(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    parents = Path(file).parents
+    return _OWN in parents or _LIBRARY in parents or file.startswith("<") or "unittest" in file
+
+
+def _holds_for_others(what: Any) -> bool:
+    """Does an expression in symbols hold for larger sizes too, whatever they are?"""
+    try:
+        return all(
+            bool(what.subs(dict.fromkeys(what.free_symbols, size)))
+            for size in (3, 4, 5, 7, 64, 999)
+        )
+    except (TypeError, ZeroDivisionError):  # it is not decided, or no number
+        return False

@@ -1,0 +1,47 @@
+"""What a user has to know of the sizes that programs and files take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from l0prune.capture.batches import ANY
+from l0prune.exporting.pieces import InParts, Piece, Whole
+
+_FIXED = "with a free batch size torch.export finds no graph that is right for it"
+_FIXED_AT = "the model's code fixes the batch at"
+_GROUPED = "the model's forward takes so many rows together"
+_FROM_TWO = "the model's forward treats a single example in another way"
+
+
+def note_on_batches(pieces: Sequence[Piece]) -> str:
+    """What the user has to know about the batches that programs and files take."""
+    lines = []
+    for piece in pieces:
+        is_limited = piece.batches != ANY if piece.path else piece.takes != str(ANY)
+        if is_limited:
+            of = f" of {piece.path}" if piece.path else ""
+            together = _FROM_TWO if piece.batches.multiple == 1 else _GROUPED
+            fixed = f"{_FIXED_AT} {piece.fixed_at}" if piece.fixed_at else _FIXED
+            why = together if piece.dynamic else fixed
+            lines.append(f"Program and ONNX file{of} are for batches of {piece.takes}: {why}.")
+    return "\n".join(lines)
+
+
+def note_on_sizes(made: Whole | InParts) -> str:
+    """Which sizes that were to be free are not, in programs and files; and from which size on."""
+    if isinstance(made, InParts) or not made.free:
+        return ""
+    (piece,), lines = made.pieces, []
+    tried, taken = (
+        [made.free.sizes(answer.inputs) for answer in answers]
+        for answers in (piece.answers, made.answers)
+    )
+    for name in made.free.names:
+        if name not in piece.free.names:
+            lines.append(
+                f"Program and ONNX file are for {name} = {tried[0][name]} only: torch.export "
+                "finds no graph that is right for other sizes."
+            )
+        elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
+            lines.append(f"Program and ONNX file are for {name} of 2 or more.")
+    return "\n".join(lines)
