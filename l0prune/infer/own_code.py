@@ -35,12 +35,13 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     plan, regions = analysis.plan, _regions(analysis)
     every = _sizes(analysis, regions)
     received = {path: _received(analysis, regions, path) for path in every}
+    factors = query_factors(analysis)
     code = Code(
         sizes=_not_received(every, received),
         averages=_averages(analysis, regions, model),
-        queries=tuple(query_factors(analysis)),
+        queries=tuple(chain.from_iterable(filter(None, factors.values()))),
         reused=tuple(_reused(model, every, received)),
-        calls=sized_calls(analysis),
+        calls=sized_calls(analysis, {node for node, known in factors.items() if known is None}),
     )
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))

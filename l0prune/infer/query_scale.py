@@ -59,8 +59,12 @@ class _Unknown(Exception):
     """There is an operator that is not followed."""
 
 
-def query_factors(analysis: Analysis) -> Iterator[Factor]:
-    """For each attention whose scale follows the size of its heads, what makes its queries."""
+def query_factors(analysis: Analysis) -> dict[Node, list[Factor] | None]:
+    """Each attention whose scale follows the size of its heads, and what makes its queries.
+
+    None where that is not known.
+    """
+    found: dict[Node, list[Factor] | None] = {}
     for node in analysis.captured.graph.nodes:
         if operator_name(node.target) != "aten.scaled_dot_product_attention":
             continue
@@ -69,13 +73,17 @@ def query_factors(analysis: Analysis) -> Iterator[Factor]:
         if not axes_of(head) or argument(node, 6, "scale") is not None:
             continue
         try:
-            rows = _Followed(analysis).rows(query)
+            found[node] = list(_factors(_Followed(analysis).rows(query), head))
         except _Unknown:
-            continue  # the comparison will find the class to be another function
-        for (name, dim), tensors in rows.items():
-            positions = torch.cat([each.flatten() for each in tensors]).unique().tolist()
-            if dim is not None:  # not a parameter that is a query itself
-                yield Factor(name, dim, _ranges([p for p in positions if p >= 0]), head)
+            found[node] = None
+    return found
+
+
+def _factors(rows: _Rows, head: Layout) -> Iterator[Factor]:
+    for (name, dim), tensors in rows.items():
+        positions = torch.cat([each.flatten() for each in tensors]).unique().tolist()
+        if dim is not None:  # not a parameter that is a query itself
+            yield Factor(name, dim, _ranges([p for p in positions if p >= 0]), head)
 
 
 def _ranges(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:

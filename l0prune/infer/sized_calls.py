@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import Any
@@ -13,6 +14,7 @@ from torch.fx import Node
 from l0prune.capture.provenance import module_of, modules_of
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import RESHAPES, SIZED, SLICES, SPLITS, argument, operator_name
+from l0prune.infer.rules.reduction import reduced_dims
 from l0prune.plan.code import SizedCall
 from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
 
@@ -44,31 +46,50 @@ def is_number_of(size: Any, dim: Layout) -> bool:
     return type(size) is int and size == size_of(dim)
 
 
-def sized_calls(analysis: Analysis) -> dict[str, tuple[SizedCall, ...]]:
+def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[SizedCall, ...]]:
     """By module, the calls of the first time that it is called, where one of them is of an axis.
 
     Those that functions of torch make by themselves are not told from the code's own: whoever
     counts them has to look at the names, too.
+
+    Args:
+        analysis: of the model.
+        unscaled: attentions whose scale follows the size of their heads.
     """
     calls: dict[str, list[SizedCall]] = defaultdict(list)
     for node in analysis.captured.graph.nodes:
-        name = _python_name(operator_name(node.target))
-        if node.op != "call_function" or not name:
+        call = _call(node, analysis, unscaled) if node.op == "call_function" else None
+        if call is None:
             continue
-        follows = _follows(node, analysis)
-        sizes = tuple(
-            dim if is_number_of(size, dim) and dim in follows else None
-            for size, dim in given_sizes(node, analysis)
-        )
-        count = 1 if operator_name(node.target) == "aten.split" else len(sizes)
         for path in modules_of(node) or [""]:
             is_own = path == module_of(node)
-            calls[path].append(SizedCall(name, count, sizes if is_own else (None,) * len(sizes)))
+            calls[path].append(call if is_own else replace(call, sizes=(None,) * len(call.sizes)))
     return {
         path: tuple(each)
         for path, each in calls.items()
         if "@" not in path and any(any(map(axes_of, _known(call))) for call in each)
     }
+
+
+def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | None:
+    """What a call is given of sizes, or takes off its inputs; None if nothing."""
+    operator = operator_name(node.target)
+    name = _python_name(operator)
+    if operator == "aten.mean":
+        dims = analysis.layouts.get(node.all_input_nodes[0].name, ())
+        over = (dims[number] for number in reduced_dims(argument(node, 1, "dim"), len(dims)))
+        return SizedCall("mean", 1, tuple(dim for dim in over if axes_of(dim)) or (None,))
+    if operator == "aten.scaled_dot_product_attention":
+        head = analysis.layouts[argument(node, 0, "query").name][-1] if node in unscaled else None
+        return SizedCall(name, 1, (head,))
+    if not name:
+        return None
+    follows = _follows(node, analysis)
+    sizes = tuple(
+        dim if is_number_of(size, dim) and dim in follows else None
+        for size, dim in given_sizes(node, analysis)
+    )
+    return SizedCall(name, 1 if operator == "aten.split" else len(sizes), sizes)
 
 
 def _known(call: SizedCall) -> Iterator[Layout]:
@@ -106,5 +127,5 @@ def _python_name(operator: str) -> str:
     """What code calls an operator that is given sizes; empty for others."""
     if operator in ("aten.split", "aten.split_with_sizes"):
         return "split"
-    is_sized = operator in SIZED or operator == "aten.unflatten"
-    return operator.removeprefix("aten.") if is_sized else ""
+    others = "aten.unflatten", "aten.scaled_dot_product_attention"
+    return operator.removeprefix("aten.") if operator in (*SIZED, *others) else ""

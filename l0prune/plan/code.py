@@ -51,6 +51,9 @@ class ReusedSize:
 class SizedCall:
     """A call of a module's forward that is given sizes, such as those to reshape to.
 
+    Or one that depends on sizes that it takes off its inputs: a mean over these dims, or attention
+    with the scale of a head of this dim.
+
     Attributes:
         name: of the function, as Python code calls it: ``reshape``.
         count: how many it is given; one for all pieces of a split.

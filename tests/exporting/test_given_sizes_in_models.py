@@ -55,6 +55,33 @@ class ByPieces(nn.Module):
         return self.down(torch.cat([first.relu(), rest.tanh()], -1))
 
 
+class WrittenEpsilon(nn.Module):
+    """A norm with a number for which it has no attribute; its weight is changed on the way."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2) * self.weight
+
+
+class OfConvolutions(nn.Module):
+    """Queries that come from a convolution, and a scale that follows the size of the heads."""
+
+    def __init__(self, dim=12, heads=3):
+        super().__init__()
+        self.heads, self.qkv = heads, nn.Conv1d(dim, 3 * dim, 1)
+        self.proj = nn.Conv1d(dim, dim, 1)
+
+    def forward(self, x):
+        x = x.transpose(1, 2)
+        qkv = self.qkv(x).unflatten(1, (self.heads, -1)).transpose(-1, -2)
+        q, k, v = qkv.chunk(3, dim=-1)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(x.transpose(-1, -2).flatten(1, 2)).transpose(1, 2)
+
+
 def network(inner):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), inner, nn.Linear(12, 3))
@@ -67,7 +94,7 @@ def exported(inner, seed=1):
     return l0prune.export(model), model, x
 
 
-@pytest.mark.parametrize("make", [Attention, Remembers, ByPieces])
+@pytest.mark.parametrize("make", [Attention, Remembers, ByPieces, WrittenEpsilon, OfConvolutions])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)

@@ -97,7 +97,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
     layers = layers_for(plain, chosen)
     given = given_sizes(plain, chosen.plan, chosen.kept)
     given = {path: sizes for path, sizes in given.items() if path not in layers}
-    candidates += [_joined(each, given) for each in (candidates[0], candidates[1])]
+    candidates += [_joined(each, given) for each in (candidates[0], candidates[1], by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
     scales = {  # of a layer that keeps its scale nothing has to be made up for
         name: scale

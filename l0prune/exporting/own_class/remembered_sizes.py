@@ -8,6 +8,7 @@ to compute the same.
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 from operator import ne
 from typing import Any
 
@@ -159,9 +160,18 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
         )
         changed = {kind for kind, *sizes in zip(kinds, old, new, strict=True) if ne(*sizes)}
         if changed and not _is_torchs(model.get_submodule(path)):
-            pairs = zip(kinds, new, strict=True)
-            found[path] = {GIVEN: [[*kind, sizes] for kind, sizes in pairs if kind in changed]}
+            triples = zip(kinds, old, new, strict=True)
+            found[path] = {
+                GIVEN: [[*kind, _given(kind[0], *s)] for kind, *s in triples if kind in changed]
+            }
     return found
+
+
+def _given(name: str, old: list[Any], new: list[Any]) -> list[Any]:
+    """What a call is given, as ``GivenSizes`` has it."""
+    if name == "mean" and None not in new:
+        return [prod(new), prod(old)]
+    return old if name == "scaled_dot_product_attention" else new
 
 
 def _is_torchs(module: nn.Module) -> bool:

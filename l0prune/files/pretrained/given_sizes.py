@@ -20,16 +20,24 @@ _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+# Functions that take a size off their inputs.
+_AVERAGE, _ATTENTION = "mean", "scaled_dot_product_attention"
+
+
 class GivenSizes(nn.Module):
     """A module whose code is given its sizes, since it would take them for others.
 
     Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
-    was as wide. This is mixed into the module's own class, whose forward runs as it is.
+    was as wide; a mean divides by what is left of its inputs, of which those that are gone were
+    zero; attention without a scale of its own takes it from what is left of a head. This is mixed
+    into the module's own class, whose forward runs as it is.
 
     Attributes:
-        given_sizes: for calls in turn that take sizes, the function's name, how many sizes its code
-            gives, and those that it is to have: None for one that is right. Calls of other
-            functions, or with another number of sizes, are not among them.
+        given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
+            those that it is to have: None for one that is right. Those of a mean are how many
+            values are left and how many there were, that of attention the size of a head that
+            it scales by. Calls of other functions, or with another number of sizes, are not
+            among them.
     """
 
     given_sizes: list[Any]
@@ -73,7 +81,7 @@ def are_sizes_of_calls(data: Any) -> bool:
     return isinstance(data, (tuple, list)) and all(
         isinstance(call, (tuple, list))
         and len(call) == 3
-        and call[0] in tuple(_TAKE_SIZES)
+        and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION)
         and type(call[1]) is int
         and isinstance(call[2], (tuple, list))
         and len(call[2]) == (call[1] if call[1] > 1 else max(len(call[2]), 1))
@@ -96,7 +104,21 @@ class _Sizes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _TAKE_SIZES:
             args, kwargs = self._with_sizes(name, args, kwargs)
+        elif name == _AVERAGE:
+            left, *before = self._known(name, 1) or [None]
+            result = func(*args, **kwargs)
+            return result if left is None else result * (left / before[0])
+        elif name == _ATTENTION:
+            size = (self._known(name, 1) or [None])[0]
+            kwargs = kwargs if size is None else {**kwargs, "scale": size**-0.5}
         return func(*args, **kwargs)
+
+    def _known(self, name: str, count: int) -> Any:
+        """The sizes of the next such call; None if nothing is known of any."""
+        known = self.left.get((name, count))
+        if known == []:
+            raise RuntimeError(f"{name} is called more often than sizes are known for it")
+        return None if known is None else known.pop(0)
 
     def _with_sizes(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of such a call with the sizes that are known."""
@@ -105,12 +127,9 @@ class _Sizes(TorchFunctionMode):
         given, after = (args[place] if key is None else kwargs[key]), args[place + 1 :]
         if not isinstance(given, (tuple, list)):  # one for all pieces; or an argument for each size
             given, after = ([given], after) if name == "split" else (args[place:], ())
-        known = self.left.get((name, len(given)))
-        if known is None:
+        sizes = self._known(name, len(given))
+        if sizes is None:
             return args, kwargs
-        if not known:
-            raise RuntimeError(f"{name} is called more often than sizes are known for it")
-        sizes = known.pop(0)
         given = given * len(sizes) if len(given) == 1 else given
         new = [own if size is None else size for own, size in zip(given, sizes, strict=True)]
         if key is not None:

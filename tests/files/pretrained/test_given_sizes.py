@@ -87,6 +87,26 @@ def test_calls_with_another_number_of_sizes_do_not_count():
     assert result.shape == (3, 4)
 
 
+@pytest.mark.parametrize("code", [lambda x: x.mean(-1), lambda x: torch.mean(x, dim=-1)])
+def test_a_mean_is_over_all_that_there_were(code):
+    left = torch.cat([X, torch.zeros(2, 3, 6)], -1)
+    module = given(code, ("mean", 1, [4, 10]))
+    torch.testing.assert_close(module(X), left.mean(-1))
+
+
+def test_means_that_are_right_stay():
+    module = given(lambda x: x.mean(-1).mean(0), ("mean", 1, [4, 10]), ("mean", 1, [None]))
+    torch.testing.assert_close(module(X), 0.4 * X.mean(-1).mean(0))
+
+
+def test_attention_scales_by_the_size_that_is_known():
+    attention = torch.nn.functional.scaled_dot_product_attention
+    module = given(lambda x: attention(x, x, x), ("scaled_dot_product_attention", 1, [9]))
+    torch.testing.assert_close(module(X), attention(X, X, X, scale=1 / 3))
+    module = given(lambda x: attention(x, x, x), ("scaled_dot_product_attention", 1, [None]))
+    torch.testing.assert_close(module(X), attention(X, X, X))
+
+
 def test_more_calls_than_are_known_are_an_error():
     module = given(lambda x: x.reshape(2, 12).reshape(4, 6), ("reshape", 2, [None, 12]))
     with pytest.raises(RuntimeError, match="reshape is called more often"):
