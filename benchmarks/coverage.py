@@ -1,6 +1,7 @@
 """Coverage of the model zoos: what is captured, how much of it can be cut, and is the cut exact.
 
     python -m benchmarks.coverage --zoo torchvision|timm|transformers|small [--models resnet18 …]
+    python -m benchmarks.coverage --zoo transformers --sizes
     python -m benchmarks.coverage --page docs/coverage.md
 
 One process per model, so that none can harm another, its peak memory is its own, and a run that
@@ -10,7 +11,8 @@ makes the documentation page from them.
 For each model weights are random and nothing is trivial (see ``benchmarks.scramble``); half of
 the gates are closed at random. Exactness is the largest difference between the gated and the
 exported model in float64, and between the gated model and ONNX Runtime in float32, both relative
-to the output's scale.
+to the output's scale. With ``--sizes`` sides of images and lengths of texts are to be free beside
+the batch, too, where the model's code allows it; that takes about twice the time.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 import l0prune
 from benchmarks import isolation, zoo
 from benchmarks.coverage_page import page
+from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row
 from benchmarks.scramble import scramble
 from l0prune.capture.capture import capture
@@ -35,8 +38,8 @@ from l0prune.exporting.certify.certificate import MODEL
 from l0prune.files.pretrained.layers import LAYERS
 
 
-def steps(which: str, name: str) -> Iterator[Row]:
-    """One model, step by step."""
+def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
+    """One model, step by step; ``with_sizes`` other sizes than the batch are to be free."""
     model, (args, kwargs) = zoo.build(which, name)
     yield {"step": "survey"}
     start = time.perf_counter()
@@ -60,7 +63,8 @@ def steps(which: str, name: str) -> Iterator[Row]:
         "unknown": sorted({p.operator for p in survey.pins if "unknown" in p.reason}),
         "step": "gate",
     }
-    scramble(model, (args, kwargs))
+    shapes = possible(model, args, kwargs) if with_sizes and survey.plan.parts == ("",) else None
+    scramble(model, (args, kwargs), dynamic_shapes=shapes)
     yield {"step": "export"}
     dense = l0prune.export(model)
     yield {
@@ -73,7 +77,10 @@ def steps(which: str, name: str) -> Iterator[Row]:
     }
     with tempfile.TemporaryDirectory() as folder:
         dense.save_onnx(Path(folder) / "model.onnx")
-    yield {"onnx": dense.certificate.worst("onnx", "float32")}
+    yield {
+        "onnx": dense.certificate.worst("onnx", "float32"),
+        **free_sizes(dense, shapes is not None),
+    }
 
 
 def kept_class(dense: l0prune.Export) -> str:
@@ -82,6 +89,12 @@ def kept_class(dense: l0prune.Export) -> str:
         return "graph"
     cut = any(isinstance(module, tuple(LAYERS.values())) for module in dense.module.modules())
     return "layers" if cut else "yes"
+
+
+def free_sizes(dense: l0prune.Export, is_asked: bool) -> Row:
+    """Which batches its files take, and which other sizes are free there, if they were to be."""
+    names = dict.fromkeys(name for piece in dense.pieces for name in piece.free.names)
+    return {"batches": dense.to_dict()["batches"]} | ({"free": list(names)} if is_asked else {})
 
 
 def whole(survey: l0prune.Survey, most: int = 3) -> dict[str, float]:
@@ -113,6 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--zoo", choices=zoo.ZOOS)
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
+    parser.add_argument("--sizes", action="store_true", help="free sizes beside the batch, too")
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
     parser.add_argument("--page", type=Path, help="write the documentation page, and no more")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -120,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.one:
         which, _, name = options.one.partition(":")
-        isolation.measure(name, steps(which, name))
+        isolation.measure(name, steps(which, name, options.sizes))
         return
     if options.page:
         options.page.write_text(page())
@@ -129,7 +143,8 @@ def main() -> None:
         parser.error("which --zoo?")
     path = ROOT / "runs" / f"coverage-{options.zoo}.jsonl"
     names = options.models or isolation.missing(path, zoo.names(options.zoo))
-    isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, summary)
+    also = ("--sizes",) if options.sizes else ()
+    isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, summary, also)
 
 
 if __name__ == "__main__":

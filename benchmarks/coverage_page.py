@@ -13,10 +13,12 @@ axes of each kind: maps of convolutions (channel), neurons, attention heads and 
 them, whole groups of a grouped convolution or norm, and inputs of the model; *params* and *MACs*
 are the shares that some axis can take away; *class* says whether the exported model is of its own
 class at the new sizes: *yes*, with some cut *layers* in it (`CutLayerNorm`, `PickedLinear`,
-`GivenSizes`), or the captured *graph*; *capture* is torch.export alone, *plan* is torch.export and
-the inference of axes; *float64* is the largest difference between the gated and the exported
-model, *ONNX* that between the gated model and ONNX Runtime in float32, both relative to the
-output's scale; *peak* is the whole process, export in float64 and ONNX included.
+`GivenSizes`), or the captured *graph*; *free sizes* are the batches that its files take, and
+beside them the sizes that are free where they were asked for (`--sizes`: sides of images, lengths),
+all of them certified; *capture* is torch.export alone, *plan* is torch.export and the inference of
+axes; *float64* is the largest difference between the gated and the exported model, *ONNX* that
+between the gated model and ONNX Runtime in float32, both relative to the output's scale; *peak* is
+the whole process, export in float64 and ONNX included.
 """
 THEIRS = """
 The columns **TP** are Torch-Pruning's ({version}) on the same models and inputs, by `python -m
@@ -56,8 +58,11 @@ def section(which: str, ours: list[Row], theirs: list[Row]) -> str:
     ]
     if theirs:
         parts.append(f"\n{count(theirs)}")
-    columns = ["model", "axes", "params", "MACs", "class", "capture, s", "plan, s", "float64"]
+    columns = ["model", "axes", "params", "MACs", "class", "free sizes"]
     columns += [
+        "capture, s",
+        "plan, s",
+        "float64",
         "ONNX",
         "peak MiB",
         *(f"TP {what}" for what in ("runs", "exact", "ONNX", "s") if theirs),
@@ -114,18 +119,30 @@ def count(theirs: list[Row]) -> str:
 
 def _ours(row: Row) -> list[str]:
     if "float64" not in row:
-        return ["refused" if "refused" in row else "failed", *["-"] * 8]
+        return ["refused" if "refused" in row else "failed", *["-"] * 9]
     return [
         _axes(row),
         f"{row['params_share']:.1%}",
         f"{row['macs_share']:.1%}",
         row.get("class", "-"),
+        sizes(row),
         f"{row.get('capture_s', 0):.1f}",
         f"{row['plan_s']:.1f}",
         f"{row['float64']:.0e}",
         f"{row['onnx']:.0e}" if row.get("onnx") is not None else "failed",
         f"{row['peak_mib']:,}",
     ]
+
+
+def sizes(row: Row) -> str:
+    """The batches that its files take, and other sizes that are free; ``-`` where nobody asked."""
+    if "batches" not in row:
+        return "-"
+    batches = (_BATCHES.get(each, f"batch: {each}") for each in row["batches"])
+    return ", ".join([*dict.fromkeys(batches), *row.get("free", ())])
+
+
+_BATCHES = {"1 or more": "batch"}
 
 
 def _axes(row: Row) -> str:

@@ -57,13 +57,14 @@ def run(
     names: Iterable[str],
     limit: int,
     summary: Callable[[Row], str],
+    options: Sequence[str] = (),
 ) -> None:
     """Measure each model by ``python -m module --one zoo:name``, and append its row to ``path``.
 
     ``limit`` is of CPU seconds, so that a busy machine changes nothing.
     """
     for name in names:
-        command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}"]
+        command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}", *options]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             code = subprocess.run(
                 ["bash", "-c", f'ulimit -c 0 -S -t {limit} && exec "$@"', "bash", *command],

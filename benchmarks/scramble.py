@@ -18,7 +18,9 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @torch.no_grad()
-def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
+def scramble(
+    model: nn.Module, example: Example, seed: int = 0, dynamic_shapes: Any = None
+) -> nn.Module:
     """Gate the model and close half of its gates; the open ones take fractional values.
 
     The gated weights are rescaled so that signals neither vanish nor explode, and BatchNorm's
@@ -28,9 +30,10 @@ def scramble(model: nn.Module, example: Example, seed: int = 0) -> nn.Module:
         model: with random weights.
         example: positional and keyword inputs of its forward.
         seed: of everything that is drawn.
+        dynamic_shapes: sizes that are to be free beside the batch.
     """
     randomise(model, seed)
-    l0prune.gate(model, *example)
+    l0prune.gate(model, *example, dynamic_shapes=dynamic_shapes)
     bank = l0prune.gates(model)
     is_closed = torch.rand(bank.plan.size) < 0.5
     for axis in bank.plan.axes:  # a small one that closes whole would let nothing through
