@@ -12,7 +12,7 @@ from l0prune.cli.edge import emit, err, say
 from l0prune.cli.options import Json, TrustPickle
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.stages import shown
-from l0prune.errors import FileError
+from l0prune.errors import FileError, UsageError
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 
@@ -35,6 +35,10 @@ def export(
             metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
         ),
     ] = None,
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="With --pretrained: a file that loads it without l0prune."),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,
@@ -49,6 +53,8 @@ def export(
 
         l0prune export --onnx
     """
+    if code and not pretrained:
+        raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
     path = file or newest("*.tuned.pt", "*.gated.pt", command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     built_by = _built_by(path, trust_pickle)
@@ -68,7 +74,7 @@ def export(
             if wanted:
                 files += dense.save(f"{stem}{ending}", model=built_by)
         if pretrained:
-            said = dense.save_pretrained(pretrained, model=built_by)
+            said = dense.save_pretrained(pretrained, model=built_by, code=code)
             files.append(pretrained)
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     if pretrained:

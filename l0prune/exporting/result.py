@@ -212,7 +212,9 @@ class Export:
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 
-    def save_pretrained(self, folder: str | os.PathLike[str], *, model: str = "") -> str:
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, model: str = "", code: bool = False
+    ) -> str:
         """Write ``module`` to a folder: safetensors and a manifest in JSON, without a pickle.
 
         ``l0prune.from_pretrained(folder)`` loads it; where only the user's own code can build the
@@ -227,6 +229,8 @@ class Export:
             model: what built the model, as ``load_model`` takes it: ``timm:NAME``,
                 ``file.py:factory``. Models of transformers are known without, and those of timm
                 and torchvision as they come.
+            code: put ``l0prune_model.py`` beside it: one file of plain torch, whose ``resize``
+                loads the folder where l0prune is not installed.
 
         Returns:
             What loads it, and whether transformers does, or why not.
@@ -241,9 +245,8 @@ class Export:
                 'Save it as a program (save("model.pt2")) or as ONNX (save_onnx).'
             )
         trials = self._made.trials
-        return write_folder(
-            folder, self.module, described(self.module, self._facts, trials, model), trials
-        )
+        manifest = described(self.module, self._facts, trials, model)
+        return write_folder(folder, self.module, manifest, trials, code=code)
 
     @property
     def _facts(self) -> dict[str, Any]:

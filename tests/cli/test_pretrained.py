@@ -31,6 +31,12 @@ def test_a_folder_that_loads_again(command, tmp_path):
     assert json.loads(out)["params"] == told["params"]
     x = torch.randn(2, 6)
     assert torch.allclose(l0prune.load("small")(x), model.eval()(x), atol=1e-5)
+    code, _, err = command("export", "--code")
+    assert code == 2
+    assert "--pretrained DIR" in err
+    code, _, err = command("export", "--pretrained", "small", "--code")
+    assert code == 0, err
+    assert (tmp_path / "small" / "l0prune_model.py").is_file()
     command("export", "--state")
     assert torch.equal(l0prune.load("net.state.pt")(x), l0prune.load("small")(x))
 

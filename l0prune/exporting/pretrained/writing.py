@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.exporting.pretrained.in_config import configurations
+from l0prune.exporting.pretrained.loading_code import NAME as CODE
+from l0prune.exporting.pretrained.loading_code import loading_code
 from l0prune.exporting.pretrained.origin import tensors_of
 from l0prune.exporting.pretrained.trial import Trials, fault_of
 from l0prune.files.atomic import PathLike
@@ -28,7 +30,9 @@ from l0prune.files.tensor_file import each_once, write_tensors
 CONFIG = "config.json"
 
 
-def write_folder(folder: PathLike, module: nn.Module, manifest: Manifest, trials: Trials) -> str:
+def write_folder(
+    folder: PathLike, module: nn.Module, manifest: Manifest, trials: Trials, *, code: bool = False
+) -> str:
     """Write the folder; what can load it, in a sentence or two.
 
     Args:
@@ -36,6 +40,7 @@ def write_folder(folder: PathLike, module: nn.Module, manifest: Manifest, trials
         module: of its own class.
         manifest: of it, with its origin.
         trials: inputs to compare on.
+        code: whether to put a Python file beside it that loads it without l0prune.
 
     Raises:
         FileError: it cannot be written; what was there is unchanged.
@@ -43,10 +48,13 @@ def write_folder(folder: PathLike, module: nn.Module, manifest: Manifest, trials
     tensors, tied = each_once(tensors_of(manifest, module))
     save = _digest(tensors)
     manifest = manifest.model_copy(update={"tied": tied, "save": save})
-    with replaced_folder(folder, MANIFEST, {WEIGHTS, CONFIG, GENERATION}) as scratch:
+    with replaced_folder(folder, MANIFEST, {WEIGHTS, CONFIG, GENERATION, CODE}) as scratch:
         write_tensors(scratch / WEIGHTS, tensors, {"format": "pt", "save": save})
         (scratch / MANIFEST).write_text(as_text(manifest, indent=1), encoding="utf-8")
         lines = [_way_back(folder, manifest)]
+        if code:
+            (scratch / CODE).write_text(loading_code(), encoding="utf-8")
+            lines.append(f"{CODE} in it does what l0prune.resize does, without l0prune.")
         if manifest.origin.transformers:
             lines.append(_for_transformers(scratch, module, manifest, trials))
     return "\n".join(lines)
