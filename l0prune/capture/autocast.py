@@ -55,11 +55,14 @@ def _write(module: GraphModule, node: Node, autocast: Autocast) -> bool:
     off = replace(autocast, enabled=False)
     with fake.fake_mode:
         casts, usual = _run(node, values, autocast)[1], dict[Node, torch.dtype]()
+        result: Any = None
         with suppress(RuntimeError):  # without autocast it may not take operands of these dtypes
-            usual = _run(node, values, off)[1]
+            result, usual = _run(node, values, off)
         to = {operand: dtype for operand, dtype in casts.items() if usual.get(operand) != dtype}
         cast = {n: value.to(to[n]) if n in to else value for n, value in values.items()}
-        if _dtypes(_run(node, cast, off)[0]) != _dtypes(node.meta["val"]):
+        if to:
+            result, _ = _run(node, cast, off)
+        if _dtypes(result) != _dtypes(node.meta["val"]):
             return False
     for operand, dtype in to.items():
         with module.graph.inserting_before(node):

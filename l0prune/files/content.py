@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
+from l0prune.files.checked_json import Strict, checked
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class GatesContent(_Strict):
+class GatesContent(Strict):
     """A bank of gates: its plan and kind as they write themselves, and the example as JSON."""
 
     plan: dict[str, Any]
     gate: dict[str, Any]
     fixed: bool
     example: Any
-    free: list[dict[str, str]] = []
+    free: list[dict[str, str]] = Field(default_factory=list)
 
 
-class StructureContent(_Strict):
+class StructureContent(Strict):
     """Of the pickled module: whether anybody may read it, and the names of its empty tensors."""
 
     is_ordinary: bool
     hollow: list[str]
 
 
-class Content(_Strict):
+class Content(Strict):
     """Everything but the tensors.
 
     Attributes:
@@ -63,19 +58,4 @@ def parsed(text: str, version: int, path: PathLike) -> Content:
     Raises:
         FileError: it is damaged, or of another version.
     """
-    try:
-        data = json.loads(text)
-        found = data["version"]
-        if type(found) is not int or found < 1:
-            raise ValueError(f"version {found!r}")
-        if found > version:
-            raise FileError(
-                f"{path} was written by a newer l0prune (format {found}, this one reads up to "
-                f"{version}). Upgrade with: pip install --upgrade l0prune"
-            )
-        return Content.model_validate(data)
-    except ValidationError as error:
-        where = ", ".join(dict.fromkeys(".".join(map(str, e["loc"])) for e in error.errors()))
-        raise FileError(f"{path} is damaged: {where} missing or of the wrong type.") from error
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise FileError(f"{path} is damaged: {error!r}") from error
+    return checked(text, Content, version, path)

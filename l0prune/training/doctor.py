@@ -51,9 +51,8 @@ class Doctor:
         self._said: set[str] = set()
 
     def go_on_from(self, records: Sequence[Record]) -> None:
-        """Know what was measured and said before a stop."""
+        """Know what was measured before a stop; what was said is in the state."""
         self._losses = [float(record["train_loss"]) for record in records]
-        self._said = {about for record in records for about in record.get("doctor", {})}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the gates started, and what was said."""

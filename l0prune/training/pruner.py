@@ -221,12 +221,8 @@ class Pruner:
     def finish(self) -> None:
         """Where a loop ends before its last step: fit and fix the gates as if they had stood."""
         if self.phase != "settle":
-            self.step = self.phases.learning
-            self._begun = None
-            self._anneal()
-            self._terms.fit()
-            self._begun = self.step
-            self.gates.fixed = True
+            self.step, self._begun = self.phases.learning, None
+            self.begin_step()
 
     # --- what there is to say --------------------------------------------------------------
 

@@ -95,10 +95,18 @@ def holds_nan(output: Any) -> bool:
 
 def is_finite(model: nn.Module, given: Inputs) -> bool:
     """Does the model, as it is, make finite numbers of these inputs? Raises what it raises."""
+    leaves = comparable(output_as_it_is(model, given))
+    return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
+    """What a copy of the model computes in its own dtypes, as a forward may leave traces.
+
+    The next one draws the same random numbers, if it draws any.
+    """
     args, kwargs = cast(given, None)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        leaves = comparable(lent(model)(*args, **kwargs))
-    return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
+        return lent(model)(*args, **kwargs)
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:

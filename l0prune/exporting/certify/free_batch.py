@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from l0prune.capture.capture import Captured, capture
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.recording import examples_in, first_rows
+from l0prune.exporting.certify.answers import output_as_it_is
 from l0prune.exporting.certify.certificate import LARGEST
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.lending import lent
 
 
 def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIXED) -> Captured:
@@ -45,14 +42,7 @@ def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> boo
     single = first_rows(example, captured.batches.multiple)
     graph = captured.program.module(check_guards=False)
     try:
-        expected, found = (_output(module, single) for module in (model, graph))
+        expected, found = (output_as_it_is(module, single) for module in (model, graph))
     except Exception:  # one of them does not take it
         return False
     return difference(expected, found) <= LARGEST
-
-
-def _output(module: nn.Module, given: Inputs) -> Any:
-    """What a copy computes, as a forward may leave traces; draws of random numbers are alike."""
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return lent(module)(*args, **kwargs)

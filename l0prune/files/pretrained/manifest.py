@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from l0prune.errors import FileError
+from l0prune.files.checked_json import Strict, checked
 
 FORMAT = 1  # raised when older versions cannot read what this one writes
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class Sizes(_Strict):
+class Sizes(Strict):
     """Shape of a tensor before the cut and after it."""
 
     old: list[int]
     new: list[int]
 
 
-class Origin(_Strict):
+class Origin(Strict):
     """What builds the model at its old sizes.
 
     Attributes:
@@ -44,7 +39,7 @@ class Origin(_Strict):
         return bool(self.transformers or self.spec)
 
 
-class Rebuild(_Strict):
+class Rebuild(Strict):
     """Whether the class, resized like this, computes the same; if not, why."""
 
     verified: bool
@@ -52,7 +47,7 @@ class Rebuild(_Strict):
     training: str = ""
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """A smaller model without its tensors.
 
     Attributes:
@@ -97,20 +92,4 @@ def parsed(content: Any, where: object) -> Manifest:
     Raises:
         FileError: it is none, or damaged, or of a newer version.
     """
-    try:
-        data = json.loads(content) if isinstance(content, str | bytes) else content
-        version = data["version"]
-        if type(version) is not int or version < 1:
-            raise ValueError(f"version {version!r}")
-        if version > FORMAT:
-            raise FileError(
-                f"{where} was written by a newer l0prune (format {version}, this one reads up to "
-                f"{FORMAT}). Upgrade with: pip install --upgrade l0prune"
-            )
-        return Manifest.model_validate(data)
-    except ValidationError as error:
-        named = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
-        shown = ", ".join(list(named)[:3])
-        raise FileError(f"{where} is damaged: {shown} missing or of the wrong type.") from error
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise FileError(f"{where} is damaged, or no manifest of l0prune: {error!r}") from error
+    return checked(content, Manifest, FORMAT, where, ", or no manifest of l0prune")
