@@ -88,10 +88,10 @@ def test_where_a_gate_closes(estimator):
 def test_what_was_said_before_a_stop_is_not_said_again():
     """What was wrong before the first step is in no record."""
     model = gated()
-    pruner = l0prune.Pruner(model, steps=20, gate_lr=1e-5)
+    pruner = l0prune.Pruner(model, lam=0.1, steps=20, gate_lr=1e-5)
     optimizers = [torch.optim.SGD(pruner.param_groups(lr=0.1))]
     assert pruner.doctor.before(optimizers)
-    again = l0prune.Pruner(model, steps=20, gate_lr=1e-5)
+    again = l0prune.Pruner(model, lam=0.1, steps=20, gate_lr=1e-5)
     again.load_state_dict(pruner.state_dict())
     again.doctor.go_on_from([])
     assert not again.doctor.before(optimizers)
