@@ -107,3 +107,12 @@ def test_a_wheel_holds_all_that_the_main_job_needs(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(home))
     assert list(tmp_path.rglob("*.onnx"))
+
+
+def test_every_test_that_a_page_names_exists():
+    """Tests that stand for what works are there."""
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    there = set(re.findall(r"^def (test_\w+)", tests, re.MULTILINE))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named
+    assert named <= there, named - there
