@@ -37,7 +37,13 @@ def _not_native(plan: Plan, model: nn.Module) -> Iterator[Layout]:
         if isinstance(model.get_submodule(path), nn.LayerNorm | nn.GroupNorm):
             yield from dims
     for reused in plan.code.reused:
-        yield from (reused.read, reused.used)
+        yield from (dim for dim in (reused.read, reused.used) if dim is not None)
+    for path, calls in plan.code.calls.items():
+        has_epsilon = any("eps" in name for name in vars(model.get_submodule(path)))
+        for call in calls:
+            is_mean = call.name == "mean" and not has_epsilon
+            if is_mean or call.name == "scaled_dot_product_attention":
+                yield from (dim for dim in call.sizes if dim is not None)
     for name, dims in plan.tensors.items():
         yield from (dim.fine for dim in dims if isinstance(dim, Both))
         path = name.rpartition(".")[0].removesuffix(".out_proj")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 
 from torch import nn
 from torch.fx import Node
@@ -21,7 +21,7 @@ from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls
-from l0prune.plan.code import Code, ReusedSize
+from l0prune.plan.code import PARTS, Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan
 
@@ -100,14 +100,23 @@ def _not_received(
 def _reused(
     model: nn.Module, sizes: Mapping[str, Layouts], received: Mapping[str, set[Layout]]
 ) -> Iterator[ReusedSize]:
-    """Sizes of inputs that the code of a module, which has no such number, gives to other dims."""
+    """Sizes that a module's code gives without having such a number.
+
+    It reads them off an input that happens to be as wide, or has them written into it.
+    """
     for path, dims in sizes.items():
         values = _numbers(model, path)
         for used in dims:
-            if size_of(used) in values or used in received[path] or not axes_of(used):
+            is_known = any(size_of(used) * parts in values for parts in PARTS)
+            if is_known or used in received[path] or not axes_of(used):
                 continue
-            alike = (d for d in received[path] if axes_of(d) and size_of(d) == size_of(used))
-            yield from (ReusedSize(path, read, used) for read in islice(alike, 1))
+            read = [dim for dim in received[path] if axes_of(dim)]
+            alike = [dim for dim in read if size_of(dim) == size_of(used)]
+            related = (
+                size_of(dim) % size_of(used) and size_of(used) % size_of(dim) for dim in read
+            )
+            if alike or all(related):  # else it may be worked out, and rightly so
+                yield ReusedSize(path, alike[0] if alike else None, used)
 
 
 def _numbers(model: nn.Module, path: str) -> set[int]:

@@ -8,6 +8,9 @@ from typing import Any
 
 from l0prune.plan.layout import Layout, Layouts, from_json, show, to_json
 
+# Into how many equal parts code usually divides a size that it knows.
+PARTS = (1, 2, 3, 4)
+
 
 @dataclass(frozen=True)
 class Factor:
@@ -28,22 +31,25 @@ class Factor:
 
 @dataclass(frozen=True)
 class ReusedSize:
-    """A size that a module reads off its input and uses for something else of the same size.
+    """A size that a module's code gives, and that is no attribute of it.
 
     Attributes:
         module: its path.
-        read: the dim of the input.
-        used: the other one.
+        read: the dim of the input whose size it takes; None where it is written into the code, or
+            worked out.
+        used: the dim that it is the size of.
     """
 
     module: str
-    read: Layout
+    read: Layout | None
     used: Layout
 
     def text(self, names: Sequence[str]) -> str:
         """What the code does, for the user; ``names`` are those of the axes."""
-        read, used = show(self.read, names), show(self.used, names)
-        where = self.module or "its forward"
+        where, used = self.module or "its forward", show(self.used, names)
+        if self.read is None:
+            return f"{where} has the size of {used} from its code, not from an attribute"
+        read = show(self.read, names)
         return f"{where} reads the size of {read} off its input and uses it for {used}, too"
 
 
@@ -88,7 +94,7 @@ class Code:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
         averages: the dims of its input, for a module that averages over an axis.
         queries: what attention without a scale of its own is computed from.
-        reused: sizes that code without a number of its own takes for those of other dims.
+        reused: sizes that no attribute has.
         calls: the calls that are given sizes, in order, those of submodules included.
     """
 
@@ -105,7 +111,10 @@ class Code:
             for each in (self.sizes, self.averages)
         )
         queries = (replace(each, head=change(each.head)) for each in self.queries)
-        reused = (ReusedSize(r.module, change(r.read), change(r.used)) for r in self.reused)
+        reused = (
+            ReusedSize(r.module, None if r.read is None else change(r.read), change(r.used))
+            for r in self.reused
+        )
         calls = {path: tuple(c.map(change) for c in each) for path, each in self.calls.items()}
         return Code(sizes, averages, tuple(queries), tuple(reused), calls)
 
@@ -127,7 +136,10 @@ class Code:
             for name, each in named
         }
         queries = [[q.tensor, q.dim, q.ranges, to_json(q.head)] for q in self.queries]
-        reused = [[r.module, to_json(r.read), to_json(r.used)] for r in self.reused]
+        reused = [
+            [r.module, None if r.read is None else to_json(r.read), to_json(r.used)]
+            for r in self.reused
+        ]
         calls = {
             path: [
                 [c.name, c.count, [d if d is None else to_json(d) for d in c.sizes]] for c in each
@@ -148,7 +160,7 @@ class Code:
             for tensor, dim, ranges, head in data.get("queries", ())
         )
         reused = (
-            ReusedSize(module, from_json(read), from_json(used))
+            ReusedSize(module, None if read is None else from_json(read), from_json(used))
             for module, read, used in data.get("reused", ())
         )
         calls = {

@@ -125,9 +125,8 @@ class Survey:
         first, *others = self.plan.code.reused
         more = f" (and {len(others)} more of that kind)" if others else ""
         return (
-            f"{first.text(self.plan.names)}{more}. Where both are cut, these modules of the "
-            "exported model are given their sizes (GivenSizes); keep_class='native' leaves both "
-            "whole."
+            f"{first.text(self.plan.names)}{more}. In the exported model such modules are given "
+            "their sizes (GivenSizes); keep_class='native' leaves these dims whole."
         )
 
     def __repr__(self) -> str:

@@ -71,7 +71,27 @@ def test_a_size_that_is_read_off_one_dim_and_used_for_another_is_said_beforehand
     assert type(dense.module[1].attention).__name__ == "ReadsItsInput"
 
 
-@pytest.mark.parametrize("make", [ReadsItsInput, Torchs])
+class HasNumbers(nn.Module):
+    """A size in its code, and a mean with an epsilon there."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x):
+        h = self.up(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-2))
+        return self.down(h.reshape(-1, 5, 8).relu())
+
+
+def test_a_size_in_the_code_is_said_beforehand():
+    model, x = network(HasNumbers())
+    said = l0prune.survey(model, x).to_dict()["reused_sizes"]
+    assert said == [
+        "1.attention has the size of 1.attention.up from its code, not from an attribute"
+    ]
+
+
+@pytest.mark.parametrize("make", [ReadsItsInput, Torchs, HasNumbers])
 def test_native_gates_only_what_needs_no_other_layer(make):
     model, x = network(make())
     l0prune.gate(model, x, keep_class="native")

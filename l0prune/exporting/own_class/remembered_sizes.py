@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
+from l0prune.plan.code import PARTS
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 
@@ -27,9 +28,6 @@ _NAMES = {
     "group": ("group",),
     "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
 }
-
-# Into how many equal parts code usually divides a size.
-_PARTS = (2, 3, 4)
 
 Sizes = set[tuple[str, int, int]]  # kind, old size, new size
 
@@ -75,7 +73,7 @@ def _size_in_code(name: str, value: int, sizes: Sizes) -> int:
 
     Of a value that no size has, sizes may be equal parts: ``x.split(self.width // 2)``.
     """
-    for parts in (1, *_PARTS):
+    for parts in PARTS:
         news = {new * parts for _, old, new in sizes if old * parts == value}
         if len(news) == 1:
             return news.pop()
@@ -182,7 +180,9 @@ def reused_sizes(chosen: Chosen) -> str:
     """Where the code has one size for two dims that differ by now, as a sentence; else empty."""
     plan, kept = chosen.plan, chosen.kept
     for reused in plan.code.reused:
-        left = [int(plan.mask(dim, kept).sum()) for dim in (reused.read, reused.used)]
-        if left[0] != left[1]:
+        left = int(plan.mask(reused.used, kept).sum())
+        read = reused.read
+        known = size_of(reused.used) if read is None else int(plan.mask(read, kept).sum())
+        if left != known:
             return reused.text(plan.names)
     return ""
