@@ -3,6 +3,7 @@
     python -m benchmarks.coverage --zoo torchvision|timm|transformers|small [--models resnet18 …]
     python -m benchmarks.coverage --zoo transformers --sizes
     python -m benchmarks.coverage --page docs/coverage.md
+    python -m benchmarks.coverage --zoo threads [--page docs/threads.md]
 
 One process per model, so that none can harm another, its peak memory is its own, and a run that
 was stopped goes on where it was. Results are JSON lines in ``runs/coverage-ZOO.jsonl``; ``--page``
@@ -27,11 +28,13 @@ from pathlib import Path
 import torch
 
 import l0prune
-from benchmarks import isolation, zoo
+from benchmarks import isolation, threads, zoo
 from benchmarks.coverage_page import page
 from benchmarks.free_dims import possible
 from benchmarks.isolation import ROOT, Row
 from benchmarks.scramble import scramble
+from benchmarks.threads_page import page as threads_page
+from benchmarks.threads_page import summary as threads_summary
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
@@ -40,6 +43,11 @@ from l0prune.files.pretrained.layers import LAYERS
 
 def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
     """One model, step by step; ``with_sizes`` other sizes than the batch are to be free."""
+    if which == "threads":
+        from benchmarks import thread_steps
+
+        yield from thread_steps.steps(name)
+        return
     model, (args, kwargs) = zoo.build(which, name)
     yield {"step": "survey"}
     start = time.perf_counter()
@@ -124,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--zoo", choices=zoo.ZOOS)
+    parser.add_argument("--zoo", choices=(*zoo.ZOOS, "threads"))
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--sizes", action="store_true", help="free sizes beside the batch, too")
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
@@ -137,14 +145,16 @@ def main() -> None:
         isolation.measure(name, steps(which, name, options.sizes))
         return
     if options.page:
-        options.page.write_text(page())
+        options.page.write_text(threads_page() if options.zoo == "threads" else page())
         return
     if not options.zoo:
         parser.error("which --zoo?")
     path = ROOT / "runs" / f"coverage-{options.zoo}.jsonl"
-    names = options.models or isolation.missing(path, zoo.names(options.zoo))
+    every = threads.MODELS if options.zoo == "threads" else zoo.names(options.zoo)
+    names = options.models or isolation.missing(path, every)
+    line = threads_summary if options.zoo == "threads" else summary
     also = ("--sizes",) if options.sizes else ()
-    isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, summary, also)
+    isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, line, also)
 
 
 if __name__ == "__main__":

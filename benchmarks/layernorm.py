@@ -1,8 +1,8 @@
-"""What a LayerNorm costs after slots of its axis went, when it is no fused operator any more.
+"""What a LayerNorm costs after slots of its axis went, beside one that was built as narrow.
 
 A stack of a ViT-B's MLP blocks (LayerNorm, 4 × wide, residual) with 700 of 768 slots of the
 stream left, exported by l0prune, against the same stack built 700 wide with plain LayerNorms: both
-by ONNX Runtime on one CPU thread, alternating. Prints the median of the ratios.
+by ONNX Runtime and by PyTorch, on one CPU thread, alternating. Prints the medians of the ratios.
 
     python -m benchmarks.layernorm [--rounds 30]
 """
@@ -40,7 +40,7 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def cut() -> torch.export.ExportedProgram:
+def cut() -> l0prune.Export:
     """The wide stack, cut to ``LEFT`` slots of its stream."""
     x = torch.randn(2, TOKENS, 16)
     model = l0prune.gate(Stack(WIDE).eval(), (x,), exclude=["up.*", "*.in"])
@@ -49,7 +49,7 @@ def cut() -> torch.export.ExportedProgram:
         l0prune.gates(model).log_alpha[: axis.size - LEFT] = -5.0
     dense = l0prune.export(model)
     assert dense.widths[axis.name] == (LEFT, WIDE)
-    return dense.program
+    return dense
 
 
 def plain() -> torch.export.ExportedProgram:
@@ -77,19 +77,38 @@ def runner(program: torch.export.ExportedProgram) -> Callable[[], float]:
     return run
 
 
+def eager(module: nn.Module) -> Callable[[], float]:
+    """The same in PyTorch."""
+    x = torch.randn(1, TOKENS, 16)
+
+    def run() -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            module(x)
+        return time.perf_counter() - start
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
-    runs = [runner(cut()), runner(plain())]
-    for run in runs:
-        run()
-    times = [(runs[0](), runs[1]()) for _ in range(rounds)]
-    ours, theirs = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-    ratio = statistics.median(a / b for a, b in times)
+    torch.set_num_threads(1)
+    dense = cut()
+    ways = {
+        "ONNX Runtime": (runner(dense.program), runner(plain())),
+        "PyTorch": (eager(dense.module), eager(Stack(LEFT).eval())),
+    }
     print(f"torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}, 1 thread")
-    print(f"cut LayerNorms {ours:.1f} ms, fused {theirs:.1f} ms, ratio {ratio:.3f}")
+    for way, runs in ways.items():
+        for run in runs:
+            run()
+        times = [(runs[0](), runs[1]()) for _ in range(rounds)]
+        ours, theirs = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+        ratio = statistics.median(a / b for a, b in times)
+        print(f"{way}: cut LayerNorms {ours:.1f} ms, plain {theirs:.1f} ms, ratio {ratio:.3f}")
 
 
 if __name__ == "__main__":

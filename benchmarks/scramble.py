@@ -19,7 +19,14 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 @torch.no_grad()
 def scramble(
-    model: nn.Module, example: Example, seed: int = 0, dynamic_shapes: Any = None
+    model: nn.Module,
+    example: Example,
+    seed: int = 0,
+    *,
+    closed: float = 0.5,
+    round_to: int = 1,
+    evenly: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """Gate the model and close half of its gates; the open ones take fractional values.
 
@@ -30,16 +37,24 @@ def scramble(
         model: with random weights.
         example: positional and keyword inputs of its forward.
         seed: of everything that is drawn.
-        dynamic_shapes: sizes that are to be free beside the batch.
+        closed: the share of gates that close.
+        round_to: open slots of an axis come in multiples of this.
+        evenly: of each axis that share closes exactly, not of all gates about as many.
+        **options: of ``l0prune.gate``.
     """
     randomise(model, seed)
-    l0prune.gate(model, *example, dynamic_shapes=dynamic_shapes)
+    l0prune.gate(model, *example, **options)
     bank = l0prune.gates(model)
-    is_closed = torch.rand(bank.plan.size) < 0.5
+    drawn = torch.rand(bank.plan.size)
+    for axis in bank.plan.axes if evenly else ():
+        drawn[axis.slice] = drawn[axis.slice].argsort().argsort() / axis.size
+    is_closed = drawn < closed
     for axis in bank.plan.axes:  # a small one that closes whole would let nothing through
         is_closed[axis.start] &= not bool(is_closed[axis.slice].all())
     fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
     bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
+    if round_to > 1:
+        l0prune.fit(model, round_to=round_to)
     z, parameters = bank.z(), dict(model.named_parameters())
     for site in bank.plan.sites:
         if site.role == "read":

@@ -46,6 +46,7 @@ def test_layer_norm(scale):
     x = torch.randn(3, 5, 4, dtype=torch.float64) * scale + scale
     expected = whole(with_zeros(x, -1))[..., KEPT]
     torch.testing.assert_close(cut(x), expected, rtol=1e-12, atol=1e-12)
+    assert cut(x).is_contiguous()  # code that goes on with .view() relies on that
 
 
 def test_layer_norm_of_channels_before_positions():

@@ -51,6 +51,30 @@ def test_heads_and_head_dims_that_attributes_repeat():
     assert difference(model, dense, x) <= 1e-12
 
 
+class ScaledByKey(Attention):
+    """Has the size of a head twice: once to reshape to, once for the scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim_key = self.head_dim
+        self.shift = nn.Parameter(torch.randn(self.num_heads, self.head_dim))
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, self.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q + self.shift[:, None]) @ k.transpose(-2, -1) / self.dim_key**0.5
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_size_that_only_scales_stays_what_it_was():
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    model, dense = exported(ScaledByKey().double(), x)
+    assert type(dense.module) is ScaledByKey
+    assert dense.module.dim_key == 4 > dense.module.head_dim
+    assert difference(model, dense, x) <= 1e-12
+
+
 def test_queries_make_up_for_a_scale_that_follows_the_head():
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     model, dense = exported(Attention(scale=False).double(), x)

@@ -89,15 +89,17 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
     groups = groups_left(plain, chosen.plan, chosen.kept)
     named = under_all_names(plain, chosen.plan, tensors)
     by_tensors = changed_attributes(plain, named, groups)
-    in_code = sizes_in_code(plain, chosen.plan, chosen.kept)
-    candidates = [_joined(in_code, by_tensors)]
+    surest, in_code = (
+        sizes_in_code(plain, chosen.plan, chosen.kept, by_kind=by_kind) for by_kind in (True, False)
+    )
+    candidates = [_joined(surest, by_tensors), _joined(in_code, by_tensors)]
     for largest in (False, True):
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
     layers = layers_for(plain, chosen)
     given = given_sizes(plain, chosen.plan, chosen.kept)
     given = {path: sizes for path, sizes in given.items() if path not in layers}
-    candidates += [_joined(each, given) for each in (candidates[0], candidates[1], by_tensors)]
+    candidates += [_joined(each, given) for each in (*candidates[:3], by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
     scales = {  # of a layer that keeps its scale nothing has to be made up for
         name: scale

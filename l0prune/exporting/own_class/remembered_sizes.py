@@ -8,6 +8,8 @@ to compute the same.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import prod
 from operator import ne
 from typing import Any
@@ -32,7 +34,9 @@ _NAMES = {
 Sizes = set[tuple[str, int, int]]  # kind, old size, new size
 
 
-def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, int]]:
+def sizes_in_code(
+    model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool
+) -> dict[str, dict[str, int]]:
     """By module path, the integer attributes that its code seems to give as sizes, and the new.
 
     Of several with one value those that are called like a size, if any is: ``head_dim`` is, and a
@@ -42,6 +46,8 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[
         model: the user's ungated module at its old sizes.
         plan: its plan.
         kept: the slots that stay, bool, flat.
+        by_kind: of several that are called like a size only those that are called like one of this
+            kind, if any is: of a ``head_dim`` and a ``dim_key`` the latter may be for a scale.
     """
     found = {}
     for path, dims in plan.code.sizes.items():
@@ -52,20 +58,24 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[
             kind = kinds.pop() if len(kinds) == 1 else ""
             sizes |= {(each, size_of(dim), left) for each in {kind if kind in _NAMES else "", ""}}
         numbers = {n: v for n, v in vars(model.get_submodule(path)).items() if type(v) is int}
-        by_name = {value for name, value in numbers.items() if _is_size(name)}
         changes = {
             name: new
-            for name, value in numbers.items()
-            if (_is_size(name) or value not in by_name)
-            and (new := _size_in_code(name, value, sizes)) != value
+            for name in _likely(numbers, sizes, by_kind)
+            if (new := _size_in_code(name, numbers[name], sizes)) != numbers[name]
         }
         if changes:
             found[path] = changes
     return found
 
 
-def _is_size(name: str) -> bool:
-    return any(part in name.lower() for parts in _NAMES.values() for part in parts)
+def _likely(numbers: Mapping[str, int], sizes: Sizes, by_kind: bool) -> Iterator[str]:
+    """Of the attributes with one value those that are called like a size; all, if none is."""
+    for value in dict.fromkeys(numbers.values()):
+        names = [name for name, other in numbers.items() if other == value]
+        kinds = {kind for kind, old, _ in sizes if kind and old == value} if by_kind else set()
+        ways = [{part for kind in kinds for part in _NAMES[kind]}, set(chain(*_NAMES.values()))]
+        found = ([n for n in names if any(part in n.lower() for part in way)] for way in ways)
+        yield from next(filter(None, found), names)
 
 
 def _size_in_code(name: str, value: int, sizes: Sizes) -> int:

@@ -24,6 +24,8 @@ class CutLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """The norm of what is left, by the averages over all. Shape: as the input."""
+        if self.dim == -1:
+            return _layer_norm(input, self.inputs, self.eps, self.weight, self.bias)
         dims = [1] if self.dim == 1 else list(range(self.dim, 0))
         return _normalised(input, dims, self.inputs, self.eps, self.weight, self.bias)
 
@@ -171,6 +173,20 @@ class PickedAttention(CutAttention):
 
     def _read(self, given: Tensor) -> Tensor:
         return given.index_select(-1, self.kept)
+
+
+def _layer_norm(
+    x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Over the last dim, of which ``before`` values were there: the others are zeros again.
+
+    This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
+    """
+    left = x.shape[-1]
+    gone = [0, before - left]
+    weight = weight if weight is None else F.pad(weight, gone)
+    bias = bias if bias is None else F.pad(bias, gone)
+    return F.layer_norm(F.pad(x, gone), [before], weight, bias, eps)[..., :left].contiguous()
 
 
 def _normalised(

@@ -1,0 +1,145 @@
+"""How the gates of a thread's network come to stand: drawn, learned, learned in two processes."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import l0prune
+from benchmarks.isolation import Row
+from benchmarks.scramble import scramble
+from benchmarks.thread_models import Example
+from benchmarks.threads import Model
+from l0prune.exporting.certify.difference import difference
+
+Prepared = tuple[nn.Module, Row]
+
+WORDS, TEXT, TEXTS = 64, 32, 2048
+
+
+def scrambled(of: Model, model: nn.Module, example: Example) -> Prepared:
+    """Gates closed at random, widths rounded."""
+    scramble(
+        model, example, closed=of.closed, round_to=of.round_to, evenly=of.evenly, exclude=of.exclude
+    )
+    return model, {}
+
+
+@torch.no_grad()
+def restored(of: Model, model: nn.Module, example: Example) -> Prepared:
+    """The same, and then put into another network from a file, as after a restart."""
+    scramble(model, example, closed=of.closed, round_to=of.round_to)
+    again, _ = of.build()
+    l0prune.gate(again.eval(), *example)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "checkpoint.pt"
+        torch.save(model.state_dict(), file)
+        again.load_state_dict(torch.load(file, weights_only=True))
+    args, kwargs = example
+    return again, {"restored_error": difference(model(*args, **kwargs), again(*args, **kwargs))}
+
+
+# --- learned --------------------------------------------------------------------------------
+
+
+def learned(of: Model, model: nn.Module, example: Example) -> Prepared:
+    """A language model, trained, then brought to half its width: at once, and by its gates."""
+    texts, unseen = made_up(TEXTS, seed=1), made_up(256, seed=2)
+    data = [(batch, batch) for batch in texts.split(32)], [(unseen, unseen)]
+    quiet = {"loss": next_word, "metric": next_word, "progress": False, "device": "cpu"}
+    l0prune.train_dense(model, data, epochs=6, lr=2e-3, **quiet)
+    losses = {"dense": loss_of(model, unseen)}
+
+    l0prune.gate(model, *example)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    budget = {"params": 0.27}  # half the width
+    l0prune.fit(model, budget, l0prune.score(model, "magnitude"), round_to=of.round_to)
+    losses["cut at once"] = loss_of(model, unseen)
+    model.load_state_dict(dense)
+    l0prune.finetune(model, data, budget=budget, round_to=of.round_to, epochs=10, lr=2e-3, **quiet)
+    losses["learned"] = loss_of(model, unseen)
+    return model.eval(), {"losses": {"of no use": math.log(WORDS), **losses}}
+
+
+def made_up(count: int, seed: int) -> Tensor:
+    """Texts of a made-up language, where two words allow for four others; ``(count, TEXT)``."""
+    rules = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(seed)
+    follow = torch.randint(1, WORDS, (WORDS, 4), generator=rules)
+    texts = torch.randint(1, WORDS, (count, 1), generator=draw)
+    for _ in range(TEXT - 1):
+        picked = torch.multinomial(
+            torch.tensor([0.7, 0.2, 0.07, 0.03]), count, True, generator=draw
+        )
+        texts = torch.cat([texts, follow[texts[:, -1], picked][:, None]], 1)
+    return texts
+
+
+def next_word(outputs: object, texts: Tensor) -> Tensor:
+    """Cross-entropy of the word that follows."""
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits  # type: ignore[attr-defined]
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten())
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module, texts: Tensor) -> float:
+    """On texts that it has not seen."""
+    return round(float(next_word(model.eval()(texts), texts)), 3)
+
+
+# --- two processes --------------------------------------------------------------------------
+
+
+def in_ddp(of: Model, model: nn.Module, example: Example) -> Prepared:
+    """Trained by two processes, each by a loop of its own around DistributedDataParallel."""
+    l0prune.gate(model, *example)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model, Path(folder) / "gated.pt")
+        torch.multiprocessing.spawn(_process, (folder, of.round_to), nprocs=2)
+        states = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    apart = max(
+        float((a.double() - b.double()).abs().max())
+        for (name, a), b in zip(states[0].items(), states[1].values(), strict=True)
+        if "running" not in name  # each process normalises its own examples
+    )
+    model.load_state_dict(states[0])
+    return model.eval(), {"processes_apart": apart}
+
+
+def _process(rank: int, folder: str, round_to: int, steps: int = 40) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    model = torch.load(f"{folder}/gated.pt", weights_only=False).train()
+    around = DistributedDataParallel(model)
+    pruner = l0prune.Pruner(
+        model, budget="macs=0.3", steps=steps, round_to=round_to, gate_lr=0.3, say=lambda _: None
+    )
+    optimizer = torch.optim.AdamW(pruner.param_groups(lr=1e-3))
+    torch.manual_seed(rank)
+    for _ in range(steps):
+        targets = torch.randint(0, 10, (8,))
+        images = torch.randn(8, 3, 32, 32) + targets.view(-1, 1, 1, 1) / 10
+        F.cross_entropy(around(images), targets).backward()
+        pruner.before_step(optimizer)
+        optimizer.step()
+        pruner.after_step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+PREPARE: dict[str, Callable[[Model, nn.Module, Example], Prepared]] = {
+    "scrambled": scrambled,
+    "restored": restored,
+    "learned": learned,
+    "in_ddp": in_ddp,
+}

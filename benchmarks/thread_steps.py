@@ -1,0 +1,159 @@
+"""One network of ``benchmarks.threads``: cut, proven, written, loaded again and timed."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import onnxruntime
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import l0prune
+from benchmarks import thread_models, threads
+from benchmarks.coverage import kept_class
+from benchmarks.isolation import Row
+from benchmarks.scramble import like
+from benchmarks.thread_runs import PREPARE
+from l0prune.exporting.certify.certificate import MODEL
+from l0prune.exporting.certify.difference import difference
+
+# Rounds of a comparison of times, the seconds after which no other begins, and how long each of the
+# two runs in a round: a process' own time is counted in steps of milliseconds on some machines.
+_ROUNDS, _SECONDS, _ROUND_MS = 25, 40, 250
+
+
+def steps(name: str) -> Iterator[Row]:
+    """One network, step by step."""
+    of = threads.MODELS[name]
+    model, example = built(of)
+    yield {"step": "survey"}
+    start = time.perf_counter()
+    survey = l0prune.survey(model, *example)
+    yield {
+        "survey_s": round(time.perf_counter() - start, 2),
+        "params_share": round(survey.reachable("params"), 4),
+        "macs_share": round(survey.reachable("macs"), 4),
+        "step": "prepare",
+    }
+    model, facts = PREPARE[of.prepare](of, model, example)
+    yield {**facts, "step": "export"}
+    dense = l0prune.export(model)
+    yield {
+        "params_before": dense.params_before,
+        "params_after": dense.params,
+        "macs_before": dense.macs_before,
+        "macs_after": dense.macs,
+        "float64": dense.certificate.worst(MODEL, "float64"),
+        "class": kept_class(dense),
+        "parts": len({piece.path for piece in dense.pieces}),
+        "note": dense.note,
+        "step": "onnx",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        small = dense.save_onnx(Path(folder) / "small.onnx")
+        yield {"onnx": dense.certificate.worst("onnx", "float32"), "step": "reload"}
+        how, loaded = reloaded(of, dense, Path(folder))
+        found, expected = (answer(each, example) for each in (loaded, dense.module))
+        yield {
+            "reloaded": how,
+            "reloaded_error": difference(expected, found),
+            "params_exported": numbers(dense.module),
+            "params_loaded": numbers(loaded),
+            "step": "time",
+        }
+        before, _ = built(of)
+        yield times("eager", runner(before, example), runner(dense.module, example))
+        if not dense.in_parts:
+            l0prune.gate(before, *example)
+            large = l0prune.export(before).save_onnx(Path(folder) / "large.onnx")
+            yield times("ort", *(session(files[0], example) for files in (large, small)))
+
+
+def built(of: threads.Model) -> thread_models.Built:
+    """The network with the same weights each time, in eval mode."""
+    torch.manual_seed(0)
+    model, example = of.build()
+    return model.eval(), example
+
+
+def reloaded(of: threads.Model, dense: l0prune.Export, folder: Path) -> tuple[str, nn.Module]:
+    """The smaller network from its files, and what has loaded it; as little as possible of ours."""
+    if not dense.rebuilt:
+        dense.save(folder / "small.pt2")
+        return "torch.export.load", torch.export.load(folder / "small.pt2").module()
+    said = dense.save_pretrained(folder / "small")
+    kind: Any = type(dense.module)
+    if f"{kind.__name__}.from_pretrained" in said:
+        return "transformers", kind.from_pretrained(folder / "small").eval()
+    if "l0prune.from_pretrained" in said:
+        return "l0prune.from_pretrained", l0prune.from_pretrained(folder / "small")
+    fresh, _ = built(of)
+    return "l0prune.resize", l0prune.resize(fresh, folder / "small")
+
+
+def numbers(model: nn.Module) -> int:
+    """How many its parameters hold, also those that eval mode does not use."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def answer(model: nn.Module, example: thread_models.Example) -> list[Tensor]:
+    """Its tensors on other inputs than it was cut with."""
+    torch.manual_seed(1)
+    args, kwargs = like(example)
+    with torch.no_grad():
+        output = model(*args, **kwargs)
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def runner(model: nn.Module, example: thread_models.Example) -> Callable[[], object]:
+    """Runs it once, without gradients."""
+    args, kwargs = example
+
+    def run() -> object:
+        with torch.inference_mode():
+            return model(*args, **kwargs)
+
+    return run
+
+
+def session(file: Path, example: thread_models.Example) -> Callable[[], object]:
+    """Runs the file once, in one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    made = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    given = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    feed = dict(zip((each.name for each in made.get_inputs()), given, strict=True))
+    return lambda: made.run(None, feed)
+
+
+def times(what: str, before: Callable[[], object], after: Callable[[], object]) -> Row:
+    """Milliseconds of CPU time, the two by turns: medians, and the median of their ratios."""
+    counts = []
+    for run in (before, after):
+        run()
+        start = time.perf_counter()
+        run()
+        counts.append(max(1, round(_ROUND_MS / 1e3 / (time.perf_counter() - start))))
+    taken, begin = [], time.perf_counter()
+    while len(taken) < _ROUNDS and time.perf_counter() - begin < _SECONDS:
+        taken.append([cpu_ms(*each) for each in zip((before, after), counts, strict=True)])
+    first, second = (median(column) for column in zip(*taken, strict=True))
+    return {
+        f"{what}_before_ms": round(first, 3),
+        f"{what}_after_ms": round(second, 3),
+        f"{what}_times": round(median(a / b for a, b in taken), 2),
+    }
+
+
+def cpu_ms(run: Callable[[], object], count: int) -> float:
+    """Of one run. What others do on the machine counts little: it is the process' own time."""
+    start = time.process_time()
+    for _ in range(count):
+        run()
+    return 1e3 * (time.process_time() - start) / count

@@ -1,0 +1,118 @@
+"""The documentation page of ``benchmarks.threads``."""
+
+from __future__ import annotations
+
+from benchmarks.isolation import ROOT, Row, rows
+from benchmarks.threads import CASES, Case
+
+HEAD = """# Fifteen cases on which users of other tools failed
+
+Threads in the trackers of Torch-Pruning, OTO (only_train_once), NNCF and ModelOpt, by number,
+in which users tell where those tools failed; and what l0prune does with the same kind of network.
+Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --page docs/threads.md`.
+
+Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
+written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
+otherwise, half of the gates are closed at random (seed 0), and the widths that stay are multiples
+of 8, as `round_to=8` makes them.
+
+- *can be cut*: the share of the MACs that some axis reaches. *params*, *MACs*: what is left.
+- *float64*: the largest difference between the gated and the exported model, relative to the
+  output's scale. *ONNX*: that between the gated model and ONNX Runtime, in float32.
+- *class*: the exported model is of its own class (*yes*), with some cut *layers* in it, or the
+  captured *graph*.
+- *loaded by*: what has loaded its files again, as little of l0prune as possible. *transformers* is
+  its own `from_pretrained`. The loaded model gives the same outputs on another input.
+- *times as fast*: the median of the ratios of CPU time, uncut to cut, on one thread: in ONNX
+  Runtime (*ORT*) and in PyTorch (*eager*), both run by turns on the example.
+
+A case passes if all its networks are exact, of their own class, equal in ONNX and after loading,
+and faster where they run (ONNX Runtime; PyTorch for what is captured in parts, which is a file for
+each part).
+"""
+EXACT, SAME = 1e-10, 1e-6
+
+
+def page() -> str:
+    """The whole page."""
+    found = {row["model"]: row for row in rows(ROOT / "runs" / "coverage-threads.jsonl")}
+    passed = sum(all(passes(found.get(name, {})) for name in case.models) for case in CASES)
+    parts = [HEAD, f"**{passed} of {len(CASES)} cases pass.**\n"]
+    for number, case in enumerate(CASES, start=1):
+        parts.append(_case(number, case, found))
+    return "\n".join(parts)
+
+
+def _case(number: int, case: Case, found: dict[str, Row]) -> str:
+    lines = [
+        f"## {number}. {case.situation[0].upper()}{case.situation[1:]}\n",
+        f"{case.threads}.\n",
+    ]
+    columns = ["network", "can be cut", "params", "MACs", "float64", "class", "ONNX", "loaded by"]
+    columns += ["times as fast: ORT", "eager"]
+    lines += [_line(columns), "|" + "---|" * len(columns)]
+    for name, model in case.models.items():
+        row = found.get(name, {})
+        lines.append(_line([f"{name} ({model.what})", *_cells(row)]))
+    notes = [note for name in case.models for note in _notes(name, found.get(name, {}))]
+    return "\n".join([*lines, "", *notes]) + ("\n" if notes else "")
+
+
+def _cells(row: Row) -> list[str]:
+    if row.get("step") != "done":
+        return [f"failed at {row.get('step', 'the start')}", *["-"] * 8]
+    return [
+        f"{row['macs_share']:.1%}",
+        f"{row['params_after'] / row['params_before']:.1%}",
+        f"{row['macs_after'] / row['macs_before']:.1%}",
+        f"{row['float64']:.0e}",
+        row["class"],
+        f"{row['onnx']:.0e}",
+        row["reloaded"],
+        f"{row['ort_times']}" if "ort_times" in row else "-",
+        f"{row['eager_times']}",
+    ]
+
+
+def _notes(name: str, row: Row) -> list[str]:
+    """What else was measured of a network."""
+    notes = []
+    if "losses" in row:
+        losses = ", ".join(f"{what} {loss:.3f}" for what, loss in row["losses"].items())
+        notes.append(f"- {name}: loss on texts that it has not seen: {losses}.")
+    if "processes_apart" in row:
+        notes.append(f"- {name}: the two processes end {row['processes_apart']:.0e} apart.")
+    if "restored_error" in row:
+        apart = f"{row['restored_error']:.0e}"
+        notes.append(f"- {name}: a fresh network with its gated checkpoint is {apart} apart.")
+    if row.get("parts", 1) > 1:
+        notes.append(f"- {name}: captured in {row['parts']} parts.")
+    for what in ("refused", "crash"):
+        if what in row:
+            notes.append(f"- {name}: {row[what].splitlines()[0][:300]}")
+    return notes
+
+
+def passes(row: Row) -> bool:
+    """Is the network exact, of its own class, equal in its files, and faster?"""
+    return (
+        row.get("step") == "done"
+        and row["params_after"] < row["params_before"]
+        and row["params_loaded"] == row["params_exported"]
+        and row["float64"] <= EXACT
+        and row["onnx"] is not None
+        and row["class"] != "graph"
+        and row["reloaded_error"] <= SAME
+        and row.get("ort_times", row["eager_times"]) > 1
+    )
+
+
+def summary(row: Row) -> str:
+    """One line for the terminal."""
+    verdict = "passes" if passes(row) else "fails"
+    what = ", ".join(_cells(row)) + "".join(f"\n    {note}" for note in _notes(row["model"], row))
+    return f"{row['model']:20} {verdict}: {what}"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
