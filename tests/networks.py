@@ -26,6 +26,21 @@ class Fn(nn.Module):
         return self.run(self, *args)
 
 
+class ReadsItsInput(nn.Module):
+    """Attention as in the first vision transformers: C is the stream's size, and that of heads."""
+
+    def __init__(self, dim=12, heads=3):
+        super().__init__()
+        self.heads, self.scale = heads, (dim // heads) ** -0.5
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
+
+
 def conv(i, o, k=3, **kw):
     return nn.Conv2d(i, o, k, padding=k // 2, **kw)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
 from differences import difference
+from networks import ReadsItsInput
 from torch import nn
 
 import l0prune
@@ -16,22 +17,7 @@ from l0prune.errors import FileError
 from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 
 
-class Attention(nn.Module):
-    """Reads the stream's size and reshapes its heads to it; ``dim`` of a head is of its own."""
-
-    def __init__(self, dim=12, heads=3):
-        super().__init__()
-        self.heads, self.scale = heads, (dim // heads) ** -0.5
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
-
-
-class Remembers(Attention):
+class Remembers(ReadsItsInput):
     """As in ConViT: what it computes once from the input's size takes calls of its own."""
 
     positions = None
@@ -94,7 +80,9 @@ def exported(inner, seed=1):
     return l0prune.export(model), model, x
 
 
-@pytest.mark.parametrize("make", [Attention, Remembers, ByPieces, WrittenEpsilon, OfConvolutions])
+@pytest.mark.parametrize(
+    "make", [ReadsItsInput, Remembers, ByPieces, WrittenEpsilon, OfConvolutions]
+)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)
@@ -106,14 +94,14 @@ def test_it_keeps_its_class(make, seed):
 
 
 def test_only_modules_that_need_it_are_given_sizes():
-    dense, _, _ = exported(Attention())
+    dense, _, _ = exported(ReadsItsInput())
     assert dense._manifest["layers"] == {"1": "CutLayerNorm", "2": "GivenSizes"}
     assert all(GIVEN not in of for path, of in dense._manifest["attributes"].items() if path != "2")
 
 
 def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
     """Of qkv only whole heads are cut: 12 // heads would be another size."""
-    model, x = network(Attention())
+    model, x = network(ReadsItsInput())
     chosen = l0prune.survey(model, x).plan
     heads = [axis.name for axis in chosen.axes if axis.kind == "head" or axis.name == "0"]
     l0prune.gate(model, x, include=heads)
@@ -126,7 +114,7 @@ def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
 
 
 def test_it_can_be_gated_again():
-    dense, model, x = exported(Attention())
+    dense, model, x = exported(ReadsItsInput())
     again = l0prune.gate(copy.deepcopy(dense.module), x)
     torch.testing.assert_close(again(x), model.eval()(x), rtol=1e-12, atol=1e-12)
     smaller = l0prune.export(close_some(again, seed=3))
@@ -135,11 +123,11 @@ def test_it_can_be_gated_again():
 
 
 def test_files_bring_the_sizes_back(tmp_path):
-    dense, _, x = exported(Attention())
+    dense, _, x = exported(ReadsItsInput())
     dense.save_pretrained(tmp_path / "net")
     dense.save(tmp_path / "net.pt")
     for path in (tmp_path / "net", tmp_path / "net.pt"):
-        model = l0prune.resize(network(Attention())[0], path)
+        model = l0prune.resize(network(ReadsItsInput())[0], path)
         assert torch.equal(model(x), dense.module(x))
     torch.save(dense.module, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt", weights_only=False)
@@ -147,13 +135,13 @@ def test_files_bring_the_sizes_back(tmp_path):
 
 
 def test_a_damaged_manifest_changes_nothing(tmp_path):
-    dense, _, x = exported(Attention())
+    dense, _, x = exported(ReadsItsInput())
     dense.save_pretrained(tmp_path / "net")
     path = next((tmp_path / "net").glob("*.json"))
     path.write_text(path.read_text().replace('"reshape"', '"eval"'))
-    model = network(Attention())[0]
+    model = network(ReadsItsInput())[0]
     before = model(x)
     with pytest.raises(FileError, match=r"2\.given_sizes cannot be"):
         l0prune.resize(model, tmp_path / "net")
     assert torch.equal(model(x), before)
-    assert type(model[2]) is Attention
+    assert type(model[2]) is ReadsItsInput

@@ -4,30 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from deadness import close_some, randomise
 from differences import difference
+from networks import ReadsItsInput
 from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.files.pretrained.given_sizes import GivenSizes
 from l0prune.files.pretrained.layers import LAYERS
-
-
-class ReadsItsInput(nn.Module):
-    """Attention as in the first vision transformers: C is the stream's size, and that of heads."""
-
-    def __init__(self, dim=12, heads=3):
-        super().__init__()
-        self.heads, self.scale = heads, (dim // heads) ** -0.5
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x):
-        B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4)
-        x = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 
 class Block(nn.Module):
