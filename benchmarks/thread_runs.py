@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,27 @@ def scrambled(of: Model, model: nn.Module, example: Example) -> Prepared:
         model, example, closed=of.closed, round_to=of.round_to, evenly=of.evenly, exclude=of.exclude
     )
     return model, {}
+
+
+def beside_8b(of: Model, model: nn.Module, example: Example) -> Prepared:
+    """The same, and how long the survey of Qwen3-8B takes, of whose weights it needs none."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    )  # fmt: skip
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(config)
+        inputs = {"input_ids": torch.zeros(2, 64, dtype=torch.int64)}
+    start = time.perf_counter()
+    survey = l0prune.survey(large.eval(), (), inputs)
+    facts = {
+        "large_s": round(time.perf_counter() - start, 1),
+        "large_params": survey.params,
+        "large_share": survey.reachable("params"),
+    }
+    return scrambled(of, model, example)[0], facts
 
 
 @torch.no_grad()
@@ -70,7 +92,7 @@ def learned(of: Model, model: nn.Module, example: Example) -> Prepared:
 
 
 def made_up(count: int, seed: int) -> Tensor:
-    """Texts of a made-up language, where two words allow for four others; ``(count, TEXT)``."""
+    """Texts of a made-up language, where each word allows for four others; ``(count, TEXT)``."""
     rules = torch.Generator().manual_seed(0)
     draw = torch.Generator().manual_seed(seed)
     follow = torch.randint(1, WORDS, (WORDS, 4), generator=rules)
@@ -139,6 +161,7 @@ def _process(rank: int, folder: str, round_to: int, steps: int = 40) -> None:
 
 PREPARE: dict[str, Callable[[Model, nn.Module, Example], Prepared]] = {
     "scrambled": scrambled,
+    "beside_8b": beside_8b,
     "restored": restored,
     "learned": learned,
     "in_ddp": in_ddp,

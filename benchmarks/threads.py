@@ -147,7 +147,9 @@ CASES = (
                 evenly=True,
                 exclude=("*.head_dim",),
             ),
-            "qwen3": Model(lambda: make.language("qwen3"), "transformers, four queries to a key"),
+            "qwen3": Model(
+                lambda: make.language("qwen3"), "transformers, four queries to a key", "beside_8b"
+            ),
         },
     ),
     Case(

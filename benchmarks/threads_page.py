@@ -85,6 +85,11 @@ def _notes(name: str, row: Row) -> list[str]:
     if "restored_error" in row:
         apart = f"{row['restored_error']:.0e}"
         notes.append(f"- {name}: a fresh network with its gated checkpoint is {apart} apart.")
+    if "large_s" in row:
+        notes.append(
+            f"- {name}: the survey of Qwen3-8B ({row['large_params']:,} parameters, no values) "
+            f"takes {row['large_s']} s, and its axes reach {row['large_share']:.1%} of them."
+        )
     if row.get("parts", 1) > 1:
         notes.append(f"- {name}: captured in {row['parts']} parts.")
     for what in ("refused", "crash"):

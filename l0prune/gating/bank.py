@@ -218,8 +218,12 @@ class Gates(nn.Module):
             if now.noise is None:
                 now.noise = _uniform(value)
             now.z = self.gate.sample(value, now.noise)
+        elif self.fixed:
+            now.z = self.gate.estimate(value.detach())
+            if self.training and _is_spread():
+                now.z = now.z + 0 * value  # DDP waits for a gradient of every parameter
         else:
-            now.z = self.gate.estimate(value.detach() if self.fixed else value)
+            now.z = self.gate.estimate(value)
         for multiplier, values in zip(
             self._multipliers.values(), self._spreader(now.z), strict=True
         ):
@@ -254,6 +258,11 @@ class Gates(nn.Module):
 def _version(value: Tensor) -> int | None:
     """Changes with every write into the tensor that autograd can see."""
     return None if value.is_inference() else value._version
+
+
+def _is_spread() -> bool:
+    """Does the process train together with others?"""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _uniform(like: Tensor) -> Tensor:

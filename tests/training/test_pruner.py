@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_task import FEATURES, clouds, differing, gated, tensors
 from torch import nn
 
@@ -95,6 +96,27 @@ def test_gates_stand_while_the_weights_settle():
     own_loop(model, pruner, optimizer, 10, start=STEPS - 10)
     assert torch.equal(stood, pruner.gates.log_alpha)
     assert not torch.equal(weight, model[0].weight)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_gates_that_stand_do_so_in_a_loop_of_ones_own_around_ddp(tmp_path):
+    """DDP waits for a gradient of every parameter, and gates that stand had none."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, pruner, optimizer = made()
+        around, stood = nn.parallel.DistributedDataParallel(model), None
+        for inputs, targets in batches(STEPS):
+            if pruner.phase == "settle" and stood is None:
+                stood = pruner.gates.log_alpha.detach().clone()
+            nn.functional.cross_entropy(around(inputs), targets).backward()
+            pruner.before_step(optimizer)
+            optimizer.step()
+            pruner.after_step()
+            optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(stood, pruner.gates.log_alpha)
 
 
 def test_the_penalty_is_added_after_clipping_and_only_once():

@@ -78,13 +78,15 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
     try:
         with _offline(), _without_init():
             config = kind.config_class.from_dict(_plain(origin.config or {}))
-            model: nn.Module = kind(config)
+            made: Any = kind(config)
+        made.tie_weights()  # which belongs to drawing them
     # A configuration that somebody else wrote can be wrong in as many ways as there are.
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
         raise FileError(
             f"{where} does not say how to build its {name}: {type(error).__name__}: {first}"
         ) from error
+    model: nn.Module = made
     return model
 
 

@@ -86,6 +86,8 @@ def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
     again = l0prune.from_pretrained(tmp_path / "model")
     assert type(again) is type(dense.module)
     assert same(again, dense.module)
+    # what was one tensor is one
+    assert len(list(again.parameters())) == len(list(dense.module.parameters()))
 
 
 def test_the_auto_classes_and_generation(tmp_path):
