@@ -84,7 +84,8 @@ def are_sizes_of_calls(data: Any) -> bool:
         and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION)
         and type(call[1]) is int
         and isinstance(call[2], (tuple, list))
-        and len(call[2]) == (call[1] if call[1] > 1 else max(len(call[2]), 1))
+        and len(call[2]) > 0
+        and call[1] in (1, len(call[2]))
         and all(size is None or (type(size) is int and size >= 0) for size in call[2])
         for call in data
     )

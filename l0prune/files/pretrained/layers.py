@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 from l0prune.files.pretrained.cut_layers import (
     CutAttention,
@@ -21,3 +24,37 @@ def become(module: nn.Module, name: str) -> None:
     """Let a module be the layer of this name, in place; what that needs has to be given to it."""
     kind = LAYERS[name]
     module.__class__ = GivenSizes.mixed_into(type(module)) if kind is GivenSizes else kind
+
+
+def change(
+    model: nn.Module,
+    layers: Mapping[str, str],
+    attributes: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Let a model's modules be what a manifest says, in place, but for the sizes of its tensors.
+
+    Args:
+        model: with its tensors at the new sizes.
+        layers: by path, what modules become.
+        attributes: by path, those that change.
+        tensors: among others those that layers gain, by name.
+    """
+    for path, name in layers.items():
+        module = model.get_submodule(path)
+        become(module, name)
+        kept = tensors.get(f"{path}.kept" if path else "kept")
+        if kept is not None and hasattr(LAYERS[name], "reads_by"):
+            module.register_buffer("kept", kept.to(next(module.parameters()).device))
+    for path, changed in attributes.items():
+        module = model.get_submodule(path)
+        for name, value in changed.items():
+            setattr(module, name, tuple(value) if isinstance(value, list) else value)
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and plain attributes of this very module that are tensors."""
+    for table in (module._parameters, module._buffers, vars(module)):
+        for leaf, value in table.items():
+            if isinstance(value, Tensor):
+                yield leaf, value

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import within
 from l0prune.errors import FileError
 from l0prune.files.pretrained.given_sizes import GIVEN, are_sizes_of_calls
-from l0prune.files.pretrained.layers import LAYERS, become
+from l0prune.files.pretrained.layers import LAYERS, change, tensors_of
 from l0prune.files.pretrained.manifest import Manifest, Sizes
 
 _PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
@@ -53,19 +53,10 @@ def put_on(
         for name in {**manifest.shapes, **manifest.constants}
     }
     for module in model.modules():
-        for leaf, old in list(_own_tensors(module)):
+        for leaf, old in list(tensors_of(module)):
             if id(old) in new:
                 setattr(module, leaf, new[id(old)])
-    for path, kind in manifest.layers.items():
-        become(model.get_submodule(path), kind)
-    for name, _ in _picks(manifest):
-        module = model.get_submodule(name.rpartition(".")[0])
-        device = next(iter(module.parameters())).device
-        module.register_buffer(_PICKED, tensors[name].to(device))
-    for path, attributes in manifest.attributes.items():
-        module = model.get_submodule(path)
-        for name, value in attributes.items():
-            setattr(module, name, tuple(value) if isinstance(value, list) else value)
+    change(model, manifest.layers, manifest.attributes, tensors)
 
 
 def tensors_held(model: nn.Module) -> dict[str, Tensor]:
@@ -73,15 +64,8 @@ def tensors_held(model: nn.Module) -> dict[str, Tensor]:
     return {
         within(path, leaf): tensor
         for path, module in model.named_modules(remove_duplicate=False)
-        for leaf, tensor in _own_tensors(module)
+        for leaf, tensor in tensors_of(module)
     }
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in (module._parameters, module._buffers, vars(module)):
-        for leaf, value in table.items():
-            if isinstance(value, Tensor):
-                yield leaf, value
 
 
 def _in_place_of(old: Tensor, new: Tensor) -> Tensor:

@@ -7,15 +7,13 @@ MyModel() is the model as it was before it was cut. This needs torch and safeten
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from l0prune.files.pretrained.layers import LAYERS, become
+from l0prune.files.pretrained.layers import change, tensors_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -35,7 +33,7 @@ def resize(model: Model, folder: str | Path) -> Model:
     held = {
         f"{path}.{leaf}" if path else leaf: old
         for path, module in model.named_modules(remove_duplicate=False)
-        for leaf, old in _tensors_of(module)
+        for leaf, old in tensors_of(module)
     }
     new: dict[int, Tensor] = {}
     for name, sizes in {**manifest["shapes"], **manifest["constants"]}.items():
@@ -47,28 +45,8 @@ def resize(model: Model, folder: str | Path) -> Model:
             tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
         new.setdefault(id(old), tensor)
     for module in model.modules():
-        for leaf, old in list(_tensors_of(module)):
+        for leaf, old in list(tensors_of(module)):
             if id(old) in new:
                 setattr(module, leaf, new[id(old)])
-    for path, name in manifest["layers"].items():
-        module = model.get_submodule(path)
-        become(module, name)
-        kept = tensors.get(f"{path}.kept" if path else "kept")
-        if kept is not None and hasattr(LAYERS[name], "reads_by"):
-            device = next(module.parameters()).device
-            module.register_buffer("kept", kept.to(device))
-    for path, attributes in manifest["attributes"].items():
-        for name, value in attributes.items():
-            setattr(model.get_submodule(path), name, _value(value))
+    change(model, manifest["layers"], manifest["attributes"], tensors)
     return model
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for table in (module._parameters, module._buffers, vars(module)):
-        for leaf, value in table.items():
-            if isinstance(value, torch.Tensor):
-                yield leaf, value
-
-
-def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
