@@ -112,10 +112,10 @@ def _reused(
                 continue
             read = [dim for dim in received[path] if axes_of(dim)]
             alike = [dim for dim in read if size_of(dim) == size_of(used)]
-            related = (
+            unrelated = (
                 size_of(dim) % size_of(used) and size_of(used) % size_of(dim) for dim in read
             )
-            if alike or all(related):  # else it may be worked out, and rightly so
+            if alike or all(unrelated):  # else it may be worked out, and rightly so
                 yield ReusedSize(path, alike[0] if alike else None, used)
 
 
