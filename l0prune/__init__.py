@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from l0prune.cost import measures
+    from l0prune.cost.measures import Measure
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.export import export
@@ -47,6 +49,7 @@ _HOMES = {
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
+    "Measure": "cost.measures",
     "Pruner": "training.pruner",
     "Settings": "training.settings",
     "Survey": "report.survey",
@@ -61,6 +64,7 @@ _HOMES = {
     "load": "files.artifact",
     "load_data": "running.sources",
     "load_model": "files.model_sources",
+    "measures": "cost",
     "param_groups": "objective.penalty",
     "penalty": "objective.penalty",
     "read_info": "files.artifact",
@@ -84,6 +88,7 @@ __all__ = [
     "Gates",
     "HardConcrete",
     "History",
+    "Measure",
     "Pruner",
     "Settings",
     "Survey",
@@ -99,6 +104,7 @@ __all__ = [
     "load",
     "load_data",
     "load_model",
+    "measures",
     "param_groups",
     "penalty",
     "read_info",

@@ -18,10 +18,10 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
-    "Gate", "Gates", "HardConcrete", "History", "Pruner", "Settings", "Survey", "Task",
+    "Gate", "Gates", "HardConcrete", "History", "Measure", "Pruner", "Settings", "Survey", "Task",
     "__version__", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate", "gates",
-    "load", "load_data", "load_model", "param_groups", "penalty", "read_info", "resize", "save",
-    "score", "scores", "survey", "train_dense", "ungate",
+    "load", "load_data", "load_model", "measures", "param_groups", "penalty", "read_info", "resize",
+    "save", "score", "scores", "survey", "train_dense", "ungate",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -50,6 +50,7 @@ def test_what_is_not_there_is_said_as_python_says_it():
 
 def test_documented_modules_have_an_import_path():
     assert l0prune.scores is importlib.import_module("l0prune.selection.scores")
+    assert l0prune.measures is importlib.import_module("l0prune.cost.measures")
     for name in ("errors", "infer.registry", "gating.kinds.base", "selection.scores"):
         importlib.import_module(f"l0prune.{name}")
 

@@ -18,9 +18,9 @@ _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --
 
 
 @with_settings(
-    "loss", "metric", "lam", "budget", "round_to", "counting", "epochs", "batch_size", "lr",
-    "gate_lr", "optimizer", "learn", "settle", "augment", "seed", "device", "distill", "autocast",
-    "accumulate", "checkpointing", "compile", "channels_last", "distributed",
+    "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "epochs", "batch_size",
+    "lr", "gate_lr", "optimizer", "learn", "settle", "augment", "seed", "device", "distill",
+    "autocast", "accumulate", "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
     file: Annotated[

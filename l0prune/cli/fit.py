@@ -13,11 +13,12 @@ from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.setting_options import with_settings
 from l0prune.errors import UsageError
+from l0prune.training.gate_settings import GateSettings
 
 _GATES = "gates"
 
 
-@with_settings("loss")
+@with_settings("loss", "round_to", "measures")
 def fit(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
@@ -32,7 +33,6 @@ def fit(
             "random; or gates, what they have learned."
         ),
     ] = "magnitude",
-    round_to: Annotated[int, typer.Option(help="Widths come in multiples of this.")] = 1,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
@@ -53,7 +53,8 @@ def fit(
         l0prune fit model.gated.pt --score taylor --data mnist --budget macs=0.5
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
-    if not budget and round_to == 1:
+    asked = GateSettings.of({n: v for n, v in settings.items() if n != "loss"})
+    if not budget and not asked.rounds:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     info = l0prune.read_info(path)
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
@@ -61,10 +62,21 @@ def fit(
     scores = None
     if score != _GATES:
         source = l0prune.load_data(spec, root) if spec else None
-        scores = l0prune.score(model, score, source, batches=batches, seed=seed, **settings)
-    counts = l0prune.fit(model, budget or None, scores, round_to=round_to)
+        scores = l0prune.score(
+            model, score, source, batches=batches, seed=seed, loss=settings.get("loss")
+        )
+    counts = l0prune.fit(model, budget or None, scores, round_to=asked.round_to)
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, info)
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
-    met = ", ".join(f"{limit}: {count:,}" for limit, count in counts.items())
+    met = ", ".join(f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
     emit({"file": str(target), "counts": counts, "open": axes}, json, f"{target} written; {met}")
+
+
+def _shown(limit: str, amount: float) -> str:
+    """An amount in the unit of its measure."""
+    from l0prune.cost.limits import limits  # loads torch
+    from l0prune.cost.measures import kind_of
+
+    (given,) = limits(limit)
+    return kind_of(given.measure).show(amount)

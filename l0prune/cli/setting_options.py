@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_origin
 
 import typer
 
@@ -14,8 +14,8 @@ from l0prune.training.settings import Settings
 
 Command = Callable[..., None]
 
-_FLAGS = {"lam": "--lambda"}  # lambda is a keyword of Python
-_REPEATED = {"budget"}  # options that may be given again
+_FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of Python
+_REPEATED = {"budget", "measures"}  # options that may be given again
 _MORE = {"budget": "Several: give it again. Without --lambda nothing else closes gates"}
 
 
@@ -49,7 +49,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 def _option(name: str) -> inspect.Parameter:
     """A setting as a parameter that typer makes an option of."""
     flags = (_FLAGS[name],) if name in _FLAGS else ()
-    option = typer.Option(*flags, help=_help(name), show_default=False)
+    parser = _number_or_word if _has_words(name) else None
+    option = typer.Option(*flags, help=_help(name), show_default=False, parser=parser)
     return inspect.Parameter(
         name,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -62,8 +63,20 @@ def _kind(name: str) -> Any:
     """What an option's text is read as; the settings themselves check more than that."""
     if name in _REPEATED:
         return list[str]
+    if _has_words(name):
+        return str
     plain = [kind for kind in types(Settings.model_fields[name]) if kind in (bool, int, float)]
     return plain[0] if plain else str
+
+
+def _has_words(name: str) -> bool:
+    """May it be a number or one of some words?"""
+    kinds = types(Settings.model_fields[name])
+    return int in kinds and any(get_origin(kind) is Literal for kind in kinds)
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
 
 
 def _help(name: str) -> str:
@@ -80,4 +93,4 @@ def _shown(name: str, default: Any) -> str:
         return ("" if default else "no-") + name.replace("_", "-")
     if isinstance(default, float):
         return f"{default:g}"
-    return "" if default is None else str(default)
+    return "" if default is None or default == () else str(default)

@@ -112,10 +112,20 @@ class Terms:
     def values(self, p: Tensor) -> Tensor:
         """The value of each term at ``p``, without gradient; shape ``(terms,)``."""
         result = self.coefficients
-        sums = self._table.values(p.detach().to(result.dtype))
-        for column in self._columns:
-            result = result * sums.index_select(0, column)
+        for factor in self._gathered(p.detach()):
+            result = result * factor
         return result
+
+    def gradient(self, p: Tensor, of_terms: Tensor) -> Tensor:
+        """dL/dp from the gradients dL/d(term); shapes ``(gates,)`` and ``(terms,)``."""
+        partial = products_of_others(self.coefficients * of_terms, self._gathered(p))
+        of_sums = self._collect(torch.cat(partial))
+        return self._table.gradient(p.to(of_sums.dtype), of_sums)
+
+    def _gathered(self, p: Tensor) -> list[Tensor]:
+        """The factors of each term, column by column."""
+        sums = self._table.values(p.to(self.coefficients.dtype))
+        return [sums.index_select(0, column) for column in self._columns]
 
     def total(self, prices: Sequence[float] | None = None) -> SumPolynomial:
         """The sum of all terms, each times its price, ready to evaluate and differentiate."""

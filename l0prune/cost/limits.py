@@ -2,6 +2,7 @@
 
 macs=0.5                        half of the multiply-accumulates
 params=10k                      ten thousand parameters
+latency=12ms                    twelve milliseconds
 macs=50%, params=0.1            both at once
 layer3.*: params=0.3            axes named layer3.…: what goes through them, to 30 %
 """
@@ -12,12 +13,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from l0prune.cost.model import UNITS, CostModel, Unit
+from l0prune.cost.measures import kind_of
 from l0prune.errors import UsageError
 from l0prune.plan.globs import matching
+from l0prune.plan.plan import Plan
 
-_NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[%kKMGT]?)")
-_FACTORS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
 _FEWEST = 10  # no network is smaller
 _HELP = "write macs=0.5, params=10k, 'macs=50%, params=0.1' or 'layer3.*: params=0.3'"
 
@@ -27,38 +28,50 @@ class Limit:
     """The most that a network may cost.
 
     Attributes:
-        unit: ``"params"`` or ``"macs"`` (of one example).
-        amount: a share of the dense count if at most 1, else the count itself.
+        measure: the name of the measure that it is about, such as ``"params"`` or ``"macs"`` (of
+            one example).
+        amount: a share of the dense amount if at most 1 and without a suffix, else the amount
+            itself, in the unit of the measure.
         glob: names of the axes that are meant: only what some of their slots can take away is
             counted, and only they are closed for it. ``"*"`` is the whole network, with the
             part that no gate can remove.
+        suffix: that of the measure's unit, where the amount is written with it.
     """
 
-    unit: Unit
+    measure: str
     amount: float
     glob: str = "*"
+    suffix: str = ""
 
     def __post_init__(self) -> None:
-        if self.unit not in UNITS:
-            raise UsageError(f"a budget is one of {' or '.join(UNITS)}, not {self.unit!r}; {_HELP}")
+        kind_of(self.measure)
         if not 0 < self.amount < float("inf"):
             raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {_HELP}")
-        if 1 < self.amount < _FEWEST:
+        if not self.suffix and 1 < self.amount < _FEWEST:
             raise UsageError(
                 f"a budget of {self.amount:g} is neither a share, which is at most 1 (100 %), nor "
                 f"a count that a network could have; {_HELP}"
             )
 
     def __str__(self) -> str:
-        amount = f"{self.amount:g}" if self.amount <= 1 else f"{self.amount:.15g}"
+        amount = f"{self.amount:g}" if self.is_share else f"{self.amount:.15g}"
         where = "" if self.glob == "*" else f"{self.glob}: "
-        return f"{where}{self.unit}={amount}"
+        return f"{where}{self.measure}={amount}{self.suffix}"
 
-    def share(self, dense: int) -> float:
-        """The limit as a share of the ``dense`` count."""
-        return self.amount if self.amount <= 1 else self.amount / dense
+    @property
+    def is_share(self) -> bool:
+        """Is the amount a share of the dense one?"""
+        return self.amount <= 1 and not self.suffix
 
-    def axes(self, cost: CostModel) -> frozenset[int] | None:
+    def share(self, dense: float) -> float:
+        """The limit as a share of the ``dense`` amount."""
+        return self.amount if self.is_share else self.amount / dense
+
+    def most(self, dense: float) -> float:
+        """The largest amount that it allows a network of which the dense one has ``dense``."""
+        return self.amount * dense if self.is_share else self.amount
+
+    def axes(self, plan: Plan) -> frozenset[int] | None:
         """Numbers of the axes that are meant; None for the whole network.
 
         Raises:
@@ -66,7 +79,7 @@ class Limit:
         """
         if self.glob == "*":
             return None
-        return frozenset(matching(cost.plan.names, self.glob, f"the budget {self}"))
+        return frozenset(matching(plan.names, self.glob, f"the budget {self}"))
 
 
 LimitsLike = str | Limit | Mapping[str, float | str] | Iterable[str | Limit]
@@ -79,7 +92,7 @@ def limits(given: LimitsLike) -> tuple[Limit, ...]:
         UsageError: it cannot be read, or names the same thing twice.
     """
     found = tuple(_limits(given))
-    keys = [(limit.unit, limit.glob) for limit in found]
+    keys = [(limit.measure, limit.glob) for limit in found]
     if not found:
         raise UsageError(f"an empty budget limits nothing; {_HELP}")
     for key in keys:
@@ -106,13 +119,37 @@ def _limits(given: LimitsLike) -> Iterable[Limit]:
 
 def _parse(text: str) -> Limit:
     head, equals, amount = text.rpartition("=")
-    glob, colon, unit = head.rpartition(":")
+    glob, colon, measure = head.rpartition(":")
     if not equals or (colon and not glob.strip()):
         raise UsageError(f"cannot read the budget {text.strip()!r}; {_HELP}")
     number = _NUMBER.fullmatch(amount.strip())
     if number is None:
         raise UsageError(f"cannot read {amount.strip()!r} in the budget {text.strip()!r}; {_HELP}")
-    value = float(number["value"]) * _FACTORS[number["suffix"]]
-    if number["suffix"] == "%" and value > 1:
-        raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
-    return Limit(unit.strip(), value, glob.strip() or "*")  # type: ignore[arg-type]
+    name, where = measure.strip(), glob.strip() or "*"
+    value, suffix = float(number["value"]), number["suffix"]
+    if suffix == "%":
+        if value > 100:
+            raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
+        return Limit(name, value * 0.01, where)
+    if not suffix and value <= 1:
+        return Limit(name, value, where)
+    return _absolute(name, value, suffix, where, text.strip())
+
+
+def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:
+    """A limit in the measure's own unit, from an amount that is no share."""
+    suffixes = kind_of(name).suffixes
+    if suffix not in suffixes:
+        units = ", ".join(f"{name}={value:g}{each}" for each in suffixes if each)
+        wrong = f"{suffix!r} is none of its units." if suffix else f"{value:g} of what?"
+        raise UsageError(
+            f"cannot read {value:g}{suffix} in the budget {text!r}: {wrong} Write {units}, or a "
+            f"share such as {name}=0.5"
+        )
+    unit = next(iter(suffixes))
+    amount = value * suffixes[suffix]
+    if not unit and suffix and amount < _FEWEST:
+        raise UsageError(
+            f"the budget {text!r} is {amount:g} {name}, fewer than a network has; {_HELP}"
+        )
+    return Limit(name, amount, glob, unit)

@@ -1,4 +1,4 @@
-"""What a network costs, in parameters and MACs: expected under its gates, actual, and dense.
+"""What a network costs, in parameters, MACs, …: expected under its gates, actual, and dense.
 
 A weight is there if the gates on all its sides are open, so a layer's expected count is the
 expectation of a product of counts: with gates that are independent, Π over its dims of
@@ -9,13 +9,12 @@ coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from math import prod
 from statistics import fmean
-from typing import Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,11 +24,8 @@ from l0prune.cost.expected import SumPolynomial, SumTable, Terms, precision
 from l0prune.cost.moments import Monomial, Sums, multiply
 from l0prune.errors import UsageError
 from l0prune.plan.gate_index import constant_positions
-from l0prune.plan.layout import size_of
+from l0prune.plan.layout import Layouts, size_of
 from l0prune.plan.plan import Cost, Plan
-
-Unit = Literal["params", "macs"]
-UNITS: tuple[Unit, ...] = ("params", "macs")
 
 Axes = frozenset[int] | None
 """Numbers of the axes that a count goes through, or None for everything."""
@@ -46,61 +42,72 @@ class _Term:
 
 
 class CostModel:
-    """The parameters and MACs of a plan as functions of its gates.
+    """Cost terms of a plan as functions of its gates, each unit's for itself.
 
     Building it is cheap: the polynomials are worked out when first asked for.
+
+    Args:
+        plan: whose gates these are.
+        costs: terms over its axes; None for those of the plan, in params and MACs.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, costs: Sequence[Cost] | None = None) -> None:
         self.plan = plan
-        self._on_device: dict[tuple[Unit, torch.device], Terms] = {}
+        self.costs = plan.costs if costs is None else tuple(costs)
+        self._tables: dict[torch.device, SumTable] = {}
+        self._on_device: dict[tuple[str, torch.device], Terms] = {}
         self._polynomials: dict[
-            tuple[Unit, torch.device, tuple[float, ...] | None, Axes], SumPolynomial
+            tuple[str, torch.device, tuple[float, ...] | None, Axes], SumPolynomial
         ] = {}
 
-    def dense(self, unit: Unit, through: Axes = None) -> int:
+    def dense(self, unit: str, through: Axes = None) -> int:
         """The count with all gates open; ``through`` as in ``actual``."""
+        return round(self.dense_amount(unit, through))
+
+    def dense_amount(self, unit: str, through: Axes = None) -> float:
+        """``dense`` before it is rounded to a whole number."""
         if through is not None:
-            return self._count(torch.ones(self.plan.size, dtype=torch.float64), unit, through)
-        return round(
-            sum(c.scale * prod(map(size_of, c.dims)) for c in self.plan.costs if c.unit == unit)
-        )
+            everything = torch.ones(self.plan.size, dtype=torch.float64)
+            return self.amount(everything, unit, through)
+        terms = (cost for cost in self.costs if cost.unit == unit)
+        return sum(cost.scale * prod(map(size_of, cost.dims)) for cost in terms)
 
-    def reachable(self, unit: Unit) -> float:
+    def reachable(self, unit: str) -> float:
         """The share of the dense count that is gone once every gate is closed, from 0 to 1."""
-        return reachable(cost for cost in self.plan.costs if cost.unit == unit)
+        return reachable(cost for cost in self.costs if cost.unit == unit)
 
-    def actual(self, open_: Tensor, unit: Unit, through: Axes = None) -> int:
+    def actual(self, open_: Tensor, unit: str, through: Axes = None) -> int:
         """The count of the model that an export with these open gates makes.
 
         Args:
             open_: bool per gate, shape ``(plan.size,)``.
-            unit: ``"params"`` or ``"macs"`` (of one example).
+            unit: of the terms that count, such as ``"params"`` or ``"macs"`` (of one example).
             through: count only what these axes could take away; None to count everything.
         """
-        return self._count(self.plan.kept(open_).to(torch.float64), unit, through)
+        return round(self.amount(self.plan.kept(open_).to(torch.float64), unit, through))
 
-    def _count(self, kept: Tensor, unit: Unit, through: Axes) -> int:
+    def amount(self, kept: Tensor, unit: str, through: Axes = None) -> float:
+        """The cost of a model with these slots: 1 for those that stay, else 0, ``(plan.size,)``."""
         values = self._compiled(unit, kept.device).values(kept)
         if through is not None:
             values = values * values.new_tensor(self._counted(unit, through))
-        return round(float(values.sum()))
+        return float(values.sum())
 
-    def _counted(self, unit: Unit, through: Axes) -> list[float]:
+    def _counted(self, unit: str, through: Axes) -> list[float]:
         """1 for each term that one of these axes could take away, else 0."""
         return [
             float(through is None or not term.axes.isdisjoint(through))
-            for term in self._terms[unit]
+            for term in self._terms_in(unit)
         ]
 
-    def axes_in(self, unit: Unit) -> frozenset[int]:
+    def axes_in(self, unit: str) -> frozenset[int]:
         """Numbers of the axes whose slots count in this unit."""
-        return frozenset().union(*(term.axes for term in self._terms[unit]))
+        return frozenset().union(*(term.axes for term in self._terms_in(unit)))
 
     def expected(
         self,
         p: Tensor,
-        unit: Unit,
+        unit: str,
         axis_weights: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
         through: Axes = None,
@@ -109,7 +116,7 @@ class CostModel:
 
         Args:
             p: P(z ≠ 0) of each gate, shape ``(plan.size,)``.
-            unit: ``"params"`` or ``"macs"`` (of one example).
+            unit: of the terms that count, such as ``"params"`` or ``"macs"`` (of one example).
             axis_weights: a price per axis. A weight that several axes share is charged at the
                 mean of their prices, one that no gate can remove at the mean of all.
             dtype: of the result, by default float64, in which it is computed anyway.
@@ -126,27 +133,27 @@ class CostModel:
         polynomial = self._polynomial(unit, p.device, weights, through)
         return polynomial(p, dtype or precision(p.device))
 
-    def by_owner(self, p: Tensor, unit: Unit) -> dict[str, float]:
+    def by_owner(self, p: Tensor, unit: str) -> dict[str, float]:
         """The expected count of each module; with 0/1 probabilities, its real count."""
         result: dict[str, float] = defaultdict(float)
-        for term, value in zip(self._terms[unit], self._values(p, unit), strict=True):
+        for term, value in zip(self._terms_in(unit), self._values(p, unit), strict=True):
             result[term.owner] += value
         return dict(result)
 
-    def by_axis(self, p: Tensor, unit: Unit) -> dict[str, float]:
+    def by_axis(self, p: Tensor, unit: str) -> dict[str, float]:
         """For each axis, the expected count that would go if all of it went."""
         result = dict.fromkeys(self.plan.names, 0.0)
-        for term, value in zip(self._terms[unit], self._values(p, unit), strict=True):
+        for term, value in zip(self._terms_in(unit), self._values(p, unit), strict=True):
             for axis in term.axes:
                 result[self.plan.axes[axis].name] += value
         return result
 
-    def _values(self, p: Tensor, unit: Unit) -> list[float]:
+    def _values(self, p: Tensor, unit: str) -> list[float]:
         values: list[float] = self._compiled(unit, p.device).values(p).tolist()
         return values
 
     def _polynomial(
-        self, unit: Unit, device: torch.device, weights: tuple[float, ...] | None, through: Axes
+        self, unit: str, device: torch.device, weights: tuple[float, ...] | None, through: Axes
     ) -> SumPolynomial:
         """The sum of all terms, each times the mean price of the axes that share it."""
         key = (unit, device, weights, through)
@@ -154,7 +161,7 @@ class CostModel:
             prices = None
             if weights is not None:
                 everyone = range(len(weights))
-                sharers = [term.axes or everyone for term in self._terms[unit]]
+                sharers = [term.axes or everyone for term in self._terms_in(unit)]
                 prices = [fmean(weights[axis] for axis in axes) for axes in sharers]
             if through is not None:
                 counted = self._counted(unit, through)
@@ -162,35 +169,48 @@ class CostModel:
             self._polynomials[key] = self._compiled(unit, device).total(prices)
         return self._polynomials[key]
 
-    def _compiled(self, unit: Unit, device: torch.device) -> Terms:
+    def _compiled(self, unit: str, device: torch.device) -> Terms:
         """The terms as tensors on a device."""
         if (unit, device) not in self._on_device:
-            all_terms = self._terms  # first: the sums are complete only once these are known
-            table = SumTable(self._sums, device)
-            for each, terms in all_terms.items():
-                self._on_device[each, device] = Terms(
-                    table, [t.monomial for t in terms], [t.coefficient for t in terms], device
-                )
+            terms = self._terms_in(unit)  # first: the sums are complete only once these are known
+            if device not in self._tables:
+                self._tables[device] = SumTable(self._sums, device)
+            self._on_device[unit, device] = Terms(
+                self._tables[device],
+                [term.monomial for term in terms],
+                [term.coefficient for term in terms],
+                device,
+            )
         return self._on_device[unit, device]
 
     @cached_property
     def _sums(self) -> Sums:
-        return Sums(self.plan, (dim for cost in self.plan.costs for dim in cost.dims))
+        return Sums(self.plan, (dim for cost in self.costs for dim in cost.dims))
+
+    def _terms_in(self, unit: str) -> list[_Term]:
+        return self._terms.get(unit, [])
 
     @cached_property
-    def _terms(self) -> dict[Unit, list[_Term]]:
+    def _terms(self) -> dict[str, list[_Term]]:
         """The expected counts as polynomials, with equal terms of one module put together."""
-        merged: dict[Unit, dict[tuple[str, frozenset[int], Monomial], float]] = {
-            unit: defaultdict(float) for unit in UNITS
+        merged: dict[str, dict[tuple[str, frozenset[int], Monomial], float]] = {
+            cost.unit: defaultdict(float) for cost in self.costs
         }
-        for cost in self.plan.costs:
-            counts = multiply([self._sums.size(dim) for dim in cost.dims])
-            for counted, times in counts.items():
-                axes = self._sums.axes(counted)
-                for monomial, coefficient in self._sums.expectation(counted).items():
-                    key = (cost.owner, axes, monomial)
-                    merged[cost.unit][key] += cost.scale * times * coefficient
+        for cost in self.costs:
+            for axes, monomial, coefficient in expanded(self._sums, cost.scale, cost.dims):
+                merged[cost.unit][cost.owner, axes, monomial] += coefficient
         return {unit: [_Term(*k, value) for k, value in of.items()] for unit, of in merged.items()}
+
+
+def expanded(
+    sums: Sums, scale: float, dims: Layouts
+) -> Iterator[tuple[frozenset[int], Monomial, float]]:
+    """``scale × Π E[open size]`` as monomials in sums: its axes, its factors, its coefficient."""
+    counts = multiply([sums.size(dim) for dim in dims])
+    for counted, times in counts.items():
+        axes = sums.axes(counted)
+        for monomial, coefficient in sums.expectation(counted).items():
+            yield axes, monomial, scale * times * coefficient
 
 
 _known: WeakValueDictionary[int, CostModel] = WeakValueDictionary()

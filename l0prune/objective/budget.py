@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.limits import Limit, LimitsLike, limits
-from l0prune.cost.model import CostModel, cost_of
+from l0prune.cost.bounds import bounds
+from l0prune.cost.limits import LimitsLike, limits
+from l0prune.cost.measures import Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.selection.fit import check_feasible, fit
+from l0prune.selection.blocks import Widths
+from l0prune.selection.fit import blocks_for, check_feasible, meet
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -45,17 +47,20 @@ class Budget:
 
     Attributes:
         limits: what is limited.
+        bounds: the limits on this network.
         multipliers: λ of each, in units of the loss per share of the target.
         done: steps done.
 
     Args:
         model: a gated model.
-        wanted: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"layer3.*: params=0.3"``, or several.
+        wanted: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
+            ``"layer3.*: params=0.3"``, or several.
         steps: in which the gates learn.
         rate: of ascent: a multiplier grows by ``rate·g`` a step where the loss is about 1; None
             to choose it by ``steps``.
         ramp: part of the steps in which the target sinks from the dense count to the budget.
-        round_to: open slots of an axis come in multiples of this.
+        round_to: open slots of an axis come in multiples of this; see ``fit``.
+        latency: a table of times, for a budget in latency, or for ``round_to``.
 
     Raises:
         NotGated: the model carries no gates.
@@ -70,7 +75,8 @@ class Budget:
         steps: int,
         rate: float | None = None,
         ramp: float = 0.6,
-        round_to: int = 1,
+        round_to: Widths = "auto",
+        latency: Source | None = None,
     ) -> None:
         if steps < 1:
             raise UsageError(f"a budget needs at least one step to learn in, not {steps}")
@@ -78,13 +84,14 @@ class Budget:
             raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {ramp}")
         self._model, self._gates = model, gates_of(model)
         self.limits = limits(wanted)
-        self._steps, self._ramp, self._round_to = steps, ramp, round_to
+        self._steps, self._ramp = steps, ramp
         self._rate = RATE / steps if rate is None else rate
-        self._cost = cost_of(self._gates.plan)
-        check_feasible(self._cost, self.limits, round_to)
-        self._terms = [_Constraint(self._cost, limit) for limit in self.limits]
-        self._bounds = torch.tensor([term.bound for term in self._terms])
-        self.multipliers = torch.zeros(len(self._terms))
+        plan = self._gates.plan
+        self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
+        self._blocks = blocks_for(plan, self.bounds, round_to, latency)
+        check_feasible(plan, self.bounds, self._blocks)
+        self._shares = torch.tensor([bound.share for bound in self.bounds])
+        self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
         self._excess: Tensor | None = None
 
@@ -92,22 +99,22 @@ class Budget:
         """Σ λᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
-            self._bounds = self._bounds.to(p.device)
-        shares = torch.stack([term.share(p) for term in self._terms])
+            self._shares = self._shares.to(p.device)
+        shares = torch.stack([bound.expected_share(p) for bound in self.bounds])
         excess = shares / self.targets.to(p.dtype) - 1
         self._excess = excess.detach()
         return torch.dot(self.multipliers.to(p.dtype), excess)
 
     @property
     def targets(self) -> Tensor:
-        """The share of the dense count that each budget allows at this step; shape ``(k,)``.
+        """The share of the dense amount that each budget allows at this step; shape ``(k,)``.
 
         Each step takes the same part of what is left: cutting 40 % of a small network is as hard
         as 40 % of a large one, and needs as long.
         """
         length = self._ramp * self._steps
         passed = min(1.0, self.done / length) if length else 1.0
-        return self._bounds**passed
+        return self._shares**passed
 
     @torch.no_grad()
     def step(self) -> None:
@@ -130,29 +137,30 @@ class Budget:
         self._excess = None
         self.done += 1
 
-    def fit(self, *, fill: bool = True) -> dict[str, int]:
+    def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
 
         Args:
             fill: open more where there is room; else a network that is smaller may stay so.
 
         Returns:
-            The counts of the exported model, for each limit by its text.
+            The amounts of the exported model, for each limit by its text.
         """
-        return fit(self._model, self.limits, round_to=self._round_to, fill=fill)
+        worth = self._gates.log_alpha.detach()
+        return meet(self._model, self.bounds, worth, self._blocks, fill=fill)
 
     def report(self, open_: Tensor) -> dict[str, dict[str, float]]:
         """For each limit: its share of the dense count, the target now, the real share of an
         export with these open gates, and the multiplier."""
         return {
-            str(limit): {
-                "limit": term.bound,
+            str(bound.limit): {
+                "limit": bound.share,
                 "target": float(target),
-                "share": term.actual(open_),
+                "share": bound.actual(open_) / bound.dense,
                 "multiplier": float(multiplier),
             }
-            for limit, term, target, multiplier in zip(
-                self.limits, self._terms, self.targets, self.multipliers, strict=True
+            for bound, target, multiplier in zip(
+                self.bounds, self.targets, self.multipliers, strict=True
             )
         }
 
@@ -164,25 +172,6 @@ class Budget:
         """Take up what ``state_dict`` gave."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
-
-
-class _Constraint:
-    """One limit, as a share of the dense count."""
-
-    def __init__(self, cost: CostModel, limit: Limit) -> None:
-        self._cost, self._unit = cost, limit.unit
-        self._through = limit.axes(cost)
-        self._dense = cost.dense(limit.unit, self._through)
-        self.bound = min(1.0, limit.share(self._dense))
-
-    def share(self, p: Tensor) -> Tensor:
-        """The expected share that is left; a scalar that is differentiable in ``p``."""
-        expected = self._cost.expected(p, self._unit, dtype=p.dtype, through=self._through)
-        return expected / self._dense
-
-    def actual(self, open_: Tensor) -> float:
-        """The share that an export with these open gates has."""
-        return self._cost.actual(open_, self._unit, self._through) / self._dense
 
 
 def _ascended(multipliers: Tensor, excess: Tensor, rate: float) -> Tensor:

@@ -84,13 +84,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """``scale × Π open size of dims`` parameters, or multiply-accumulates, of one module.
+    """``scale × Π open size of dims`` parameters, multiply-accumulates, … of one module.
 
-    ``tensor`` is the parameter that is counted or multiplied with; empty where there is none.
+    ``unit`` is the name of the measure that it belongs to. ``tensor`` is the parameter that is
+    counted or multiplied with; empty where there is none.
     """
 
     owner: str
-    unit: Literal["params", "macs"]
+    unit: str
     scale: float
     dims: Layouts
     tensor: str = ""

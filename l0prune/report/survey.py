@@ -14,7 +14,7 @@ from torch import nn
 from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.wrappers import inside
-from l0prune.cost.model import Unit, cost_of
+from l0prune.cost.model import cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of, weights_of
@@ -63,7 +63,7 @@ class Survey:
         """Multiply-accumulates of the dense model for one example (1 MAC = 2 FLOPs)."""
         return cost_of(self.plan).dense("macs")
 
-    def reachable(self, unit: Unit) -> float:
+    def reachable(self, unit: str) -> float:
         """The share of the model's ``"params"`` or ``"macs"`` that some axis can take away."""
         return cost_of(self.plan).reachable(unit)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -118,6 +119,23 @@ class World:
 
 
 ALONE = World()
+_training_together: ContextVar[World | None] = ContextVar("training_together", default=None)
+
+
+def of_first(action: Callable[[], T]) -> T:
+    """What ``action`` gives in the first of the processes that train together, in all of them.
+
+    Those are what was ``joined``; in a loop of the user's own, all of their process group.
+
+    Raises:
+        L0pruneError: what it raised there is raised everywhere.
+    """
+    world = _training_together.get()
+    if world is None and dist.is_available() and dist.is_initialized():
+        world = World(dist.get_rank(), dist.get_world_size())
+    if world is None or not world.is_shared:
+        return action()
+    return world.from_first(world.first_alone(action))  # type: ignore[return-value]
 
 
 @contextmanager
@@ -132,6 +150,16 @@ def joined(wanted: bool = True) -> Iterator[World]:
     Args:
         wanted: False for this process alone, whatever there is.
     """
+    with _joined(wanted) as world:
+        before = _training_together.set(world)
+        try:
+            yield world
+        finally:
+            _training_together.reset(before)
+
+
+@contextmanager
+def _joined(wanted: bool) -> Iterator[World]:
     if not wanted or not dist.is_available():
         yield ALONE
         return

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import TypeIs
 
+from l0prune.cost import measures
 from l0prune.data import Data, Loaded
 from l0prune.data.dataset import Split
 from l0prune.data.inputs import plain
 from l0prune.data.pairs import pair, without_labels
 from l0prune.errors import DataError, UsageError
-from l0prune.running import criteria
+from l0prune.running import amounts, criteria
 from l0prune.running.classes import choose_classes, cross_entropy, error_rate, tensor_in
 from l0prune.running.criteria import AUTO, Loss, Metric
 from l0prune.running.device import on_device
@@ -27,11 +28,10 @@ Source = Split | Iterable[Any]
 Judge = Callable[[Any, Any], Tensor | None]
 
 LOSS, ERROR = "test_loss", "error"
-# What records hold beside the metric.
+# What records hold beside the metric and the amounts of measures.
 TAKEN = frozenset({
-    "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "expected_params",
-    "expected_macs", "params", "macs", "dense_params", "dense_macs", "open", "dead", "budget",
-    "doctor",
+    "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "open", "dead",
+    "budget", "doctor",
 })  # fmt: skip
 
 
@@ -92,7 +92,8 @@ class Task:
         if not self.metric_name:
             own = "" if self.metric is None else criteria.label(self.metric) or "metric"
             fill("metric_name", own or (ERROR if self._tells_classes else LOSS))
-        if self.metric is not None and self.metric_name in TAKEN:
+        taken = TAKEN.union(*map(amounts.keys, measures.names()))
+        if self.metric is not None and self.metric_name in taken:
             raise UsageError(
                 f"the metric cannot be called {self.metric_name}, since the records have something "
                 "else of that name: give Task(…, metric_name=…)"

@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from l0prune.cost.measures import kind_of
+from l0prune.running.amounts import Amount, amounts, keys
 from l0prune.running.task import LOSS, TAKEN
 
 _FEW = 8  # so many axes are shown one by one
@@ -22,7 +24,8 @@ def describe(record: dict[str, Any], epochs: int) -> str:
     parts.append(f"loss {record['train_loss']:.4f}")
     parts += measured(record)
     if "open" in record:
-        parts += [share("params", record), share("MACs", record), _widths(record["open"])]
+        parts += [f"{_label(name)} {share(name, of)}" for name, of in amounts(record).items()]
+        parts.append(_widths(record["open"]))
     if "seconds" in record:
         parts.append(f"{record['seconds']:.1f} s")
     if record.get("dead"):
@@ -32,7 +35,8 @@ def describe(record: dict[str, Any], epochs: int) -> str:
 
 def measured(record: dict[str, Any]) -> list[str]:
     """The metric on the test data, or the loss where there is no metric; nothing without either."""
-    metrics = [n for n, v in record.items() if n not in TAKEN and isinstance(v, float)]
+    taken = TAKEN.union(*map(keys, amounts(record)))
+    metrics = [n for n, v in record.items() if n not in taken and isinstance(v, float)]
     if not metrics and LOSS in record:
         return [f"test loss {record[LOSS]:.4g}"]
     return [
@@ -46,35 +50,33 @@ def table(records: Sequence[dict[str, Any]]) -> Table:
     every = max(1, math.ceil(len(records) / _ROWS))
     shown = records[::-every][::-1]
     title = f"{len(records)} epochs" + (f", one in {every}" if every > 1 else "")
-    result = Table("epoch", "phase", "loss", "on the test data", "params", "MACs", title=title)
+    measures = dict.fromkeys(name for record in shown for name in amounts(record))
+    columns = ("epoch", "phase", "loss", "on the test data", *map(_label, measures))
+    result = Table(*columns, title=title)
     for record in shown:
-        counts = [share(unit, record) if "open" in record else "" for unit in ("params", "MACs")]
+        found = amounts(record) if "open" in record else {}
         result.add_row(
             str(record["epoch"]),
             record["phase"],
             f"{record['train_loss']:.4f}",
             Text(", ".join(measured(record))),
-            *(count.partition(" ")[2] for count in counts),
+            *(share(name, found[name]) if name in found else "" for name in measures),
         )
     return result
 
 
-def share(label: str, record: dict[str, Any]) -> str:
-    """The count of this unit that an export would have, and its share of the dense one."""
-    now, dense = record[label.lower()], record[f"dense_{label.lower()}"]
-    return f"{label} {_short(now)} ({100 * now / dense:.1f} %)" if dense else f"{label} 0"
+def share(name: str, amount: Amount) -> str:
+    """The amount of this measure that an export would have, and its share of the dense one."""
+    if not amount.dense:
+        return "0"
+    return f"{kind_of(name).brief(amount.actual)} ({100 * amount.actual / amount.dense:.1f} %)"
+
+
+def _label(name: str) -> str:
+    return kind_of(name).label
 
 
 def _widths(counts: dict[str, int]) -> str:
     if len(counts) <= _FEW:
         return "-".join(map(str, counts.values()))
     return f"{sum(counts.values())} open"
-
-
-def _short(count: int) -> str:
-    """A count in three digits: 77.3 k, 1.82 G."""
-    value, units = float(count), ["", " k", " M", " G", " T"]
-    while value >= 999.5 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{value:.3g}{units[0]}"

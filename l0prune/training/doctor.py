@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from l0prune.gating.kinds.base import Gate
-from l0prune.training.gate_terms import GateTerms
+from l0prune.running.amounts import amounts
+from l0prune.training.gate_terms import ALWAYS, GateTerms
 from l0prune.training.history import Record
 from l0prune.training.phases import Phases
 
@@ -199,15 +200,17 @@ class Doctor:
         """Is the real count what was expected?"""
         p = self._gates.open_probability().detach()
         count = int(((p > _UNDECIDED[0]) & (p < _UNDECIDED[1])).sum())
-        for unit in ("params", "macs"):
-            expected, real, dense = (record[f"{k}{unit}"] for k in ("expected_", "", "dense_"))
-            if abs(expected - real) > _APART * dense:
+        found = amounts(record)
+        # Not those of a budget alone: a time goes in steps, and differs from what is expected.
+        for kind in ALWAYS:
+            of = found[kind.name]
+            if abs(of.expected - of.actual) > _APART * of.dense:
                 yield (
                     "undecided",
-                    f"{count} of {len(p)} gates have not decided: {expected / dense:.0%} of the "
-                    f"{unit} are expected to stay, {real / dense:.0%} do. So the network that "
-                    "settles differs from the one that was trained. Give more epochs, or a larger "
-                    f"gate_lr (now {self._rate:g})",
+                    f"{count} of {len(p)} gates have not decided: {of.share(of.expected):.0%} of "
+                    f"the {kind.label} are expected to stay, {of.share(of.actual):.0%} do. So the "
+                    "network that settles differs from the one that was trained. Give more epochs, "
+                    f"or a larger gate_lr (now {self._rate:g})",
                 )
                 return
 

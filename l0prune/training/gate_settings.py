@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -33,13 +33,27 @@ class GateSettings(BaseModel):
         "'conv*=10/N,*=0.1/N' by globs over axis names. A number, such a text or a mapping from "
         "globs; None is 0.1/N, or 0 where there is a budget.",
     )
+    measures: Sequence[str] = Field(
+        (),
+        description="Measures of your own that budgets are about, as file.py:Class. In Python it "
+        "is enough that the class is registered: ``l0prune.measures.register``.",
+    )
     budget: Any = Field(
         None,
-        description="What the exported model may cost: macs=0.5, params=10k, "
+        description="What the exported model may cost: macs=0.5, params=10k, latency=12ms, "
         "'layer3.*: params=0.3'. A text, a mapping such as {'macs': 0.5} or a list of those; None "
         "for no such constraint.",
     )
-    round_to: int = Field(1, ge=1, description="Widths are multiples of this, within the budget.")
+    latency: Any = Field(
+        None,
+        description="A table of times, as ``l0prune.measure`` makes it, for budgets in latency and "
+        "for ``round_to``.",
+    )
+    round_to: int | Literal["auto"] = Field(
+        "auto",
+        description="Widths are multiples of this, within the budget. auto for what the runtime of "
+        "``latency`` likes, or another measure that the budget is about.",
+    )
     budget_rate: float | None = Field(
         None,
         ge=0,
@@ -85,6 +99,17 @@ class GateSettings(BaseModel):
         except ValidationError as error:
             raise UsageError(in_words(error, cls.model_fields, given)) from None
 
+    @field_validator("measures")
+    @classmethod
+    def _are_known(cls, measures: Sequence[str]) -> Sequence[str]:
+        if measures:
+            from l0prune.cost.measures import register
+            from l0prune.files.user_code import named
+
+            for spec in measures:
+                register(named(spec))
+        return measures
+
     @field_validator("budget")
     @classmethod
     def _can_be_read(cls, budget: Any) -> Any:
@@ -93,6 +118,27 @@ class GateSettings(BaseModel):
         if budget is not None:
             limits(budget)
         return budget
+
+    @field_validator("round_to")
+    @classmethod
+    def _is_a_width(cls, width: Any) -> Any:
+        if width != "auto" and width < 1:
+            raise UsageError(f"round_to must be a whole number of at least 1, or auto, not {width}")
+        return width
+
+    @field_validator("latency")
+    @classmethod
+    def _is_a_table(cls, table: Any) -> Any:
+        if table is not None and not (hasattr(table, "name") and hasattr(table, "of")):
+            raise UsageError(
+                f"latency is a table of times, such as l0prune.measure(model), not {table!r}"
+            )
+        return table
+
+    @property
+    def rounds(self) -> bool:
+        """May gates be opened only to make widths whole blocks?"""
+        return self.latency is not None if self.round_to == "auto" else self.round_to > 1
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.model import cost_of
+from l0prune.cost.measures import Macs, Measure, Params
+from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.objective.budget import Budget
 from l0prune.objective.lambdas import Lambda
 from l0prune.objective.penalty import penalty
-from l0prune.selection.fit import check_feasible, fit
+from l0prune.running.amounts import Amount
+from l0prune.running.task import TAKEN
+from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.phases import Phases
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
+ALWAYS = (Params, Macs)  # what is recorded of every run
 _TRAVEL = 120.0
 _FASTEST = 0.3
 
@@ -55,10 +59,10 @@ class GateTerms:
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
-        self._cost = cost_of(gates.plan)
         self.budget = None if settings.budget is None else self._budget()
         if self.budget is None:
-            check_feasible(self._cost, (), settings.round_to)
+            blocks_for(gates.plan, (), settings.round_to, settings.latency)
+        self._measures = self._recorded()
 
     def _budget(self) -> Budget:
         settings = self._settings
@@ -69,7 +73,22 @@ class GateTerms:
             rate=settings.budget_rate,
             ramp=settings.ramp,
             round_to=settings.round_to,
+            latency=settings.latency,
         )
+
+    def _recorded(self) -> dict[str, Measure]:
+        """What every run records, and what the budget is about, by name."""
+        plan = self.gates.plan
+        measures: list[Measure] = [kind(plan) for kind in ALWAYS]
+        if self.budget is not None:
+            measures += [bound.measure for bound in self.budget.bounds]
+        for measure in measures:
+            if measure.name in TAKEN:
+                raise UsageError(
+                    f"a measure cannot be called {measure.name!r}, since the records of a run have "
+                    "something else of that name"
+                )
+        return {measure.name: measure for measure in measures}
 
     @property
     def gate_lr(self) -> float:
@@ -123,18 +142,17 @@ class GateTerms:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
         if self.budget is not None:
             self.budget.fit(fill=not self._priced)
-        elif self._settings.round_to > 1:
-            fit(self._model, round_to=self._settings.round_to)
+        elif self._settings.rounds:
+            fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
 
     def record(self) -> dict[str, Any]:
-        """Expected and actual counts, open slots by axis, and axes without an open gate."""
+        """Expected and actual amounts, open slots by axis, and axes without an open gate."""
         p = self.gates.open_probability().detach()
         opened = self.gates.open().cpu()
         counts: dict[str, Any] = {}
-        for unit in ("params", "macs"):
-            counts[f"expected_{unit}"] = float(self._cost.expected(p, unit))
-            counts[unit] = self._cost.actual(opened, unit)
-            counts[f"dense_{unit}"] = self._cost.dense(unit)
+        for name, measure in self._measures.items():
+            expected, actual = float(measure.expected(p)), measure.actual(opened)
+            counts |= Amount(expected, actual, measure.dense()).entries(name)
         if self.budget is not None:
             counts["budget"] = self.budget.report(opened)
         axes = self.gates.axes

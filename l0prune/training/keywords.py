@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from l0prune.cost.limits import LimitsLike
+from l0prune.cost.measures import Source
 from l0prune.objective.lambdas import LambdaLike
 from l0prune.running.criteria import Loss, Metric
 
@@ -26,8 +27,10 @@ class GateKeywords(TypedDict, total=False):
     """Those of ``Pruner``: ``GateSettings``."""
 
     lam: LambdaLike | None
+    measures: Sequence[str]
     budget: LimitsLike | None
-    round_to: int
+    round_to: int | Literal["auto"]
+    latency: Source | None
     budget_rate: float | None
     ramp: float
     counting: Literal["joint", "groups"]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
+from l0prune.running.amounts import amounts
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
@@ -99,7 +100,7 @@ class Pruner:
             if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
                 raise UsageError(f"{name} is a whole number of optimizer steps, not {given!r}")
         # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
-        least = int(self._settings.budget is not None or self._settings.round_to > 1)
+        least = int(self._settings.budget is not None or self._settings.rounds)
         return Phases.plan(steps, warmup, settle, least)
 
     # --- optimizers ------------------------------------------------------------------------
@@ -250,13 +251,13 @@ class Pruner:
         """Numbers for a logger: shares of the dense counts, and what the budgets are at.
 
         ``open`` is the share of slots that an export keeps; ``expected_macs`` and ``macs``, and
-        the same of params, are the counts over the gates' noise and those of an export now.
+        the same of params and whatever else the budget is about, are the amounts over the gates'
+        noise and those of an export now.
         """
         record = self._terms.record()
         found = {"open": sum(record["open"].values()) / max(self.gates.plan.size, 1)}
-        for unit in ("params", "macs"):
-            for name in (f"expected_{unit}", unit):
-                found[name] = record[name] / max(record[f"dense_{unit}"], 1)
+        for name, of in amounts(record).items():
+            found |= {f"expected_{name}": of.share(of.expected), name: of.share(of.actual)}
         for text, of in record.get("budget", {}).items():
             found |= {f"{name}:{text}": of[name] for name in ("target", "multiplier")}
         return found

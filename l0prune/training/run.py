@@ -170,7 +170,7 @@ def _phases(settings: Settings, steps: int) -> Phases:
     if not settings.learn:
         return Phases.settling(settings.epochs, steps)
     # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
-    least = int(settings.budget is not None or settings.round_to > 1)
+    least = int(settings.budget is not None or settings.rounds)
 
     def in_steps(epochs: float | None) -> int | None:
         return None if epochs is None else round(epochs * steps)

@@ -15,7 +15,7 @@ FLAGS = {
     "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast", "--accumulate",
     "--checkpointing", "--no-checkpointing", "--compile", "--no-compile", "--channels-last",
     "--no-channels-last", "--distributed", "--set", "--run", "--resume", "--no-resume", "--out",
-    "--trust-pickle", "--json", "--loss", "--metric",
+    "--trust-pickle", "--json", "--loss", "--metric", "--measure",
 }  # fmt: skip
 
 

@@ -18,13 +18,21 @@ from l0prune.errors import UsageError
         ({"macs": 0.5, "fc1: params": "3k"}, [("macs", 0.5, "*"), ("params", 3000, "fc1")]),
         (["macs=0.5", "params=0.1"], [("macs", 0.5, "*"), ("params", 0.1, "*")]),
         (Limit("macs", 0.25), [("macs", 0.25, "*")]),
+        ("latency=12ms", [("latency", 12, "*")]),
+        ("latency = 900 us", [("latency", 0.9, "*")]),
+        ("latency=0.5s, macs=0.5", [("latency", 500, "*"), ("macs", 0.5, "*")]),
+        ("conv*: latency=0.3", [("latency", 0.3, "conv*")]),
     ],
 )
 def test_what_a_budget_says(given, expected):
-    assert [(x.unit, x.amount, x.glob) for x in limits(given)] == expected
+    assert [(x.measure, x.amount, x.glob) for x in limits(given)] == expected
 
 
-@pytest.mark.parametrize("text", ["macs=0.5", "layer3.*: params=0.3", "params=10000"])
+@pytest.mark.parametrize(
+    "text",
+    ["macs=0.5", "layer3.*: params=0.3", "params=10000", "latency=12ms", "latency=0.5",
+     "latency=0.5ms", "layer3.*: latency=1.5ms"],
+)  # fmt: skip
 def test_a_limit_is_written_as_it_is_read(text):
     (limit,) = limits(text)
     assert str(limit) == text
@@ -38,6 +46,8 @@ def test_a_limit_is_written_as_it_is_read(text):
         ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"),
         ("macs=1.5", "neither a share"),
         (": macs=0.5", "cannot read"), ("macs=0.5, macs=0.4", "twice"), ([], "empty"),
+        ("latency=12", "of what"), ("latency=12MB", "none of its units"), ("macs=12ms", "units"),
+        ("params=0.005k", "fewer than a network has"), ("latency=0ms", "more than 0"),
         (0.5, "float is no budget"), ("macs=nan", "nan"), ("macs=1e999", "more than 0"),
     ],
 )  # fmt: skip
@@ -49,3 +59,11 @@ def test_what_says_nothing_is_refused(given, why):
 def test_a_count_is_a_share_of_its_own_dense_count():
     assert Limit("params", 500.0).share(2000) == 0.25
     assert Limit("params", 0.25).share(2000) == 0.25
+    assert Limit("params", 0.25).most(2000) == Limit("params", 500.0).most(2000) == 500
+
+
+def test_an_amount_with_its_unit_is_no_share():
+    (absolute,), (share,) = limits("latency=0.5ms"), limits("latency=0.5")
+    assert (absolute.is_share, share.is_share) == (False, True)
+    assert absolute.most(20.0) == 0.5
+    assert share.most(20.0) == 10.0

@@ -1,0 +1,23 @@
+"""What a budget can be about: params, MACs, milliseconds, and measures of one's own."""
+
+from l0prune.cost.amounts import Amounts
+from l0prune.cost.measures.base import Measure, Source
+from l0prune.cost.measures.counts import Count, Macs, Params
+from l0prune.cost.measures.latency import Latency
+from l0prune.cost.measures.registry import kind_of, measure_of, names, register
+from l0prune.cost.measures.terms import SumOfTerms
+
+__all__ = [
+    "Amounts",
+    "Count",
+    "Latency",
+    "Macs",
+    "Measure",
+    "Params",
+    "Source",
+    "SumOfTerms",
+    "kind_of",
+    "measure_of",
+    "names",
+    "register",
+]

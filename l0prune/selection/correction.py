@@ -1,0 +1,118 @@
+"""Choices that are corrected by what is observed of them: a time is known once it is taken."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.cost.bounds import Bound
+from l0prune.errors import UsageError
+from l0prune.running.processes import of_first
+from l0prune.selection.fitting import Fitting
+
+# How many choices are looked at.
+_ROUNDS = 6
+# One of which so much of what is allowed is observed needs no more room.
+_CLOSE = 0.97
+# Where more is observed than is allowed, the next one is predicted to be smaller by this at least.
+_STEP = 0.005
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Open gates, and what was observed of their export.
+
+    Attributes:
+        open_: bool, flat.
+        seen: the real amounts, of those bounds whose measures can be observed.
+    """
+
+    open_: Tensor
+    seen: Mapping[Bound, float]
+
+    @property
+    def fullest(self) -> float:
+        """The largest part of what a bound allows that was seen; above 1 where it is not met."""
+        return max((found / bound.most for bound, found in self.seen.items()), default=1.0)
+
+    def is_better(self, other: Choice) -> bool:
+        """Does it meet its bounds, and use them up; or else exceed them by less?"""
+        if (self.fullest <= 1) != (other.fullest <= 1):
+            return self.fullest <= 1
+        return self.fullest > other.fullest if self.fullest <= 1 else self.fullest < other.fullest
+
+
+def observed(model: nn.Module, wanted: Sequence[Bound]) -> dict[Bound, float]:
+    """The real amounts of an export of this gated model, where they can be observed.
+
+    A bound on some axes is about a part of the network that cannot be observed alone.
+    """
+    found = (
+        (bound, of_first(lambda of=bound.measure: of.observed(model)))  # type: ignore[misc]
+        for bound in wanted
+        if bound.through is None
+    )
+    return {bound: amount for bound, amount in found if amount is not None}
+
+
+def corrected(
+    fitting: Fitting,
+    start: Tensor,
+    observe: Callable[[Tensor], Mapping[Bound, float]],
+    *,
+    fill: bool,
+) -> Choice:
+    """The best of a few choices, of which each is made in the light of the one before.
+
+    What a bound allows is scaled by predicted over observed. Where none of them meets its bounds
+    that is said in a warning.
+
+    Args:
+        fitting: makes the choices; ``most`` is what changes.
+        start: open gates to start from.
+        observe: says what is observed of a model with these open gates, by bound.
+        fill: open more where the bounds leave room.
+
+    Raises:
+        UsageError: no choice was found that is predicted to meet all bounds.
+    """
+    best = last = _look(fitting.choose(start, fill=fill), observe)
+    for _ in range(_ROUNDS - 1):
+        if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
+            break
+        for bound, found in last.seen.items():
+            predicted = bound.actual(last.open_)
+            scaled = bound.most * predicted / found
+            is_over = found > bound.most
+            fitting.most[bound] = min(scaled, (1 - _STEP) * predicted) if is_over else scaled
+        try:
+            open_ = fitting.choose(start, fill=fill)
+        except UsageError:  # there is nothing as small as that would have to be
+            break
+        if torch.equal(open_, last.open_):
+            break
+        last = _look(open_, observe)
+        best = last if last.is_better(best) else best
+    for bound, found in best.seen.items():
+        if found > bound.most:
+            warnings.warn(_excess(bound, found), UserWarning, stacklevel=4)
+    return best
+
+
+def _look(open_: Tensor, observe: Callable[[Tensor], Mapping[Bound, float]]) -> Choice:
+    return Choice(open_, observe(open_))
+
+
+def _excess(bound: Bound, found: float) -> str:
+    measure = bound.measure
+    return (
+        f"l0prune: the budget {bound.limit} is not met: {measure.show(found)} of {measure.label} "
+        f"were observed of the smallest choice of widths that was tried, and "
+        f"{measure.show(bound.most)} are allowed. What was predicted of it does not hold here: is "
+        "the machine busy with something else, or are its tables of another one? Else give a "
+        "larger budget"
+    )

@@ -1,0 +1,189 @@
+"""The choice of slots that just meets some bounds: those of highest score, in whole blocks.
+
+An amount need not fall with every gate that closes: what a runtime takes for a layer goes in steps,
+and a width that fits its blocks may be faster than one that is smaller. So whatever is handed out
+was looked at as a whole, and meets every bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from l0prune.cost.bounds import Bound
+from l0prune.errors import UsageError
+from l0prune.plan.plan import Plan
+
+# A budget counts as used up when less than this share of it is free.
+_SLACK = 0.002
+# Gates that are passed over, since they do not fit, before what room is left stays empty.
+_MISFITS = 100
+# How often each bound may close gates once more, after the others did.
+_TURNS = 5
+# How many numbers of gates are tried where an amount goes up and down.
+_PROBES = 64
+
+
+class Fitting:
+    """The choice of slots for one plan, one score per gate and some bounds.
+
+    Attributes:
+        most: by bound, the largest amount that is allowed; to begin with that of the bound.
+
+    Args:
+        plan: whose gates these are.
+        scores: what each gate is worth, shape ``(plan.size,)``.
+        wanted: the bounds.
+        blocks: for each axis, how many slots open and close together.
+    """
+
+    def __init__(
+        self, plan: Plan, scores: Tensor, wanted: Sequence[Bound], blocks: Sequence[int]
+    ) -> None:
+        self._plan, self._bounds, self._blocks = plan, tuple(wanted), tuple(blocks)
+        self._scores = scores.detach().cpu().double().clone()
+        self.most = {bound: bound.most for bound in wanted}
+
+    def least(self, bound: Bound) -> Tensor:
+        """Open gates when a bound has closed all that it may: one block, the best, an axis."""
+        return self._rounded(self._best_of_each() | ~bound.gates())
+
+    def choose(self, open_: Tensor, *, fill: bool = True) -> Tensor:
+        """Which gates are to be open, starting from those that are; bool, flat, on the CPU.
+
+        Args:
+            open_: bool, flat.
+            fill: open more where the bounds leave room.
+
+        Raises:
+            UsageError: no choice was found that meets all bounds.
+        """
+        chosen = self._closed_for_all(self._rounded(open_ | self._best_of_each()))
+        return self._filled(chosen) if fill and self._bounds else chosen
+
+    def _closed_for_all(self, open_: Tensor) -> Tensor:
+        """Close gates for one bound after the other until all are met.
+
+        Where amounts go in steps, what closes for one may be more for another: they take turns.
+        """
+        chosen = open_
+        for _ in range(_TURNS * len(self._bounds)):
+            unmet = [bound for bound in self._bounds if not self._meets(bound, chosen)]
+            if not unmet:
+                break
+            chosen = self._closed(chosen, unmet[0])
+        for bound in self._bounds:
+            if not self._meets(bound, chosen):
+                raise self._refusal(bound)
+        return chosen
+
+    def _meets(self, bound: Bound, open_: Tensor) -> bool:
+        return bound.actual(open_) <= self.most[bound]
+
+    def _closed(self, open_: Tensor, bound: Bound) -> Tensor:
+        """Gates close in ascending order of score until the bound is met."""
+        order = self._ascending(open_ & ~self.least(bound))
+
+        def without(number: int) -> Tensor:
+            fewer = open_.clone()
+            fewer[order[:number]] = False
+            return self._rounded(fewer)
+
+        def meets(number: int) -> bool:
+            return self._meets(bound, without(number))
+
+        count = len(order)
+        number = _first(count, meets)
+        if number < count or meets(count):
+            return without(number)
+        for number in range(count // _PROBES, count, max(1, count // _PROBES)):
+            if meets(number):
+                return without(number)
+        raise self._refusal(bound)
+
+    def _refusal(self, bound: Bound) -> UsageError:
+        measure = bound.measure
+        return UsageError(
+            f"the budget {bound.limit} cannot be met: no choice of widths was found with "
+            f"{measure.show(self.most[bound])} of {measure.label}, or less, that meets the other "
+            "budgets, too. Give a larger one"
+        )
+
+    def _filled(self, open_: Tensor) -> Tensor:
+        """Gates open in descending order of score, but for those that do not fit."""
+        counted = torch.stack([bound.gates() for bound in self._bounds]).any(0)
+        order = self._ascending(~open_ & counted).flip(0)
+        chosen = open_
+        for _ in range(_MISFITS):
+            if not len(order) or self._used_up(chosen):
+                break
+            fitting = self._fitting(chosen, order)
+            chosen = self._with(chosen, order[:fitting])
+            order = order[fitting + 1 :]
+        return chosen
+
+    def _fitting(self, open_: Tensor, order: Tensor) -> int:
+        """How many of these gates can be opened, in this order, before a bound is exceeded."""
+        return _first(len(order), lambda n: not self._all_met(self._with(open_, order[: n + 1])))
+
+    def _with(self, open_: Tensor, more: Tensor) -> Tensor:
+        result = open_.clone()
+        result[more] = True
+        return self._rounded(result)
+
+    def _all_met(self, open_: Tensor) -> bool:
+        return all(self._meets(bound, open_) for bound in self._bounds)
+
+    def _used_up(self, open_: Tensor) -> bool:
+        """Is there a bound for the whole network that leaves no room to speak of?"""
+        return any(
+            bound.actual(open_) > (1 - _SLACK) * self.most[bound]
+            for bound in self._bounds
+            if bound.through is None
+        )
+
+    def _ascending(self, among: Tensor) -> Tensor:
+        """Numbers of the gates that are True in ``among``, the one of lowest score first."""
+        order = self._scores.argsort(stable=True)
+        return order[among[order]]
+
+    def _best_of_each(self) -> Tensor:
+        best = torch.zeros(self._plan.size, dtype=torch.bool)
+        for axis in self._plan.axes:
+            best[axis.start + int(self._scores[axis.slice].argmax())] = True
+        return best
+
+    def _rounded(self, open_: Tensor) -> Tensor:
+        """The same gates and, up to whole blocks, the best of those that are closed."""
+        result = open_.clone()
+        for axis, block in zip(self._plan.axes, self._blocks, strict=True):
+            if block == 1:
+                continue
+            mine = open_[axis.slice]
+            count = int(mine.sum())
+            missing = min(axis.size, block * ceil(count / block)) - count
+            if missing:
+                closed = self._scores[axis.slice].masked_fill(mine, -torch.inf)
+                result[axis.start + closed.topk(missing).indices] = True
+        return result
+
+
+def _first(count: int, holds: Callable[[int], bool]) -> int:
+    """The first of 0 … count-1 for which ``holds``, which goes on holding; count if none.
+
+    It is found in few calls where it is one of the first, as it mostly is.
+    """
+    low, step = 0, 1
+    while low + step <= count and not holds(low + step - 1):
+        low, step = low + step, 2 * step
+    high = min(count, low + step - 1)
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -1,0 +1,70 @@
+"""What is predicted of an export is corrected by what is observed of it."""
+
+import pytest
+import torch
+from stairs import Stairs, registered
+from test_fit import SIZE, gated, random_scores
+
+import l0prune
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    """Stairs of which something else is seen than they say."""
+
+    def make(factor, overhead=0.0):
+        monkeypatch.setattr(Stairs, "factor", factor)
+        monkeypatch.setattr(Stairs, "overhead", overhead)
+        monkeypatch.setattr(Stairs, "looked", 0)
+
+    with registered(Stairs):
+        yield make
+
+
+@pytest.mark.parametrize(("factor", "overhead"), [(1.3, 0.0), (0.7, 0.0), (1.1, 2e4), (1.0, -2e4)])
+@pytest.mark.parametrize("round_to", [1, "auto"])
+def test_what_is_observed_meets_the_budget(observed, factor, overhead, round_to):
+    observed(factor, overhead)
+    model = gated(random_scores(2, SIZE))
+    measure = Stairs(l0prune.gates(model).plan)
+    ((_, seen),) = l0prune.fit(model, "stairs=0.5", round_to=round_to).items()
+    assert seen == measure.observed(model) <= 0.5 * measure.dense()
+    if round_to == "auto":  # one slot after the other finds no way past a step up
+        assert seen > 0.3 * measure.dense()
+    assert Stairs.looked <= 7
+
+
+def test_the_network_is_not_made_smaller_than_it_has_to_be(observed):
+    """Where less is seen than was predicted, there is room for more."""
+    open_slots = []
+    for factor in (1.0, 0.6):
+        observed(factor)
+        model = gated(random_scores(2, SIZE))
+        l0prune.fit(model, "stairs=0.5")
+        open_slots.append(int(l0prune.gates(model).open().sum()))
+    assert open_slots[1] > open_slots[0]
+
+
+def test_gates_move_once_however_many_choices_are_looked_at(observed):
+    observed(1.3)
+    scores = random_scores(2, SIZE)
+    model = gated(scores)
+    before = l0prune.gates(model).open()
+    l0prune.fit(model, "stairs=0.5")
+    gates = l0prune.gates(model)
+    same = gates.open() == before
+    assert torch.equal(gates.log_alpha[same], scores[same])
+
+
+def test_what_cannot_be_met_is_said(observed):
+    observed(1.0, 1e9)
+    with pytest.warns(UserWarning, match=r"stairs=0\.5 is not met: .* st of steps were observed"):
+        counts = l0prune.fit(gated(random_scores(2, SIZE)), "stairs=0.5")
+    assert counts["stairs=0.5"] > 1e9
+
+
+def test_a_budget_on_some_axes_is_not_observed(observed):
+    observed(100.0)
+    model = gated(random_scores(2, SIZE))
+    l0prune.fit(model, "inner: stairs=0.5")
+    assert Stairs.looked == 0

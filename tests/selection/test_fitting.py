@@ -1,0 +1,99 @@
+"""Amounts that go up and down in steps: what is handed out meets the budget all the same."""
+
+import pytest
+import torch
+from example_counts import costly
+from hypothesis import given
+from hypothesis import strategies as st
+from stairs import BLOCK, Stairs, registered
+from test_fit import SIZE, gated, random_scores
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.selection.blocks import blocks_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stairs():
+    with registered(Stairs):
+        yield
+
+
+@costly
+@given(
+    seed=st.integers(0, 10**6), share=st.floats(0.2, 1.0), round_to=st.sampled_from([1, 3, "auto"])
+)
+def test_no_choice_is_over_the_budget(seed, share, round_to):
+    model = gated(random_scores(seed, SIZE))
+    counts = l0prune.fit(model, f"stairs={share}, params=0.9", round_to=round_to)
+    gates, measure = l0prune.gates(model), Stairs(l0prune.gates(model).plan)
+    real = measure.actual(gates.open())
+    assert counts[f"stairs={share:g}"] == real <= share * measure.dense()
+    assert counts["params=0.9"] == l0prune.export(model).params
+
+
+def test_widths_are_those_that_the_measure_likes():
+    model = gated(random_scores(0, SIZE))
+    counts = l0prune.fit(model, "stairs=0.5")
+    gates, measure = l0prune.gates(model), Stairs(l0prune.gates(model).plan)
+    assert all(int(axis.open.sum()) % BLOCK == 0 for axis in gates.axes)
+    # No axis has room for a block more.
+    for axis in gates.axes:
+        more = gates.open()
+        more[torch.arange(SIZE)[axis.slice][~more[axis.slice]][:BLOCK]] = True
+        assert axis.open.all() or measure.actual(more) > 0.5 * measure.dense()
+    assert counts["stairs=0.5"] > 0.35 * measure.dense()
+
+
+def test_several_likings_are_met_together():
+    plan = l0prune.gates(gated()).plan
+
+    class Sixes(Stairs):
+        def blocks(self):
+            return [6, 6][: len(plan.axes)]
+
+    assert blocks_of(plan, "auto", [Stairs(plan), Sixes(plan)]) == [12] * len(plan.axes)
+    assert blocks_of(plan, "auto", []) == [1] * len(plan.axes)
+
+
+def test_a_table_gives_its_blocks_to_a_budget_in_macs():
+    class Table:
+        name = "stairs"
+
+        def of(self, plan):
+            return Stairs(plan)
+
+    model = gated(random_scores(0, SIZE))
+    l0prune.fit(model, "macs=0.5", latency=Table())
+    assert all(int(axis.open.sum()) % BLOCK == 0 for axis in l0prune.gates(model).axes)
+
+
+def test_an_amount_is_absolute_with_its_unit():
+    model = gated(random_scores(0, SIZE))
+    dense = Stairs(l0prune.gates(model).plan).dense()
+    text = f"stairs={dense / 2000:.15g}kst"
+    ((limit, found),) = l0prune.fit(model, text).items()
+    assert limit == f"stairs={dense / 2:.15g}st"
+    assert found <= dense / 2
+
+
+def test_what_cannot_be_met_is_said_in_the_measures_own_words():
+    with pytest.raises(UsageError, match=r"in blocks of 4.* st of .* st steps stay"):
+        l0prune.fit(gated(), "stairs=0.001")
+
+
+def test_learning_under_stairs_ends_within_them():
+    model = gated()
+    pruner = l0prune.Pruner(model, budget="stairs=0.5", steps=30, say=lambda text: None)
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,))
+    optimizer = torch.optim.Adam(pruner.param_groups())
+    for _ in range(30):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        pruner.before_step(optimizer)
+        optimizer.step()
+        pruner.after_step()
+        optimizer.zero_grad()
+    record, metrics = pruner.record(), pruner.metrics()
+    assert record["stairs"] <= 0.5 * record["dense_stairs"]
+    assert metrics["stairs"] == record["stairs"] / record["dense_stairs"]
+    assert {"expected_stairs", "expected_macs", "macs", "params"} <= metrics.keys()
