@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from l0prune.objective.budget import Budget
     from l0prune.objective.penalty import param_groups, penalty
     from l0prune.report.survey import Survey, survey
+    from l0prune.running.answers import answered
     from l0prune.running.evaluate import evaluate
     from l0prune.running.sources import load_data
     from l0prune.running.task import Task
@@ -54,6 +55,7 @@ _HOMES = {
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
+    "answered": "running.answers",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
     "finetune": "training.run",
@@ -94,6 +96,7 @@ __all__ = [
     "Survey",
     "Task",
     "__version__",
+    "answered",
     "evaluate",
     "export",
     "finetune",

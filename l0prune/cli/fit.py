@@ -30,7 +30,7 @@ def fit(
         str,
         typer.Option(
             help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-            "random; or gates, what they have learned."
+            "outputs, random; or gates, what they have learned."
         ),
     ] = "magnitude",
     data: DataSpec = None,
@@ -38,7 +38,7 @@ def fit(
     *,
     settings: dict[str, Any],
     batches: Annotated[
-        int | None, typer.Option(help="Batches of data for taylor and fisher [all].")
+        int | None, typer.Option(help="Batches of data for taylor, fisher and outputs [all].")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the data, and of random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")] = None,

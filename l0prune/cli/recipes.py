@@ -61,6 +61,8 @@ def _table(result: dict) -> Table:
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
         if (value := result[f"{of}_{metric}"]) is not None:
             table.add_row(text, format(value, form))
+    for text, value in result["report"].items():
+        table.add_row(text, format(value, ".4g") if isinstance(value, float) else str(value))
     errors: dict[tuple[str, str], float] = {}
     for check in result["certificate"]:
         key = (check["what"], check["dtype"])

@@ -24,7 +24,15 @@ from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
-from l0prune.recipes.schema import DataSection, GateSection, ModelSection, Recipe, RoundSection
+from l0prune.files.user_code import named
+from l0prune.recipes.schema import (
+    DataSection,
+    FitSection,
+    GateSection,
+    ModelSection,
+    Recipe,
+    RoundSection,
+)
 from l0prune.running.feed import example
 from l0prune.running.sources import load_data
 from l0prune.running.task import LOSS, Task
@@ -70,7 +78,8 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
         lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
         raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
     sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
-    return recipe.model_copy(update=sections)
+    report = recipe.report and _placed(recipe.report, path.parent)
+    return recipe.model_copy(update={**sections, "report": report})
 
 
 def _override(content: dict[str, Any], text: str) -> None:
@@ -92,13 +101,16 @@ def _override(content: dict[str, Any], text: str) -> None:
 
 
 def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:
+    placed = {key: _placed(value, folder) for key, value in section if isinstance(value, str)}
+    return section.model_copy(update=placed)
+
+
+def _placed(spec: str, folder: Path) -> str:
     """Relative paths of Python files start at the recipe; those that are not there, here."""
-    changed = {}
-    for key, value in section:
-        path, _, name = str(value).rpartition(":")
-        if is_code(str(value)) and (folder / path).is_file():
-            changed[key] = f"{(folder / path).resolve()}:{name}"
-    return section.model_copy(update=changed)
+    path, _, name = spec.rpartition(":")
+    if is_code(spec) and (folder / path).is_file():
+        return f"{(folder / path).resolve()}:{name}"
+    return spec
 
 
 def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str, Any]:
@@ -118,6 +130,8 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
     if data.test is None:
         raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
     dense = network = _dense(recipe, data, folder, data_root)
+    if recipe.data.answers:
+        data = l0prune.answered(data, dense)
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
         tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")
@@ -196,9 +210,13 @@ def _pruned(
         _gate(recipe, part.gate, copied(network), data, gated)
     if not tuned.exists():
         model = l0prune.load(gated, copied(network))
-        settings = _settings(recipe, folder / "finetune", part.finetune, dense)
-        history = l0prune.finetune(model, data, **settings)
-        l0prune.save(model, tuned, {**l0prune.read_info(gated), "history": history.last})
+        info = l0prune.read_info(gated)
+        if part.fit is None:
+            settings = _settings(recipe, folder / "finetune", part.finetune, dense)
+            info["history"] = l0prune.finetune(model, data, **settings).last
+        else:
+            _fit(model, data, part.fit, recipe.seed)
+        l0prune.save(model, tuned, info)
     return l0prune.load(tuned, copied(network))
 
 
@@ -207,6 +225,13 @@ def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path:
     args, kwargs = as_arguments(example(data, 2))
     l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
+
+
+def _fit(model: nn.Module, data: Task, part: FitSection, seed: int) -> None:
+    scores = l0prune.score(
+        model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
+    )
+    l0prune.fit(model, part.budget, scores, round_to=part.round_to)
 
 
 class _OnnxFile(nn.Module):
@@ -238,6 +263,19 @@ def _measured(module: nn.Module, file: Path, data: Task) -> dict[str, Any]:
     return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file}
 
 
+def _reported(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
+    """What the recipe's own function measures."""
+    if spec is None:
+        return {}
+    found = named(spec)(dense, file)
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"{spec} must return a dict of what is to be said, by name, not a "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
 def _export(
     recipe: Recipe,
     data: Task,
@@ -264,6 +302,7 @@ def _export(
         "recipe": recipe.name,
         "architecture": "-".join(map(str, axes.values())),
         **_measured(small.module, file, data),
+        "report": _reported(recipe.report, dense, file),
         **small.to_dict(),
         "params_before": first.params_before,
         "macs_before": first.macs_before,

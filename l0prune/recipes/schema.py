@@ -34,11 +34,15 @@ def _checked(given: str | None, kind: str) -> str | None:
 
 
 class DataSection(_Section):
-    """What it learns from, and by which loss and metric; paths are relative to the recipe."""
+    """What it learns from, and by which loss and metric; paths are relative to the recipe.
+
+    With ``answers`` the targets are what the dense network answers (``l0prune.answered``).
+    """
 
     source: str
     loss: Annotated[str | None, AfterValidator(lambda given: _checked(given, "loss"))] = None
     metric: Annotated[str | None, AfterValidator(lambda given: _checked(given, "metric"))] = None
+    answers: bool = False
 
 
 class GateSection(_Section):
@@ -78,11 +82,30 @@ def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
 Learning = Annotated[dict[str, Any], AfterValidator(_settings_of)]
 
 
+class FitSection(_Section):
+    """Gates close by a score, in one shot (``l0prune.score`` and ``l0prune.fit``)."""
+
+    budget: str | list[str] | dict[str, Any]
+    score: str = "magnitude"
+    batches: int | None = None
+    batch_size: int = 100
+    round_to: int = 1
+
+
 class RoundSection(_Section):
-    """Gates are put on, learned and cut out."""
+    """Gates are put on, learned and cut out; or closed by a score, and then nothing is learned."""
 
     gate: GateSection = Field(default_factory=GateSection)
+    fit: FitSection | None = None
     finetune: Learning = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _learns_or_is_fitted(self) -> RoundSection:
+        if self.fit is not None and self.finetune:
+            raise ValueError(
+                "a round has either fit or finetune: cut by fit in a round, then learn in the next"
+            )
+        return self
 
 
 class ExportSection(_Section):
@@ -98,7 +121,9 @@ class Recipe(RoundSection):
     ``dense``, ``finetune`` and ``recover`` hold settings of ``l0prune.finetune``: for the network
     before it is gated, for the gated one, and for the small one alone, where they are asked for.
     What ``rounds`` cut beforehand makes the steps of the last round, the recipe's own, cheaper.
-    Where a stage distils, the dense network teaches.
+    Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
+    measures more than the metric: of the dense network and the path of the ONNX file it returns
+    what is to be said, by name.
     """
 
     name: str
@@ -109,4 +134,5 @@ class Recipe(RoundSection):
     dense: Learning | None = None
     rounds: list[RoundSection] = Field(default_factory=list)
     recover: Learning | None = None
+    report: str | None = None
     export: ExportSection = Field(default_factory=ExportSection)

@@ -6,8 +6,9 @@ as pruning without learning does. A new score is one function under ``@register`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
 from l0prune.running.calling import call
+from l0prune.running.classes import tensor_in
 from l0prune.running.criteria import Loss
 from l0prune.running.device import choose, on_device
 from l0prune.running.feed import Feed
@@ -62,6 +64,10 @@ def score(
       square of how much the loss changes when the gate closes. One backward pass a batch.
     - ``"fisher"``: the mean over the batches of their (dL/dz)², which does not vanish where L
       is at a minimum. It depends on the size of the batches.
+    - ``"outputs"``: the mean over the examples of Σᵢ (doᵢ/dz)² with o the model's outputs, each
+      estimated from one random direction: to first order the square of how far the outputs move
+      when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
+      learns its own answers (see ``answered``).
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
@@ -241,6 +247,26 @@ def taylor(of: Subject) -> Tensor:
 def fisher(of: Subject) -> Tensor:
     """The mean over the examples of their batch's (dL/dz)²."""
     return _mean_over_examples((slope.square(), length) for slope, length in of.gradients())
+
+
+@register("outputs")
+def outputs(of: Subject) -> Tensor:
+    """The mean over the examples of E (d⟨v, o⟩/dz)², v of independent N(0, 1), o the outputs."""
+    generator = torch.Generator().manual_seed(of.seed)
+
+    def along(outputs: Any, targets: Any) -> Tensor:
+        """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
+        found = tensor_in(outputs)
+        if found is None:
+            raise UsageError(
+                f"the score outputs is of a tensor, or of one that the model's outputs have as "
+                f".logits; these are a {type(outputs).__name__}"
+            )
+        direction = torch.randn(found.shape, generator=generator).to(found)
+        return (found * direction).sum() / math.sqrt(len(found))
+
+    task = None if of.task is None else replace(of.task, loss=along)
+    return fisher(replace(of, task=task))
 
 
 @register("random")

@@ -71,6 +71,45 @@ def test_fisher_is_the_mean_of_the_batches_squares():
         torch.testing.assert_close(found[axis.slice], mean, rtol=1e-10, atol=1e-14)
 
 
+def test_outputs_are_how_far_they_move_and_no_label_is_looked_at():
+    """Σ_k (do_k/dz)² is Σ_k (VW)_ki²·x_i² for an input, Σ_k V_kj²·h_j² for a neuron."""
+    model, batches = linear()
+    with torch.no_grad():
+        model[1].weight[:, 2] = 0
+    (w, b), (v, _) = [(layer._parameters["weight"].detach(), layer.bias) for layer in model]
+    x = batches[0][0]
+    h = (x @ w.T + b).detach()
+    expected = {
+        "0.in": ((v @ w).square().sum(0) * x.square()).mean(0),
+        "0": (v.square().sum(0) * h.square()).mean(0),
+    }
+    task = Task([(x, torch.full((7,), torch.nan))] * 600, loss=mse_loss)
+    found = as_they_come(model, "outputs", task)
+    for axis in gates(model).axes:
+        # Each is the mean of 600 draws of χ²: 6 % is one standard deviation.
+        torch.testing.assert_close(found[axis.slice], expected[axis.name], rtol=0.2, atol=0)
+    assert of_axis(model, found, "0")[2] == 0
+
+
+def test_a_network_that_learns_its_own_answers_has_no_slopes_but_moving_outputs():
+    model, batches = linear()
+    task = l0prune.answered([x for x, _ in batches], copy.deepcopy(l0prune.ungate(model)))
+    l0prune.gate(model, batches[0][0])
+    assert as_they_come(model, "fisher", task).max() < 1e-10
+    assert as_they_come(model, "outputs", task).min() > 1e-6
+
+
+def test_outputs_that_are_no_tensor_have_no_such_score():
+    class Two(nn.Linear):
+        def forward(self, x):
+            return (super().forward(x),) * 2
+
+    x = torch.randn(3, 5)
+    model = l0prune.gate(Two(5, 4), x)
+    with pytest.raises(UsageError, match="these are a tuple"):
+        l0prune.score(model, "outputs", [(x, x)])
+
+
 def test_so_many_batches():
     model, batches = linear()
     task = Task(batches, loss=mse_loss)

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import l0prune
+from l0prune.data.dataset import Tensors
+from l0prune.errors import UsageError
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+
+
+def sources(x):
+    nothing = torch.zeros(len(x), 1)
+    return {
+        "a pair of tensors": (x, nothing),
+        "a dataset": TensorDataset(x, nothing),
+        "batches": [(x[:5], nothing[:5]), (x[5:], nothing[5:])],
+        "inputs alone": DataLoader(list(x), batch_size=4),
+        "mappings": [{"input": x, "labels": nothing}],
+    }
+
+
+def in_order(source):
+    batches = source.batches(3) if hasattr(source, "batches") else source
+    inputs, targets = zip(*batches, strict=True)
+    inputs = [each["input"] if isinstance(each, dict) else each for each in inputs]
+    return torch.cat(inputs), torch.cat(targets)
+
+
+@pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))
+def test_targets_are_what_the_network_answers_in_eval_mode(kind):
+    model, x = network(), torch.randn(7, 3)
+    given = sources(x)[kind]
+    if kind == "a pair of tensors":
+        given = Tensors(*given)
+    task = l0prune.answered(l0prune.Task(given, given), model, batch_size=3)
+    assert model.training
+    expected = model.eval()(x)
+    for part in (task.train, task.test):
+        inputs, targets = in_order(part)
+        assert torch.equal(inputs, x)
+        torch.testing.assert_close(targets, expected.detach())
+        assert not targets.requires_grad
+
+
+def test_a_network_learns_its_own_answers_back_without_a_label():
+    """Half of the hidden units are copies of the others: so half of them can do all the work."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.no_grad():
+        for tensor in (model[0].weight, model[0].bias):
+            tensor[4:] = tensor[:4]
+    x = torch.randn(256, 3)
+    task = l0prune.answered((DataLoader(list(x), 64), [x]), model)
+    assert (task.loss, task.metric_name) == ("mse", "test_loss")
+    assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(0, abs=1e-12)
+    l0prune.gate(model, x, exclude=["*.in"])
+    l0prune.finetune(model, task, budget="params=0.5", epochs=40, lr=2e-2, ema=0, progress=False)
+    small = l0prune.export(model).module
+    assert sum(p.numel() for p in small.parameters()) <= 0.5 * (32 + 18)
+    assert l0prune.evaluate(small, task)["test_loss"] < 0.05 * task.test[0][1].var()
+
+
+def test_the_loss_that_the_data_names_stays():
+    task = l0prune.answered(l0prune.Task([torch.zeros(2, 3)], loss="l1", metric="mae"), network())
+    assert (task.loss, task.metric, task.test) == ("l1", "mae", None)
+
+
+def test_a_network_that_answers_with_no_tensor_is_refused():
+    class Two(nn.Module):
+        def forward(self, x):
+            return [x, x]
+
+    with pytest.raises(UsageError, match="answers with a list"):
+        l0prune.answered([torch.zeros(2, 3)], Two())
