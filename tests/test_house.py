@@ -21,8 +21,7 @@ NAMES = {
     "Gate", "Gates", "HardConcrete", "History", "Measure", "Pruner", "Settings", "Survey", "Task",
     "__version__", "answered", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
     "gates", "load", "load_data", "load_model", "measures", "param_groups", "penalty", "read_info",
-    "resize",
-    "save", "score", "scores", "survey", "train_dense", "ungate",
+    "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

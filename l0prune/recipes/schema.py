@@ -89,7 +89,7 @@ class FitSection(_Section):
     score: str = "magnitude"
     batches: int | None = None
     batch_size: int = 100
-    round_to: int = 1
+    round_to: int | Literal["auto"] = "auto"
 
 
 class RoundSection(_Section):
