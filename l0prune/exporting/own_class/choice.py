@@ -32,7 +32,8 @@ from l0prune.exporting.own_class.resizing import (
     resized,
 )
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.slicing.tensors import under_all_names
+from l0prune.exporting.slicing.subnormal import flush
+from l0prune.exporting.slicing.tensors import stored_in, under_all_names
 from l0prune.running.stages import stage
 
 
@@ -75,6 +76,9 @@ class OwnClass:
                 own[name] = self.layers[path].scaled(tensor)
             if name in self.scales:
                 own[name] = own[name] * self.scales[name]
+            old = stored_in(self.plain, name)
+            if own[name] is not tensor and old is not None:
+                flush(own[name], old.dtype)
         return own
 
 

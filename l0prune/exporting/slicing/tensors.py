@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dtypes import in_terms
 from l0prune.exporting.slicing.standardised_weights import standardised_weights
+from l0prune.exporting.slicing.subnormal import flush
 from l0prune.infer.parts import Part, Parts
 from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
 from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage
-
-_TINY = torch.finfo(torch.float32).tiny  # the smallest normal number of what will be written
 
 
 @stage("folding and cutting its tensors")
@@ -62,7 +61,8 @@ def _cut(
 ) -> dict[str, Tensor]:
     """Cut first and then folded in float64: no tensor is ever whole in that.
 
-    But for one that is standardised: its statistics are those of the whole.
+    But for one that is standardised: its statistics are those of the whole. Subnormal weights are
+    flushed, in tensors that nothing is divided by: parameters, and what is multiplied with.
     """
     plan = chosen.plan
     sites: dict[str, list[Site]] = defaultdict(list)
@@ -79,6 +79,8 @@ def _cut(
                 part = doubled(cut(plan, dims, own, chosen.kept))
                 left = [_index(plan, layout, chosen.kept) for layout in dims]
                 tensors[name] = fold(plan, sites[name], part, chosen.z, left)
+            if isinstance(tensor, nn.Parameter) or sites[name] or name in plan.roles:
+                flush(tensors[name], tensor.dtype)
     return tensors
 
 
@@ -118,15 +120,11 @@ def fold(
     z: Tensor,
     left: Sequence[Tensor | slice] | None = None,
 ) -> Tensor:
-    """A tensor multiplied by its gates, in place; ``left`` are the positions that it still has.
-
-    Products too small for a normal number become zero: they slow CPUs down manyfold.
-    """
+    """A tensor multiplied by its gates, in place; ``left`` are the positions that it still has."""
     for site in sites:
         scale = plan.spread(site.layout, z).to(tensor.dtype)
         scale = scale if left is None else scale[left[site.dim]]
         tensor *= scale.view([-1 if dim == site.dim else 1 for dim in range(tensor.ndim)])
-        tensor.masked_fill_(tensor.abs() < _TINY, 0)
     return tensor
 
 
