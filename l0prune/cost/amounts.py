@@ -13,6 +13,8 @@ from l0prune.cost.expected import SumTable, Terms, precision
 from l0prune.cost.first_order import first_order
 from l0prune.cost.model import Axes, expanded
 from l0prune.cost.moments import Monomial, Sums
+from l0prune.errors import UsageError
+from l0prune.plan.activations import Activation
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Cost, Plan
 
@@ -22,11 +24,20 @@ class Amounts:
 
     Args:
         plan: whose gates these are.
-        things: each with a ``scale`` and the layouts of its ``dims``.
+        things: such as ``plan.costs`` or ``plan.activations``.
+
+    Raises:
+        UsageError: there are none.
     """
 
-    def __init__(self, plan: Plan, things: Iterable[Cost]) -> None:
+    def __init__(self, plan: Plan, things: Iterable[Cost | Activation]) -> None:
         self._things = tuple(things)
+        if not self._things:
+            raise UsageError(
+                "there is nothing here whose size could be measured. If it is the activations of a "
+                "model out of a file: an older l0prune, which did not note them, wrote that. Gate "
+                "the model anew"
+            )
         self._sums = Sums(plan, (dim for thing in self._things for dim in thing.dims))
         self._monomials: list[Monomial] = []
         self._coefficients: list[float] = []
@@ -57,7 +68,7 @@ class Amounts:
             return sizes
         return sizes * sizes.new_tensor([self._meets(thing, through) for thing in self._things])
 
-    def _meets(self, thing: Cost, axes: frozenset[int]) -> float:
+    def _meets(self, thing: Cost | Activation, axes: frozenset[int]) -> float:
         return float(any(not axes.isdisjoint(axes_of(dim)) for dim in thing.dims))
 
 

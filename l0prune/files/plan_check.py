@@ -16,6 +16,7 @@ from l0prune.plan.plan import Axis, Plan
 
 # Every entry of a parameter is a position of few layouts; the rest is for small models.
 _PER_ENTRY, _ALWAYS = 64, 2**24
+_STEPS = 2**20  # more calls than any graph has
 
 
 def check_plan(plan: Plan, model: nn.Module) -> None:
@@ -36,11 +37,18 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
         if not _is_count(site.dim) or site.role not in ("read", "write"):
             raise ValueError(f"a site at dim {site.dim!r} that is to {site.role!r}")
     for cost in plan.costs:
-        is_number = type(cost.scale) in (int, float) and math.isfinite(cost.scale)
-        if not is_number or cost.scale < 0 or cost.unit not in ("params", "macs"):
+        if not _is_amount(cost.scale) or cost.unit not in ("params", "macs"):
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
+    for each in plan.activations:
+        times = (each.made, each.last)
+        is_known = _is_amount(each.scale) and type(each.is_fixed) is bool
+        if not (is_known and all(map(_is_count, times)) and times[0] <= times[1] < _STEPS):
+            raise ValueError(
+                f"activations of {each.scale!r} bytes from {times[0]!r} to {times[1]!r}"
+            )
     names = [*plan.tensors, *(s.tensor for s in plan.sites), *(c.tensor for c in plan.costs)]
     names += [*plan.parts, *plan.aliases, *plan.aliases.values(), *(c.owner for c in plan.costs)]
+    names += [each.owner for each in plan.activations]
     names += [axis.name for axis in plan.axes]
     if not all(type(name) is str and name.isprintable() for name in names):
         raise ValueError("a name that is no text, or holds control characters")
@@ -64,6 +72,8 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
         yield site.layout
     for cost in plan.costs:
         yield from cost.dims
+    for activation in plan.activations:
+        yield from activation.dims
 
 
 def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, int]:
@@ -105,3 +115,7 @@ def _product(sizes: tuple[int, ...], limit: int) -> int:
 
 def _is_count(number: object) -> bool:
     return type(number) is int and number >= 0
+
+
+def _is_amount(number: object) -> bool:
+    return type(number) in (int, float) and math.isfinite(number) and number >= 0  # type: ignore[arg-type, operator]

@@ -11,6 +11,7 @@ from math import prod as product
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
+from l0prune.infer.activations import activations, folded
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.expressions import (
     COPIES,
@@ -95,6 +96,7 @@ class Builder:
             aliases=self.infer.captured.aliases,
             roles=self._roles(),
             wider=tuple(self._wider()),
+            activations=tuple(activations(self.infer, self.layout)),
         )
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
@@ -360,8 +362,5 @@ def _has_positions(expr: Expr) -> bool:
 
 def _cost(owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str) -> Cost:
     """A cost term with its constant dims folded into the scale."""
-    for dim in dims:
-        if not data.axes_of(dim):
-            scale *= data.size_of(dim)
-    varying = tuple(dim for dim in dims if data.axes_of(dim))
-    return Cost(owner, "params" if unit == "params" else "macs", scale, varying, tensor)
+    scale, varying = folded(scale, dims)
+    return Cost(owner, unit, scale, varying, tensor)

@@ -28,6 +28,7 @@ from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
 from l0prune.infer.own_code import with_code
+from l0prune.plan.activations import steps
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan.plan import Cost, Pin, Plan
 
@@ -216,11 +217,18 @@ def _of_island(
         for axis in sorted(axes_of(dim) & whole.keys())[:1]
     ]
     plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in whole})
-    share = part.analysis.captured.batch * part.calls / batch
+    examples = part.analysis.captured.batch / batch
+    share = examples * part.calls
     costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
     counted = _tensors_of(earlier)
     costs = [c for c in costs if c.unit == "macs" or c.tensor not in counted]
-    return replace(plan, costs=tuple(costs), pins=(*plan.pins, *pins), parts=(part.path,))
+    return replace(
+        plan,
+        costs=tuple(costs),
+        pins=(*plan.pins, *pins),
+        parts=(part.path,),
+        activations=tuple(each.of_examples(examples) for each in plan.activations),
+    )
 
 
 def _known_outside(model: nn.Module, part: Part) -> set[str]:
@@ -262,6 +270,13 @@ def _join(plans: Sequence[Plan]) -> Plan:
             ),
             alike=(*joined.alike, *(tuple(_shifted(d, number) for d in ds) for ds in plan.alike)),
             code=joined.code.joined(plan.code.map(partial(_shifted, by=number))),
+            activations=(
+                *joined.activations,
+                *(
+                    each.map(partial(_shifted, by=number)).later(steps(joined.activations))
+                    for each in plan.activations
+                ),
+            ),
         )
     return joined
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from l0prune.plan.activations import Activation
 from l0prune.plan.code import Code
 from l0prune.plan.gate_index import gate_table
 from l0prune.plan.layout import (
@@ -116,6 +117,8 @@ class Plan:
         alike: dims that have to keep equally many positions, since a module's code has one number
             for all of them.
         code: what the code of the modules knows of sizes.
+        activations: the values that the captured graph makes, where they are known: a model that
+            was saved before they were noted has none.
     """
 
     axes: tuple[Axis, ...]
@@ -129,6 +132,7 @@ class Plan:
     wider: tuple[tuple[Layout, Layout], ...] = ()
     alike: tuple[Layouts, ...] = ()
     code: Code = field(default_factory=Code)
+    activations: tuple[Activation, ...] = ()
 
     @property
     def size(self) -> int:
@@ -263,6 +267,7 @@ class Plan:
             wider=tuple((convert(wide), convert(narrow)) for wide, narrow in self.wider),
             alike=tuple(tuple(map(convert, dims)) for dims in self.alike),
             code=self.code.map(convert),
+            activations=tuple(each.map(convert) for each in self.activations),
         )
 
     def to_json(self) -> str:
@@ -282,6 +287,7 @@ class Plan:
             "wider": [[to_json(wide), to_json(narrow)] for wide, narrow in self.wider],
             "alike": [list(map(to_json, dims)) for dims in self.alike],
             "code": self.code.to_json(),
+            "activations": [each.to_json() for each in self.activations],
         }
         return json.dumps(data)
 
@@ -309,6 +315,7 @@ class Plan:
                 wider=tuple((from_json(a), from_json(b)) for a, b in data.get("wider", ())),
                 alike=tuple(tuple(map(from_json, dims)) for dims in data.get("alike", ())),
                 code=Code.from_json(data.get("code", {})),
+                activations=tuple(map(Activation.from_json, data.get("activations", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

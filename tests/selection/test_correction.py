@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from residual import SIZE, gated, random_scores
 from stairs import Stairs, registered
-from test_fit import SIZE, gated, random_scores
 
 import l0prune
 

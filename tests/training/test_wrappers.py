@@ -22,6 +22,7 @@ from l0prune.errors import Interrupted, L0pruneError, UsageError
 from l0prune.gating.kinds.base import register
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.running.evaluate import evaluate
+from l0prune.running.processes import joined, of_first
 from l0prune.running.task import Task
 from l0prune.training import checkpoint
 from l0prune.training.run import finetune
@@ -108,7 +109,24 @@ WRAPPED = [
 
 def everything(rank, folder, names):
     """All that two processes do in peace, in one go, since processes take long to start."""
-    return {wrapper: all_of(rank, folder / wrapper, wrapper, names[wrapper]) for wrapper in names}
+    done = {wrapper: all_of(rank, folder / wrapper, wrapper, names[wrapper]) for wrapper in names}
+    return {**done, "asked": asked_of_first(rank)}
+
+
+def asked_of_first(rank):
+    """What ``of_first`` gives in a group of the user's own, in one that was joined, and alone."""
+    in_group = of_first(lambda: rank)
+    with joined():
+        in_joined = of_first(lambda: rank)
+        with pytest.raises(UsageError, match="process 0"):
+            of_first(lambda: refuse(rank))
+    with joined(wanted=False):
+        alone = of_first(lambda: rank)
+    return in_group, in_joined, alone
+
+
+def refuse(rank):
+    raise UsageError(f"process {rank}")
 
 
 def all_of(rank, folder, distributed, names):
@@ -139,6 +157,11 @@ def both(request, done):
     """The same of one wrapper."""
     results, folder = done
     return [of_one[request.param] for of_one in results], folder / request.param
+
+
+def test_the_first_process_is_asked_for_all(done):
+    results, _ = done
+    assert [of_one["asked"] for of_one in results] == [(0, 0, 0), (0, 0, 1)]
 
 
 both_ways = pytest.mark.parametrize("both", WRAPPERS, indirect=True)

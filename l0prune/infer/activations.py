@@ -1,0 +1,93 @@
+"""The values of a captured graph: how large each is, and from when until when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from l0prune.capture.provenance import module_of
+from l0prune.infer.expressions import Const, Expr
+from l0prune.infer.inference import Inference
+from l0prune.infer.nodes import hint
+from l0prune.plan.activations import Activation
+from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
+
+
+@dataclass
+class _Storage:
+    """Memory that a node fills, and that views of it share."""
+
+    node: Node
+    tensor: Tensor
+    dims: tuple[Expr, ...]
+    made: int
+    last: int
+
+
+def activations(infer: Inference, layout: Callable[[Expr], Layout]) -> Iterator[Activation]:
+    """The values of the graph that inference went through, in the order in which they are made.
+
+    Stored tensors are none of them. Two values are one where torch said of the example that they
+    lie in the same memory.
+    """
+    stored = {
+        key
+        for node in infer.captured.graph.find_nodes(op="placeholder")
+        if node.name in infer.captured.names
+        for key, _ in _tensors(node)
+    }
+    for storage in _storages(infer, stored):
+        is_fixed = infer.is_weight(storage.node)
+        scale = storage.tensor.dtype.itemsize / (1 if is_fixed else infer.captured.batch)
+        scale, dims = folded(scale, tuple(map(layout, storage.dims)))
+        owner = module_of(storage.node)
+        yield Activation(owner, scale, dims, storage.made, storage.last, is_fixed)
+
+
+def _storages(infer: Inference, stored: set[Hashable]) -> list[_Storage]:
+    found: dict[Hashable, _Storage] = {}
+    step = -1
+    for node in infer.captured.graph.nodes:
+        step += node.op == "call_function"
+        now = max(step, 0)
+        for operand in node.all_input_nodes:
+            for key, _ in _tensors(operand):
+                if key in found:
+                    found[key].last = now
+        for number, (key, tensor) in enumerate(_tensors(node)):
+            if key not in found and key not in stored:
+                dims = _dims(infer, node, number, tensor)
+                found[key] = _Storage(node, tensor, dims, now, now)
+    return list(found.values())
+
+
+def _tensors(node: Node) -> Iterator[tuple[Hashable, Tensor]]:
+    """The node's tensors, each with what is the same of all tensors in the same memory."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    for number, tensor in enumerate(each for each in values if isinstance(each, Tensor)):
+        if tensor.layout is torch.strided:
+            yield tensor.untyped_storage()._cdata, tensor
+        else:
+            yield (node.name, number), tensor
+
+
+def _dims(infer: Inference, node: Node, number: int, tensor: Tensor) -> tuple[Expr, ...]:
+    """One expression per dim of one of the node's tensors."""
+    value = infer.values.get(node)
+    of = value[number : number + 1] if isinstance(value, list) else [value]
+    if of and of[0] is not None and len(of[0]) == tensor.dim():
+        return of[0]
+    return tuple(Const(hint(size)) for size in tensor.shape)
+
+
+def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
+    """A product with its constant dims in the scale, and the dims that are left."""
+    for dim in dims:
+        if not axes_of(dim):
+            scale *= size_of(dim)
+    return scale, tuple(dim for dim in dims if axes_of(dim))

@@ -1,0 +1,63 @@
+"""The values that a network makes on its way from input to output, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from l0prune.plan.layout import Layout, Layouts, from_json, to_json
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Memory of ``scale × Π open size of dims`` bytes that the graph fills: a value and its views.
+
+    It is needed from the step that makes it through the last one that reads it, both included.
+    Steps are the calls of the captured graph, counted from 0. What the model is given is there
+    from the first step on, and what it returns is needed through the last one.
+
+    Attributes:
+        owner: path of the module that makes it.
+        scale: bytes of one position, times the positions that no gate can take away.
+        dims: layouts of the others.
+        made: the step that makes it.
+        last: the last step that reads it.
+        is_fixed: it is as large whatever the batch is, made of stored tensors alone; else these
+            are the bytes of one example.
+    """
+
+    owner: str
+    scale: float
+    dims: Layouts
+    made: int
+    last: int
+    is_fixed: bool = False
+
+    def map(self, change: Callable[[Layout], Layout]) -> Activation:
+        """The same with every layout changed."""
+        return replace(self, dims=tuple(map(change, self.dims)))
+
+    def later(self, steps: int) -> Activation:
+        """The same in a graph that runs so many steps later."""
+        return replace(self, made=self.made + steps, last=self.last + steps)
+
+    def of_examples(self, count: float) -> Activation:
+        """The same where so many of its examples make one."""
+        return self if self.is_fixed else replace(self, scale=self.scale * count)
+
+    def to_json(self) -> list[Any]:
+        """As plain lists and numbers; ``from_json`` reads them back."""
+        dims = list(map(to_json, self.dims))
+        return [self.owner, self.scale, dims, self.made, self.last, self.is_fixed]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> Activation:
+        """Inverse of ``to_json``."""
+        owner, scale, dims, made, last, is_fixed = data
+        return Activation(owner, scale, tuple(map(from_json, dims)), made, last, is_fixed)
+
+
+def steps(activations: Sequence[Activation]) -> int:
+    """How many steps there are until the last of them is read."""
+    return max((each.last + 1 for each in activations), default=0)
