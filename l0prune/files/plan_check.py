@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots
+from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
 from l0prune.plan.plan import Axis, Plan
 
 # Every entry of a parameter is a position of few layouts; the rest is for small models.
@@ -97,6 +97,9 @@ def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, 
             if size != other:
                 raise ValueError(f"{size} positions over {other}")
             found = size, depth + more
+        case Pick(base, index):
+            _, depth = _measured(base, axes, limit)
+            found = len(index), depth
         case _:
             raise ValueError(f"a layout {layout!r}")
     if not _is_count(found[0]) or found[0] > limit:

@@ -167,6 +167,20 @@ class Large(nn.Sequential):
         super().__init__(nn.Linear(1000, 250), nn.ReLU(), nn.Linear(250, 2))
 
 
+def test_a_model_that_picks_its_channels(tmp_path):
+    """So does every layer whose inputs were cut one by one, in the next round."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    x = images()
+    gate(model, x)
+    l0prune.fit(model, "params=0.7")
+    small = l0prune.export(model).module
+    gate(small, x)
+    l0prune.save(small, tmp_path / "a.pt")
+    assert any("Pick" in repr(site.layout) for site in l0prune.gates(small).plan.sites)
+    twin = l0prune.load(tmp_path / "a.pt", l0prune.ungate(small))
+    assert "Pick" in repr(l0prune.gates(twin).plan.sites)
+
+
 def test_a_model_without_gates(tmp_path):
     model = network()
     l0prune.save(model, tmp_path / "a.pt")
@@ -339,6 +353,9 @@ ENDLESS = 10**12
         {"sites": [["4.weight", 1, ["slots", 99, 0, 1], "read"]]},
         {"sites": [["4.weight", 1, ["slots", -1, 0, 1], "read"]]},
         {"sites": [["4.weight", 1, ["both", 216, 2], "read"]]},
+        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 216]], "read"]]},
+        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), -1]], "read"]]},
+        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 0.0]], "read"]]},
         {"sites": [["4.weight", 1, ["prod", *[["cat", 216]] * 9], "read"]]},
         {"sites": [["4.weight", -1, 216, "read"]]},
         {"sites": [["4.weight", 1, 216, "burn"]]},

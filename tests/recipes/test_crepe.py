@@ -147,7 +147,8 @@ def test_the_report_is_of_known_pitches_and_of_what_the_dense_network_hears(monk
 @needs_the_package
 def test_the_recipe_runs(monkeypatch, tmp_path):
     few(monkeypatch)
-    rounds = "rounds=[{fit={budget='macs=0.15',score='outputs',batches=2,batch_size=8}}]"
+    fit = "{budget='macs=0.15', score='outputs', batches=2, batch_size=8, round_to=16}"
+    rounds = f"rounds=[{{gate={{exclude=['classifier.in']}}, fit={fit}}}]"
     short = [rounds, "data.source=crepe.py:little_data", "finetune.epochs=1", "recover.epochs=1"]
     short += ["finetune.progress=false", "recover.progress=false"]
     result = recipes.run(recipes.load("crepe", short), tmp_path / "run")
