@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from l0prune.selection import scores
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
+    from l0prune.timing.measure import measure
+    from l0prune.timing.table import LatencyTable
     from l0prune.training.history import History
     from l0prune.training.pruner import Pruner
     from l0prune.training.run import finetune, train_dense
@@ -50,6 +52,7 @@ _HOMES = {
     "Gates": "gating.bank",
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
+    "LatencyTable": "timing.table",
     "Measure": "cost.measures",
     "Pruner": "training.pruner",
     "Settings": "training.settings",
@@ -67,6 +70,7 @@ _HOMES = {
     "load_data": "running.sources",
     "load_model": "files.model_sources",
     "measures": "cost",
+    "measure": "timing.measure",
     "param_groups": "objective.penalty",
     "penalty": "objective.penalty",
     "read_info": "files.artifact",
@@ -90,6 +94,7 @@ __all__ = [
     "Gates",
     "HardConcrete",
     "History",
+    "LatencyTable",
     "Measure",
     "Pruner",
     "Settings",
@@ -107,6 +112,7 @@ __all__ = [
     "load",
     "load_data",
     "load_model",
+    "measure",
     "measures",
     "param_groups",
     "penalty",

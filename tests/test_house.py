@@ -14,14 +14,15 @@ ROOT = Path(l0prune.__file__).parent
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "cost", "gating", "files", "data", "running", "selection",
-    "objective", "training", "integrations", "exporting", "report", "recipes", "cli",
+    "objective", "training", "integrations", "exporting", "timing", "report", "recipes", "cli",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
-    "Gate", "Gates", "HardConcrete", "History", "Measure", "Pruner", "Settings", "Survey", "Task",
+    "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Settings",
+    "Survey", "Task",
     "__version__", "answered", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
-    "gates", "load", "load_data", "load_model", "measures", "param_groups", "penalty", "read_info",
-    "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
+    "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups", "penalty",
+    "read_info", "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -9,7 +9,16 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, say
-from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, parse_setting, recorded_data
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Json,
+    Latency,
+    TrustPickle,
+    latency_table,
+    parse_setting,
+    recorded_data,
+)
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.cli.setting_options import with_settings
 from l0prune.errors import UsageError
@@ -26,6 +35,7 @@ def finetune(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
     ] = None,
+    latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
@@ -73,6 +83,9 @@ def finetune(
             )
         source = world.first_then_all(lambda: l0prune.load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
+        table = latency_table(latency, path, settings.get("budget"))
+        if table is not None:
+            chosen_settings["latency"] = table
         history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))

@@ -8,10 +8,19 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit
-from l0prune.cli.options import DataRoot, DataSpec, Json, TrustPickle, recorded_data
+from l0prune.cli.edge import emit, err
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Json,
+    Latency,
+    TrustPickle,
+    latency_table,
+    recorded_data,
+)
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.setting_options import with_settings
+from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
 from l0prune.training.gate_settings import GateSettings
 
@@ -24,7 +33,8 @@ def fit(
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
     ] = None,
     budget: Annotated[
-        list[str] | None, typer.Option(help="macs=0.5, params=10k, 'layer3.*: params=0.3', …")
+        list[str] | None,
+        typer.Option(help="macs=0.5, latency=12ms, 'layer3.*: params=0.3', …"),
     ] = None,
     score: Annotated[
         str,
@@ -33,6 +43,7 @@ def fit(
             "outputs, random; or gates, what they have learned."
         ),
     ] = "magnitude",
+    latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
@@ -54,7 +65,7 @@ def fit(
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     asked = GateSettings.of({n: v for n, v in settings.items() if n != "loss"})
-    if not budget and not asked.rounds:
+    if not budget and not asked.rounds and latency is None:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     info = l0prune.read_info(path)
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
@@ -65,7 +76,9 @@ def fit(
         scores = l0prune.score(
             model, score, source, batches=batches, seed=seed, loss=settings.get("loss")
         )
-    counts = l0prune.fit(model, budget or None, scores, round_to=asked.round_to)
+    table = latency_table(latency, path, budget)
+    with shown(err):
+        counts = l0prune.fit(model, budget or None, scores, round_to=asked.round_to, latency=table)
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, info)
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.project import chosen
+from l0prune.cli.project import chosen, output_path
 from l0prune.errors import UsageError
 from l0prune.files.consent import check_consent, check_root_consent
 
+LATENCY = ".latency.json"
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
     "transformers:NAME."
@@ -53,6 +54,14 @@ DataSpec = Annotated[
 DataRoot = Annotated[
     Path | None,
     typer.Option(help="Where the data lies; else $L0PRUNE_DATA, else a cache folder."),
+]
+Latency = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Times of this model as `l0prune measure` wrote them, for budgets in latency and for "
+        "widths that the runtime likes; of a budget in latency default MODEL.latency.json.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
@@ -102,6 +111,19 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
     from l0prune.running.task import Task
 
     return as_arguments(example(Task.of(data), 2))
+
+
+def latency_table(given: Path | None, path: Path, budget: list[str] | None) -> Any:
+    """The latency table that is given, or that lies here where a budget needs one; else None.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    if given is None:
+        beside = output_path(None, str(path), LATENCY)
+        is_needed = any(l0prune.LatencyTable.name in text for text in budget or ())
+        given = beside if is_needed and beside.exists() else None
+    return None if given is None else l0prune.LatencyTable.load(given)
 
 
 def free_dims(given: list[str] | None) -> dict[str, dict[int, str]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -211,13 +212,35 @@ def _pruned(
     if not tuned.exists():
         model = l0prune.load(gated, copied(network))
         info = l0prune.read_info(gated)
+        times = _times(recipe, model, folder)
         if part.fit is None:
-            settings = _settings(recipe, folder / "finetune", part.finetune, dense)
+            settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
             info["history"] = l0prune.finetune(model, data, **settings).last
         else:
-            _fit(model, data, part.fit, recipe.seed)
+            _fit(model, data, part.fit, recipe.seed, **times)
         l0prune.save(model, tuned, info)
     return l0prune.load(tuned, copied(network))
+
+
+def _times(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """The setting for a latency table, where the recipe asks for one."""
+    if recipe.latency is None:
+        return {}
+    path, asked = folder / "latency.json", recipe.latency
+    if not path.exists():
+        table = l0prune.measure(
+            model,
+            asked.threads,
+            asked.batch,
+            asked.runtime,
+            asked.provider,
+            samples=asked.samples,
+            seed=recipe.seed,
+            folder=folder / "latency",
+        )
+        table.save(path)
+        shutil.rmtree(folder / "latency")
+    return {"latency": l0prune.LatencyTable.load(path)}
 
 
 def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path: Path) -> None:
@@ -227,11 +250,17 @@ def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path:
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 
-def _fit(model: nn.Module, data: Task, part: FitSection, seed: int) -> None:
+def _fit(
+    model: nn.Module,
+    data: Task,
+    part: FitSection,
+    seed: int,
+    latency: l0prune.LatencyTable | None = None,
+) -> None:
     scores = l0prune.score(
         model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
     )
-    l0prune.fit(model, part.budget, scores, round_to=part.round_to)
+    l0prune.fit(model, part.budget, scores, round_to=part.round_to, latency=latency)
 
 
 class _OnnxFile(nn.Module):

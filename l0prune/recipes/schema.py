@@ -108,6 +108,16 @@ class RoundSection(_Section):
         return self
 
 
+class LatencySection(_Section):
+    """What milliseconds are of, for budgets in latency: ``l0prune.measure`` on this machine."""
+
+    runtime: str = "onnxruntime"
+    provider: str | None = None
+    threads: int = Field(1, ge=1)
+    batch: int = Field(1, ge=1)
+    samples: int = Field(48, ge=1)
+
+
 class ExportSection(_Section):
     """Which files to write besides ONNX."""
 
@@ -124,6 +134,8 @@ class Recipe(RoundSection):
     Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
     measures more than the metric: of the dense network and the path of the ONNX file it returns
     what is to be said, by name.
+    With ``latency`` each round's network is timed before its gates learn, so that budgets may be
+    in milliseconds.
     """
 
     name: str
@@ -135,4 +147,5 @@ class Recipe(RoundSection):
     rounds: list[RoundSection] = Field(default_factory=list)
     recover: Learning | None = None
     report: str | None = None
+    latency: LatencySection | None = None
     export: ExportSection = Field(default_factory=ExportSection)

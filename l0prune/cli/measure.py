@@ -1,0 +1,139 @@
+"""``l0prune measure``: how many milliseconds a gated model takes at any widths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import l0prune
+from l0prune.cli.edge import emit, err, say
+from l0prune.cli.options import LATENCY, Json, TrustPickle
+from l0prune.cli.project import newest, output_path
+from l0prune.cli.stages import shown
+from l0prune.errors import UsageError
+
+
+def measure(
+    file: Annotated[
+        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="That one call may use.")] = 1,
+    batch: Annotated[int, typer.Option(help="Examples in one call.")] = 1,
+    runtime: Annotated[str, typer.Option(help="What runs the network.")] = "onnxruntime",
+    provider: Annotated[
+        str | None, typer.Option(help="Of ONNX Runtime, such as CUDAExecutionProvider [the CPU's].")
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many networks are timed.")] = 48,
+    seed: Annotated[int, typer.Option(help="Of their widths.")] = 0,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Time nothing here: write a folder to be copied to the device that will serve, "
+            "and run there (run.py needs numpy and onnxruntime only).",
+        ),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="What run.py of a bundle wrote on a device."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default MODEL.latency.json.")
+    ] = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Time the model at many widths, and write a table of what it takes at any.
+
+    A budget can then be in milliseconds. What was stopped goes on where it was. Example:
+
+        l0prune measure model.gated.pt --threads 1 --batch 1
+        l0prune finetune --latency model.latency.json --budget latency=12ms
+
+    For another device: --bundle DIR here, `python DIR/run.py` there, --from results.json here.
+    """
+    if bundle and results:
+        raise UsageError("--bundle writes what is to be timed, --from reads what was: give one")
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    model = l0prune.load(path, trust_pickle=trust_pickle)
+    if bundle:
+        _write_bundle(model, bundle, batch, samples, seed, json)
+        return
+    target = output_path(out, str(path), LATENCY)
+    if results:
+        from l0prune.timing.results import read_results, table_of
+
+        table = table_of(l0prune.gates(model).plan, read_results(results))
+    else:
+        table = _timed(model, target, threads, batch, runtime, provider, samples, seed)
+    table.save(target)
+    facts = {name: value for name, value in table.to_dict().items() if name in _SHOWN}
+    emit({"file": str(target), **facts}, json, f"{target} written; {table}")
+    if table.warning:
+        say(f"warning: {table.warning}")
+
+
+_SHOWN = ("setting", "dense", "quality")
+
+
+def _write_bundle(
+    model: object, folder: Path, batch: int, samples: int, seed: int, json: bool
+) -> None:
+    from l0prune.timing.bundle import write_bundle
+
+    with shown(err):
+        write_bundle(model, folder, batch=batch, samples=samples, seed=seed)  # type: ignore[arg-type]
+    how = f"copy {folder} to the device, run `python run.py --threads 1` in it, and bring back "
+    then = "results.json for --from"
+    emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")
+
+
+def _timed(
+    model: object,
+    target: Path,
+    threads: int,
+    batch: int,
+    runtime: str,
+    provider: str | None,
+    samples: int,
+    seed: int,
+) -> l0prune.LatencyTable:
+    """The table; what it is made from is kept beside it until it is done."""
+    import shutil
+
+    folder = target.with_name(f"{target.name}.unfinished")
+    with shown(err), _progress() as progress:
+        table = l0prune.measure(
+            model,  # type: ignore[arg-type]
+            threads,
+            batch,
+            runtime,
+            provider,
+            samples=samples,
+            seed=seed,
+            folder=folder,
+            progress=progress,
+        )
+    shutil.rmtree(folder)
+    return table
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """How many networks are timed: a bar on a terminal, a line now and then elsewhere."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+        task = bar.add_task("timing networks", total=None)
+
+        def show(done: int, of: int) -> None:
+            bar.update(task, completed=done, total=of)
+            if not err.is_terminal and done % max(1, of // 4) == 0:
+                say(f"{done} of {of} networks timed")
+
+        yield show

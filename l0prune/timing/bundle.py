@@ -1,0 +1,78 @@
+"""A folder with networks to be timed on the device that will serve them, and what times them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from l0prune.gating.attaching import gates_of
+from l0prune.running.stages import stage
+from l0prune.timing import collect
+from l0prune.timing.facts import facts_to_json, plan_id
+from l0prune.timing.network_files import DENSE, NetworkFiles
+from l0prune.timing.sampling import first_slots, sampled_widths
+
+ABOUT, SCRIPT = "bundle.json", "run.py"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A folder of networks, as it lies on disk.
+
+    Attributes:
+        folder: where.
+        about: what ``bundle.json`` says.
+    """
+
+    folder: Path
+    about: dict[str, Any]
+
+
+def write_bundle(
+    model: nn.Module, folder: Path, *, batch: int, samples: int, seed: int = 0
+) -> Bundle:
+    """Write networks of random widths, a script that times them, and what it is all about.
+
+    A folder that holds the same already is left as it is.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: it becomes several ONNX files, or its files differ by more than sizes.
+    """
+    plan = gates_of(model).plan
+    chosen = list(islice(sampled_widths(plan, seed), samples))
+    wanted = {
+        "format": collect.FORMAT,
+        "plan": plan_id(plan),
+        "batch": batch,
+        "seed": seed,
+        "widths": chosen,
+    }
+    known = _known(folder)
+    if known | wanted == known:
+        return Bundle(folder, known)
+    files = NetworkFiles(model, batch, folder)
+    with stage(f"writing {samples} networks of other widths"):
+        names = [f"{number:03d}.onnx" for number in range(samples)]
+        for name, widths in zip(names, chosen, strict=True):
+            files.write(name, plan.kept(first_slots(plan, widths)))
+        (folder / SCRIPT).write_text(Path(collect.__file__).read_text())
+        about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
+        about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+        (folder / ABOUT).write_text(json.dumps(about))
+    return Bundle(folder, about)
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """What the folder says of itself; nothing if it says nothing."""
+    try:
+        known = json.loads((folder / ABOUT).read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}

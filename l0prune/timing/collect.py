@@ -1,0 +1,234 @@
+"""Times the networks of a folder with ONNX Runtime. Needs numpy and onnxruntime, nothing else.
+
+    python run.py [--threads 1] [--provider NAME] [--out results.json]
+
+Each network is timed beside the dense one, in turns, so that a machine that is slower for a while
+does no harm. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+FORMAT = 1
+ROUNDS = 3  # turns of dense and small network
+SECONDS = 0.1  # of each turn, about
+FEWEST, MOST = 4, 100  # runs of a turn
+NODE = re.compile(r"n(\d{5})_")
+BEFORE = "before"  # what no node of the file's is charged with, since it is the first
+
+
+class FellBack(RuntimeError):
+    """ONNX Runtime does not run networks on what was asked for."""
+
+
+class Network:
+    """One file, loaded."""
+
+    def __init__(self, path: Path, threads: int, provider: str, profile: str = "") -> None:
+        self.threads = threads
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        if profile:
+            options.enable_profiling, options.profile_file_prefix = True, profile
+        self.session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+        taken = self.session.get_providers()[0]
+        if taken != provider:
+            raise FellBack(
+                f"{provider} was asked for, but ONNX Runtime fell back to {taken}: install the "
+                "onnxruntime package for it, with the driver that it needs"
+            )
+
+    def run(self, inputs: dict[str, Any], times: int) -> list[float]:
+        """Milliseconds of so many runs, one by one."""
+        return [wall for wall, _ in self._runs(inputs, times)]
+
+    def median(self, inputs: dict[str, Any], times: int) -> float:
+        """The median in milliseconds.
+
+        Of a single thread it is the time at work: what it waits while the system lets others
+        work is no property of the network. On a machine of one's own both are the same.
+        """
+        runs = self._runs(inputs, times)
+        return statistics.median(min(run) if self.threads == 1 else run[0] for run in runs)
+
+    def _runs(self, inputs: dict[str, Any], times: int) -> list[tuple[float, float]]:
+        """Milliseconds of each run by the clock, and those at which this thread was at work."""
+        found = []
+        for _ in range(times):
+            start, busy = time.perf_counter(), time.thread_time()
+            self.session.run(None, inputs)
+            busy = time.thread_time() - busy
+            found.append((1e3 * (time.perf_counter() - start), 1e3 * busy))
+        return found
+
+
+def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
+    """Milliseconds a run that each node of the file took, of its last ``runs`` runs.
+
+    What the runtime adds, such as a node that brings numbers into another order, is charged to
+    the node before it.
+    """
+    nodes = [event for event in events if event.get("cat") == "Node"]
+    if len(nodes) % runs:
+        nodes = nodes[len(nodes) % runs :]
+    each = len(nodes) // runs
+    by_run = []
+    for number in range(runs):
+        total: dict[str, float] = defaultdict(float)
+        last = BEFORE
+        for event in nodes[number * each : (number + 1) * each]:
+            name = NODE.search(event["name"])
+            last = name[1] if name else last
+            total[last] += event["dur"] / 1e3
+        by_run.append(total)
+    names = {name for total in by_run for name in total}
+    return {name: _lower_quartile([total[name] for total in by_run]) for name in sorted(names)}
+
+
+def _lower_quartile(numbers: list[float]) -> float:
+    """Where others work meanwhile some are too large, and none is too small."""
+    return sorted(numbers)[len(numbers) // 4]
+
+
+def runs(milliseconds: float, seconds: float = SECONDS) -> int:
+    """How many runs of a network that takes so long make a turn."""
+    return min(MOST, max(FEWEST, round(seconds * 1e3 / max(milliseconds, 1e-3))))
+
+
+def turns(
+    network: Network, dense: Network, inputs: dict[str, Any], seconds: float = SECONDS
+) -> dict[str, list[float]]:
+    """The medians of a network and of the dense one, which take turns of about so many seconds."""
+    times = runs(statistics.median(network.run(inputs, 3)[1:]), seconds)
+    found: dict[str, list[float]] = {"dense": [], "own": []}
+    for _ in range(ROUNDS):
+        for name, each in (("dense", dense), ("own", network)):
+            each.run(inputs, 1)
+            found[name].append(each.median(inputs, times))
+    return found
+
+
+def timed(
+    path: Path, dense: Network, inputs: dict[str, Any], threads: int, provider: str
+) -> dict[str, Any]:
+    """What one network took, the dense one beside it, and each of its nodes."""
+    found = turns(Network(path, threads, provider), dense, inputs)
+    times = runs(found["own"][0])
+    return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
+
+
+def profiled(
+    path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
+) -> dict[str, float]:
+    """Milliseconds of each node, by ONNX Runtime's own profile."""
+    with tempfile.TemporaryDirectory() as folder:
+        network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
+        network.run(inputs, times + 1)
+        events = json.loads(Path(network.session.end_profiling()).read_text())
+    return node_times(events, times + 1)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def digest(results: dict[str, Any]) -> str:
+    """A checksum of all but itself."""
+    rest = {key: value for key, value in results.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def collect(
+    folder: Path,
+    out: Path,
+    threads: int = 1,
+    provider: str = "CPUExecutionProvider",
+    say: Any = None,
+) -> dict[str, Any]:
+    """Time all networks of the folder that ``out`` has no figures of yet."""
+    about = json.loads((folder / "bundle.json").read_text())
+    inputs = dict(np.load(folder / "inputs.npz").items())
+    settings = {
+        "format": FORMAT,
+        "about": about,
+        "runtime": "onnxruntime",
+        "version": onnxruntime.__version__,
+        "provider": provider,
+        "threads": threads,
+        "machine": machine(),
+    }
+    results: dict[str, Any] = {**settings, "samples": {}}
+    if out.exists():
+        old = json.loads(out.read_text())
+        if {key: old.get(key) for key in settings} == settings and old.get("digest") == digest(old):
+            results = old
+    dense = Network(folder / about["dense"], threads, provider)
+    dense.run(inputs, 3)
+    for number, name in enumerate(about["samples"], start=1):
+        if name not in results["samples"]:
+            results["samples"][name] = timed(folder / name, dense, inputs, threads, provider)
+            results["digest"] = digest(results)
+            unfinished = out.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(results))
+            unfinished.replace(out)
+        if say is not None:
+            say(number, len(about["samples"]))
+    return results
+
+
+def main() -> None:
+    """Time the networks of the folder that this file lies in."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--provider", default="CPUExecutionProvider")
+    parser.add_argument("--out", type=Path, default=Path("results.json"))
+    options = parser.parse_args()
+
+    def say(number: int, of: int) -> None:
+        print(f"\r{number} of {of} networks timed", end="", file=sys.stderr, flush=True)
+
+    folder = Path(__file__).parent
+    try:
+        collect(folder, options.out, options.threads, options.provider, say)
+    except FellBack as error:
+        sys.exit(str(error))
+    print(f"\n{options.out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

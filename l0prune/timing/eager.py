@@ -1,0 +1,193 @@
+"""Times networks with PyTorch itself, and its operators one by one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from l0prune.errors import UsageError
+from l0prune.plan.layout import Layout
+from l0prune.timing.facts import NodeFacts
+from l0prune.timing.graphs import Inputs
+from l0prune.timing.sizes import SizeFinder
+
+Shapes = list[tuple[int, ...]]
+
+
+class Eager:
+    """PyTorch without a compiler.
+
+    Args:
+        device: that networks run on, such as ``"cpu"`` or ``"cuda"``.
+        threads: that one call may use.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+
+    name = "eager"
+
+    def __init__(self, device: str, threads: int) -> None:
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"PyTorch cannot use the device {device!r} here: {reason}") from error
+        self.threads = threads
+
+    def prepared(self, network: nn.Module) -> Callable[..., Any]:
+        """What is called to run a network that lies on the device."""
+        return network
+
+    def median(self, run: Callable[[], Any], times: int) -> float:
+        """The median of some runs in milliseconds."""
+        return statistics.median(self._timed(run) for _ in range(times))
+
+    def _timed(self, run: Callable[[], Any]) -> float:
+        """Milliseconds of one run; of a single thread on the CPU those at which it is at work."""
+        self.wait()
+        start, busy = time.perf_counter(), time.thread_time()
+        run()
+        self.wait()
+        wall, busy = time.perf_counter() - start, time.thread_time() - busy
+        is_alone = self.threads == 1 and self.device.type == "cpu"
+        return 1e3 * (min(wall, busy) if is_alone else wall)
+
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the context, so many threads work, without gradients."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def operators(self, network: GraphModule, inputs: Inputs, times: int) -> Operators:
+        """The operators of a network, each with its time."""
+        found = Operators(network, self)
+        for _ in range(times):
+            found.run(*inputs)
+        return found
+
+
+@dataclass
+class Seen:
+    """One operator of a network.
+
+    Attributes:
+        node: in its graph.
+        shapes: of the tensors that it reads and writes.
+        spent: milliseconds of each run.
+    """
+
+    node: Node
+    shapes: Shapes
+    spent: list[float] = field(default_factory=list)
+
+
+class Operators(Interpreter):
+    """Runs a graph node by node, and takes the time of each."""
+
+    def __init__(self, network: GraphModule, runtime: Eager) -> None:
+        super().__init__(network, garbage_collect_values=True)
+        self._runtime = runtime
+        self._order = {node: number for number, node in enumerate(network.graph.nodes)}
+        self._node: Node | None = None
+        self.seen: dict[int, Seen] = {}
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
+        """One run of the network."""
+        placed = pytree.tree_leaves((args, kwargs))
+        return super().run(*placed, enable_io_processing=False)
+
+    def run_node(self, n: Node) -> Any:
+        """One node, which ``call_function`` then knows."""
+        self._node = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """One operator and its time."""
+        assert self._node is not None
+        self._runtime.wait()
+        start = time.perf_counter()
+        result = super().call_function(target, args, kwargs)
+        self._runtime.wait()
+        spent = 1e3 * (time.perf_counter() - start)
+        number = self._order[self._node]
+        if number not in self.seen:
+            tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if _is_tensor(x)]
+            self.seen[number] = Seen(self._node, [tuple(x.shape) for x in tensors])
+        self.seen[number].spent.append(spent)
+        return result
+
+    def times(self) -> dict[int, float]:
+        """Milliseconds by number of the node: the lower quartile, since others may be at work."""
+        return {
+            number: sorted(seen.spent)[len(seen.spent) // 4] for number, seen in self.seen.items()
+        }
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def facts_of(found: Sequence[Operators], finder: SizeFinder) -> list[NodeFacts]:
+    """What there is to know of each node, from networks of the finder's widths.
+
+    Raises:
+        UsageError: they have other nodes.
+    """
+    numbers = set(found[0].seen)
+    if any(set(each.seen) != numbers for each in found):
+        raise UsageError(
+            "no latency table can be made of this model: its operators differ by widths"
+        )
+    unseen = NodeFacts("", "", has_weights=False, before=None, monomials=())
+    facts = [unseen] * (max(numbers, default=-1) + 1)
+    for number in numbers:
+        alike = [each.seen[number] for each in found]
+        monomials: dict[tuple[Layout, ...], None] = {}
+        for shapes in zip(*(seen.shapes for seen in alike), strict=True):
+            sizes = [finder.find(column) for column in zip(*shapes, strict=True)]
+            layouts = [size.layout for size in sizes if size and not size.is_constant]
+            monomials[tuple(sorted(layouts, key=str))] = None
+        node = alike[0].node
+        facts[number] = NodeFacts(_name(node), _owner(node), True, None, tuple(monomials))
+    return facts
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _owner(node: Node) -> str:
+    """The innermost module that the node is from, by the capture's notes."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+class Compiled(Eager):
+    """PyTorch with ``torch.compile``. Operators are timed without it: each would be fused."""
+
+    name = "compile"
+
+    def prepared(self, network: nn.Module) -> Callable[..., Any]:
+        """The network, to be compiled when it is first called."""
+        torch.compiler.reset()
+        return torch.compile(network, dynamic=False)

@@ -1,0 +1,82 @@
+"""What there is to know of the nodes of a network before any of them is timed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from l0prune.plan.layout import Layout, from_json, to_json
+from l0prune.plan.plan import Plan
+
+
+def plan_id(plan: Plan) -> str:
+    """What tells plans apart whose times differ: their axes and the layouts of all tensors."""
+    axes = [[axis.name, axis.size] for axis in plan.axes]
+    tensors = {name: list(map(to_json, dims)) for name, dims in plan.tensors.items()}
+    return hashlib.sha256(json.dumps([axes, tensors], sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What there is to know of one node, at any widths.
+
+    Attributes:
+        operator: such as ``Conv``.
+        owner: path of the module whose code it is from, if that is known.
+        has_weights: does it read a tensor of two or more dims?
+        before: number of the last node that it reads, or None.
+        monomials: how many numbers it reads and writes, as products of layouts, but for factors.
+    """
+
+    operator: str
+    owner: str
+    has_weights: bool
+    before: int | None
+    monomials: tuple[tuple[Layout, ...], ...]
+
+
+def number_of(node: int) -> str:
+    """What a node's number is in its name, and in what ``collect`` finds."""
+    return f"{node:05d}"
+
+
+def facts_to_json(facts: Sequence[NodeFacts]) -> dict[str, Any]:
+    """The facts as plain lists; ``facts_from_json`` reads them back."""
+    layouts = list(dict.fromkeys(x for node in facts for m in node.monomials for x in m))
+    number = {layout: i for i, layout in enumerate(layouts)}
+    nodes = [
+        [
+            f.operator,
+            f.owner,
+            f.has_weights,
+            f.before,
+            [[number[x] for x in m] for m in f.monomials],
+        ]
+        for f in facts
+    ]
+    return {"layouts": list(map(to_json, layouts)), "nodes": nodes}
+
+
+def facts_from_json(data: Mapping[str, Any]) -> list[NodeFacts]:
+    """Inverse of ``facts_to_json``.
+
+    Raises:
+        ValueError: the data is none.
+    """
+    try:
+        layouts = list(map(from_json, data["layouts"]))
+        return [
+            NodeFacts(
+                str(operator),
+                str(owner),
+                bool(has_weights),
+                None if before is None else int(before),
+                tuple(tuple(layouts[i] for i in monomial) for monomial in monomials),
+            )
+            for operator, owner, has_weights, before, monomials in data["nodes"]
+        ]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"these are no facts of nodes: {error}") from error

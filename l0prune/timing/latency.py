@@ -1,0 +1,117 @@
+"""The measure that a latency table makes: smooth for gates to learn by, on stairs for widths."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.cost.measures import Latency
+from l0prune.cost.model import Axes, CostModel
+from l0prune.gating.attaching import gates_of
+from l0prune.plan.layout import axes_of
+from l0prune.plan.plan import Cost, Plan
+from l0prune.timing.groups import Group
+from l0prune.timing.sampling import first_slots, preferred_blocks
+from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
+
+Observe = Callable[[Tensor], float]
+"""The time of the network that keeps these slots, bool and flat, over that of the dense one."""
+
+OVERHEAD = "the runtime itself, whatever the widths"
+
+
+class TimedLatency(Latency):
+    """Milliseconds of one network, predicted.
+
+    Args:
+        plan: of the network.
+        groups: its nodes.
+        stairs: their times.
+        smooth: the same for gates to learn by.
+        dense: milliseconds of the dense network, as timed.
+        observing: gives what times networks of a model here, if anything does.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        groups: Sequence[Group],
+        stairs: Stairs,
+        smooth: Stairs,
+        dense: float,
+        observing: Callable[[nn.Module], Observe | None],
+    ) -> None:
+        owners = [*(group.owner for group in groups), OVERHEAD]
+        super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name)))
+        self._owners, self._stairs = owners, stairs
+        self._sizes = LayoutSizes(plan, stairs.layouts)
+        self._dense, self._observing = dense, observing
+
+    def actual(self, open_: Tensor, through: Axes = None) -> float:
+        """Milliseconds of an export with these open gates, on the stairs."""
+        return float(self._values(self.plan.kept(open_), through).sum())
+
+    def dense(self, through: Axes = None) -> float:
+        """Milliseconds of the dense network, as timed; of a part of it, as predicted."""
+        if through is None:
+            return self._dense
+        return self.actual(torch.ones(self.plan.size, dtype=torch.bool), through)
+
+    def by_owner(self, kept: Tensor) -> dict[str, float]:
+        """Milliseconds of each module, and those that no module takes; together the whole time."""
+        result: dict[str, float] = defaultdict(float)
+        values = self._values(kept > 0, None)
+        for term, ms in zip(self._stairs.terms, values, strict=True):
+            result[self._owners[term.group]] += float(ms)
+        if result[OVERHEAD] < 0:  # in truth the modules take less than their nodes were seen to
+            del result[OVERHEAD]
+        scale = float(values.sum()) / sum(result.values())
+        return {owner: scale * ms for owner, ms in result.items()}
+
+    def blocks(self) -> list[int]:
+        """For each axis in how many slots at once the runtime likes it to be cut."""
+        return self._blocks
+
+    @cached_property
+    def _blocks(self) -> list[int]:
+        def time(widths: list[int]) -> float:
+            return self.actual(first_slots(self.plan, widths))
+
+        return preferred_blocks(self.plan, time)
+
+    def observed(self, model: nn.Module) -> float | None:
+        """Milliseconds of the model with its gates as they stand, timed beside the dense one.
+
+        None where the table is of another machine.
+        """
+        observe = self._observing(model)
+        if observe is None:
+            return None
+        return self._dense * observe(self.plan.kept(gates_of(model).open()))
+
+    def _values(self, kept: Tensor, through: Axes) -> Numbers:
+        values = self._stairs.values(self._sizes(kept))
+        return values if through is None else values * self._meets(through)
+
+    def _meets(self, through: frozenset[int]) -> Any:
+        """1 for each term that one of these axes could take away, else 0."""
+        axes = [axes_of(layout) for layout in self._stairs.layouts]
+        return np.array(
+            [
+                float(any(axes[s.layout] & through for s in (*term.factors, *term.aligned)))
+                for term in self._stairs.terms
+            ]
+        )
+
+
+def _costs(smooth: Stairs, owners: Sequence[str], unit: str) -> list[Cost]:
+    return [
+        Cost(owners[t.group], unit, t.ms, tuple(smooth.layouts[s.layout] for s in t.factors))
+        for t in smooth.terms
+    ]

@@ -1,0 +1,135 @@
+"""From what was timed on a device to a latency table, after a look at whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l0prune.errors import FileError, UsageError
+from l0prune.plan.plan import Plan
+from l0prune.timing import collect
+from l0prune.timing.facts import facts_from_json, plan_id
+from l0prune.timing.groups import Group, groups_of
+from l0prune.timing.regression import Samples, fitted, smooth
+from l0prune.timing.sampling import all_slots, first_slots
+from l0prune.timing.setting import Setting
+from l0prune.timing.stairs import LayoutSizes, Numbers
+from l0prune.timing.table import LatencyTable, Quality
+
+_HELD_OUT = 4  # one sample in so many says how well the others predict
+_BLOCK = 16  # of the widths that the smooth times are fitted to
+_FEWEST = 12
+
+
+def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``run.py`` of a bundle wrote.
+
+    Raises:
+        FileError: there is no such file, or it is not whole.
+    """
+    again = "run run.py of the bundle again (it goes on where it was), and copy the whole file"
+    try:
+        results = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FileError(f"{path} holds no results: it is cut off or damaged; {again}") from error
+    if not isinstance(results, dict) or results.get("format") != collect.FORMAT:
+        raise FileError(f"{path} holds no results of this version of l0prune; {again}")
+    if results.get("digest") != collect.digest(results):
+        raise FileError(
+            f"{path} was changed after it was written: its checksum is another; {again}"
+        )
+    missing = len(set(results["about"]["samples"]) - set(results["samples"]))
+    if missing:
+        raise FileError(f"{path} lacks {missing} of its networks; {again}")
+    return results
+
+
+def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
+    """The table of a network with this plan.
+
+    Raises:
+        UsageError: the results are of another network, or make no sense.
+    """
+    about = results["about"]
+    if about["plan"] != plan_id(plan):
+        raise UsageError(
+            "these results are of another model, or of the same with other gates: give the gated "
+            "file that the bundle was made from"
+        )
+    timed = [results["samples"][name] for name in about["samples"]]
+    _check(timed)
+    beside = np.array([statistics.median(each["dense"]) for each in timed])
+    dense = float(np.median(beside))
+    drift = dense / beside
+    whole = np.array([statistics.median(each["own"]) for each in timed]) * drift
+    nodes = [
+        {node: ms * float(factor) for node, ms in each["nodes"].items()}
+        for each, factor in zip(timed, drift, strict=True)
+    ]
+    groups = groups_of(facts_from_json(about), nodes)
+    layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
+    sizes_of = LayoutSizes(plan, layouts)
+    sizes = np.stack([sizes_of(plan.kept(first_slots(plan, w))) for w in about["widths"]])
+    times = np.array([[group.time(each) for group in groups] for each in nodes])
+    samples = Samples(layouts, sizes, times, whole)
+    stairs = fitted(groups, samples)
+    most = sizes_of(all_slots(plan))
+    blocks = np.minimum(np.ceil(sizes / _BLOCK) * _BLOCK, most)
+    return LatencyTable(
+        setting=_setting(results),
+        plan=plan_id(plan),
+        dense=dense,
+        groups=groups,
+        stairs=stairs,
+        smooth=smooth(stairs, groups, blocks, most, dense),
+        quality=_quality(groups, samples, beside),
+        samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
+    )
+
+
+def _check(timed: Sequence[Mapping[str, Any]]) -> None:
+    if len(timed) < _FEWEST:
+        raise UsageError(
+            f"{len(timed)} networks are too few for a latency table: time {_FEWEST} or more"
+        )
+    for each in timed:
+        numbers = [*each["dense"], *each["own"], *each["nodes"].values()]
+        if not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers):
+            raise UsageError("a time among these results is no positive number of milliseconds")
+
+
+def _setting(results: Mapping[str, Any]) -> Setting:
+    return Setting(
+        runtime=results["runtime"],
+        version=results["version"],
+        provider=results["provider"],
+        threads=results["threads"],
+        batch=results["about"]["batch"],
+        processor=results["machine"]["processor"],
+        system=results["machine"]["system"],
+    )
+
+
+def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Quality:
+    """How well some of the samples predict the others."""
+    everyone = np.arange(len(samples.whole))
+    unseen = everyone % _HELD_OUT == _HELD_OUT - 1
+    seen = samples.some(everyone[~unseen])
+    predicted = fitted(groups, seen).values(samples.sizes[unseen]).sum(-1)
+    errors = np.abs(predicted / samples.whole[unseen] - 1)
+    low, high = np.quantile(beside, (0.25, 0.75))
+    return Quality(
+        median=float(np.median(errors)),
+        worst=float(errors.max()),
+        networks=int(unseen.sum()),
+        noise=float((high - low) / np.median(beside) / 2),
+    )

@@ -1,0 +1,165 @@
+"""The runtimes that networks can be timed on, by name."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.timing import collect
+from l0prune.timing.bundle import write_bundle
+from l0prune.timing.eager import Compiled, Eager
+from l0prune.timing.latency import Observe
+from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
+from l0prune.timing.torch_results import Turns, torch_results
+
+CPU = "CPUExecutionProvider"
+_SECONDS = 0.5  # of each turn, where a single network is timed
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be timed.
+
+    Attributes:
+        model: gated.
+        folder: where files and results are kept.
+        threads: that one call may use.
+        batch: examples in a call.
+        samples: networks.
+        seed: of their widths.
+        progress: called with how many networks are timed, and of how many.
+    """
+
+    model: nn.Module
+    folder: Path
+    threads: int
+    batch: int
+    samples: int = 0
+    seed: int = 0
+    progress: Callable[[int, int], None] | None = None
+
+    @property
+    def out(self) -> Path:
+        """Where the results are kept."""
+        return self.folder / "results.json"
+
+
+class Runtime(Protocol):
+    """What runs networks.
+
+    Attributes:
+        version: of it.
+    """
+
+    version: str
+
+    def results(self, job: Job) -> dict[str, Any]:
+        """The results; what was timed already is taken from the folder.
+
+        Raises:
+            UsageError: the model cannot be timed on it.
+        """
+
+    def bench(self, job: Job) -> Observe:
+        """Times single networks of the model; its files lie in the job's folder."""
+
+
+class OnnxRuntime:
+    """ONNX Runtime with one of its providers.
+
+    Raises:
+        UsageError: it has no such provider.
+    """
+
+    def __init__(self, providers: Sequence[str]) -> None:
+        import onnxruntime
+
+        self.version = onnxruntime.__version__
+        self.provider = providers[0] if providers else CPU
+        available = onnxruntime.get_available_providers()
+        if self.provider not in available:
+            raise UsageError(
+                f"this ONNX Runtime has no {self.provider}, but {', '.join(available)}: install "
+                "the onnxruntime package that has it, such as onnxruntime-gpu for CUDA"
+            )
+
+    def results(self, job: Job) -> dict[str, Any]:
+        """See ``Runtime``."""
+        bundle = write_bundle(
+            job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed
+        )
+        try:
+            return collect.collect(bundle.folder, job.out, job.threads, self.provider, job.progress)
+        except collect.FellBack as error:
+            raise UsageError(str(error)) from error
+
+    def bench(self, job: Job) -> Observe:
+        """See ``Runtime``."""
+        files = NetworkFiles(job.model, job.batch, job.folder)
+        inputs = dict(np.load(job.folder / INPUTS).items())
+        dense = collect.Network(job.folder / DENSE, job.threads, self.provider)
+
+        def ratio(kept: Tensor) -> float:
+            path = files.write("chosen.onnx", kept)
+            network = collect.Network(path, job.threads, self.provider)
+            return _ratio(collect.turns(network, dense, inputs, _SECONDS))
+
+        return ratio
+
+
+class Torch:
+    """PyTorch, on the device that is its first provider."""
+
+    def __init__(self, kind: type[Eager], providers: Sequence[str]) -> None:
+        self._kind, self.provider = kind, providers[0] if providers else "cpu"
+        self.version = str(torch.__version__)
+
+    def results(self, job: Job) -> dict[str, Any]:
+        """See ``Runtime``."""
+        runtime = self._kind(self.provider, job.threads)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        return torch_results(
+            job.model,
+            runtime,
+            job.out,
+            batch=job.batch,
+            samples=job.samples,
+            seed=job.seed,
+            progress=job.progress,
+        )
+
+    def bench(self, job: Job) -> Observe:
+        """See ``Runtime``."""
+        turns = Turns(job.model, self._kind(self.provider, job.threads), job.batch)
+        return lambda kept: _ratio(turns.of_slots(kept, _SECONDS))
+
+
+def _ratio(turns: dict[str, list[float]]) -> float:
+    pairs = zip(turns["own"], turns["dense"], strict=True)
+    return statistics.median(own / dense for own, dense in pairs)
+
+
+_RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
+    "onnxruntime": OnnxRuntime,
+    "eager": lambda providers: Torch(Eager, providers),
+    "compile": lambda providers: Torch(Compiled, providers),
+}
+
+
+def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:
+    """What times networks on the runtime of this name.
+
+    Raises:
+        UsageError: there is none of this name, or it is not installed, or has no such provider.
+    """
+    if name not in _RUNTIMES:
+        raise UsageError(f"runtime is one of {', '.join(_RUNTIMES)}, not {name!r}")
+    return _RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))

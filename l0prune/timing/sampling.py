@@ -1,0 +1,125 @@
+"""Widths to try: some that tell every axis from the others, and many that show the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from l0prune.plan.plan import Axis, Plan
+
+_TRIES = 50
+_NARROWEST = 0.1  # of an axis, in samples
+_STEPS = (8, 16, 32)  # what runtimes like widths to be multiples of
+_ALIGNED = (0.0, 0.5, 1.0)
+_BLOCKS = (1, 4, 8, 16, 32)
+_TRIED = 12  # networks by which blocks are compared
+_WORTH = 1e-4  # by which a block has to be better
+WHOLE = ("head", "group")  # axes of these kinds are not cut in blocks
+
+
+Widths = list[int]
+"""The number of open slots of each axis."""
+
+
+def telling_widths(plan: Plan, count: int, seed: int = 0) -> list[Widths]:
+    """Widths that tell all axes apart, where that is possible.
+
+    Random ones between a quarter and all of each axis; of some draws the best.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> list[Widths]:
+        return [[_fewer(axis, generator) for axis in plan.axes] for _ in range(count)]
+
+    return max((draw() for _ in range(_TRIES)), key=lambda drawn: _told_apart(plan, drawn))
+
+
+def _fewer(axis: Axis, generator: torch.Generator) -> int:
+    """Some slots, but not all, if there are several."""
+    low = max(1, axis.size // 4)
+    return int(torch.randint(low, max(low + 1, axis.size), (), generator=generator))
+
+
+def _told_apart(plan: Plan, drawn: Sequence[Widths]) -> int:
+    """How many axes differ, in their sizes or in what is left of them."""
+    sizes = (axis.size for axis in plan.axes)
+    return len(set(zip(sizes, *drawn, strict=True)))
+
+
+def sampled_widths(
+    plan: Plan, seed: int = 0, aligned: Sequence[float] = _ALIGNED
+) -> Iterator[Widths]:
+    """Random widths without end.
+
+    Args:
+        plan: whose axes.
+        seed: of chance.
+        aligned: in turns, the share of axes whose widths are whole blocks.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform() -> float:
+        return float(torch.rand((), generator=generator))
+
+    for share in cycle(aligned):
+        widths = []
+        for axis in plan.axes:
+            wanted = axis.size * (_NARROWEST + (1 - _NARROWEST) * uniform())
+            step = _STEPS[int(uniform() * len(_STEPS))] if uniform() < share else 1
+            step = step if step < axis.size else 1
+            widths.append(min(axis.size, max(1, step, round(wanted / step) * step)))
+        yield widths
+
+
+def first_slots(plan: Plan, widths: Widths) -> Tensor:
+    """As many slots of each axis, the first ones; bool, flat."""
+    open_ = torch.zeros(plan.size, dtype=torch.bool)
+    for axis, width in zip(plan.axes, widths, strict=True):
+        open_[axis.start : axis.start + width] = True
+    return open_
+
+
+def all_slots(plan: Plan) -> Tensor:
+    """Every slot; bool, flat."""
+    return torch.ones(plan.size, dtype=torch.bool)
+
+
+def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
+    """For each axis the block that makes networks fastest when its widths are rounded up to it.
+
+    Widths that are rounded up hold more; where they also take less time, nothing speaks for others.
+    From the best block for all axes, each axis in turn takes a better one of its own. Heads and
+    groups are counted one by one.
+
+    Args:
+        plan: of the network.
+        time: milliseconds by widths.
+    """
+    tried = list(islice(sampled_widths(plan, seed=1, aligned=(0.0,)), _TRIED))
+
+    def total(blocks: Sequence[int]) -> float:
+        return sum(time(_rounded_up(plan, widths, blocks)) for widths in tried)
+
+    def for_all(block: int) -> list[int]:
+        return [1 if axis.kind in WHOLE else block for axis in plan.axes]
+
+    best = min(map(for_all, _BLOCKS), key=total)
+    least = total(best)
+    for number, axis in enumerate(plan.axes):
+        for block in _BLOCKS:
+            if axis.kind in WHOLE or block == best[number] or block > axis.size:
+                continue
+            other = [*best[:number], block, *best[number + 1 :]]
+            if (found := total(other)) < least * (1 - _WORTH):
+                best, least = other, found
+    return best
+
+
+def _rounded_up(plan: Plan, widths: Widths, blocks: Sequence[int]) -> Widths:
+    return [
+        min(axis.size, -(-width // block) * block)
+        for axis, width, block in zip(plan.axes, widths, blocks, strict=True)
+    ]

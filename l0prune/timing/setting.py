@@ -1,0 +1,70 @@
+"""What times are of: a runtime, a machine, threads, a batch."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.running.stages import stage
+from l0prune.timing import collect
+from l0prune.timing.latency import Observe
+from l0prune.timing.runtimes import Job, runtime_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the times are of.
+
+    Attributes:
+        runtime: ``onnxruntime``, ``eager`` or ``compile``.
+        version: of it.
+        provider: what runs it, such as ``CPUExecutionProvider`` or ``cpu``.
+        threads: that one call may use.
+        batch: examples in a call.
+        processor, system: of the machine.
+    """
+
+    runtime: str
+    version: str
+    provider: str
+    threads: int
+    batch: int
+    processor: str
+    system: str
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return (
+            f"{self.runtime} {self.version}, {self.provider}, {threads}, batch {self.batch}, "
+            f"{self.processor}"
+        )
+
+
+def bench_of(setting: Setting, model: nn.Module) -> Observe | None:
+    """What times networks of a gated model in this setting; None where it is not to be had here.
+
+    That is on another machine, or with another version of the runtime.
+    """
+    here = collect.machine()
+    if (setting.processor, setting.system) != (here["processor"], here["system"]):
+        return None
+    try:
+        runtime = runtime_of(setting.runtime, setting.provider)
+    except UsageError:
+        return None
+    if runtime.version != setting.version:
+        return None
+    folder = tempfile.TemporaryDirectory()
+    job = Job(model, Path(folder.name), setting.threads, setting.batch)
+    with stage("preparing to time what is chosen"):
+        ratio = runtime.bench(job)
+
+    def observe(kept: Tensor) -> float:
+        assert folder.name  # which lives as long as this does
+        return ratio(kept)
+
+    return observe

@@ -1,0 +1,155 @@
+"""Which number in a file is the size of what: found by what it is in files of several widths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+from torch import Tensor
+
+from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of, from_json, to_json
+from l0prune.plan.plan import Plan
+
+Numbers = tuple[int, ...]
+"""One number in each of the files that are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A whole number that follows the widths: ``offset + times · |layout| / over``.
+
+    Attributes:
+        layout: a constant one, of one position, where the number is always the same.
+    """
+
+    layout: Layout
+    times: int = 1
+    over: int = 1
+    offset: int = 0
+
+    def at(self, positions: int) -> int:
+        """The number when the layout has so many open positions."""
+        return self.offset + self.times * positions // self.over
+
+    @property
+    def is_constant(self) -> bool:
+        """Is it the same at all widths?"""
+        return not axes_of(self.layout)
+
+    def to_json(self) -> list[Any]:
+        """Plain lists and numbers, which ``from_json`` reads back."""
+        return [to_json(self.layout), self.times, self.over, self.offset]
+
+    @staticmethod
+    def from_json(data: Any) -> Size:
+        """Inverse of ``to_json``.
+
+        Raises:
+            ValueError: the data is no size.
+        """
+        match data:
+            case [layout, int(times), int(over), int(offset)] if over:
+                return Size(from_json(layout), times, over, offset)
+        raise ValueError(f"not a size: {data!r}")
+
+
+def constant(number: int) -> Size:
+    """A number that is the same at all widths."""
+    return Size(Const(1), 0, 1, number)
+
+
+class SizeFinder:
+    """Finds what a number is the size of, given what it is at several choices of slots.
+
+    Args:
+        plan: whose layouts a number may be the size of.
+        kept: the slots that stay, bool, flat; one for each file. Of two axes of the same size,
+            some file should keep different numbers.
+    """
+
+    def __init__(self, plan: Plan, kept: Sequence[Tensor]) -> None:
+        self.plan, self._kept = plan, kept
+        self._numbers: dict[Layout, Numbers] = {}
+        self._by_numbers: dict[Numbers, Layout] = {}
+        self._by_direction: dict[Numbers, Layout] = {}
+        self._by_steps: dict[Numbers, Layout] = {}
+        for layout in _layouts(plan):
+            numbers = self.numbers(layout)
+            self._by_numbers.setdefault(numbers, layout)
+            self._by_direction.setdefault(_direction(numbers), layout)
+            self._by_steps.setdefault(_steps(numbers), layout)
+
+    def numbers(self, layout: Layout) -> Numbers:
+        """The open positions of a layout in each file."""
+        if layout not in self._numbers:
+            masks = (self.plan.mask(layout, kept) for kept in self._kept)
+            self._numbers[layout] = tuple(int(mask.sum()) for mask in masks)
+        return self._numbers[layout]
+
+    def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
+        """What has these sizes in the files; None where nothing has.
+
+        Args:
+            numbers: one for each file.
+            hint: what it is, if that fits.
+        """
+        if len(set(numbers)) == 1:
+            return constant(numbers[0])
+        if hint is not None and self.numbers(hint) == numbers:
+            return Size(hint)
+        if numbers in self._by_numbers:
+            return Size(self._by_numbers[numbers])
+        if all(number > 0 for number in numbers):
+            layout = self._by_direction.get(_direction(numbers)) or self._product(numbers)
+            if layout is not None:
+                return self._scaled(layout, numbers)
+        layout = self._by_steps.get(_steps(numbers))
+        if layout is not None:
+            return Size(layout, offset=numbers[0] - self.numbers(layout)[0])
+        return None
+
+    def _scaled(self, layout: Layout, numbers: Numbers) -> Size:
+        own = self.numbers(layout)
+        common = gcd(numbers[0], own[0])
+        return Size(layout, numbers[0] // common, own[0] // common)
+
+    def _product(self, numbers: Numbers) -> Layout | None:
+        """Two layouts whose sizes multiply to these, but for a factor."""
+        for first in list(self._by_direction.values()):
+            own = self.numbers(first)
+            if all(number % size == 0 for number, size in zip(numbers, own, strict=True)):
+                rest = tuple(number // size for number, size in zip(numbers, own, strict=True))
+                second = self._by_direction.get(_direction(rest))
+                if second is not None:
+                    return Prod((first, second))
+        return None
+
+
+def _layouts(plan: Plan) -> Iterator[Layout]:
+    """What a number may be the size of, the plainest first."""
+    dims = [dim for dims in plan.tensors.values() for dim in dims]
+    dims += [dim for cost in plan.costs for dim in cost.dims]
+    found = dict.fromkeys(dim for dim in dims if axes_of(dim))
+    plain = sorted(found, key=lambda layout: len(axes_of(layout)))
+    yield from plain
+    for layout in plain:  # where a concatenation is cut again
+        if isinstance(layout, Cat):
+            yield from (Cat(parts) for parts in accumulate(((p,) for p in layout.parts[:-1]), _add))
+
+
+def _add(parts: tuple[Layout, ...], more: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    return parts + more
+
+
+def _direction(numbers: Numbers) -> Numbers:
+    """The numbers up to a common factor."""
+    common = gcd(*numbers) or 1
+    return tuple(number // common for number in numbers)
+
+
+def _steps(numbers: Numbers) -> Numbers:
+    """The numbers up to a common offset."""
+    return tuple(number - numbers[0] for number in numbers)

@@ -1,0 +1,191 @@
+"""The latency table: what a network of any widths takes on one runtime, and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from l0prune.errors import FileError, UsageError
+from l0prune.files.atomic import write_whole
+from l0prune.plan.layout import from_json, to_json
+from l0prune.plan.plan import Plan
+from l0prune.timing.facts import plan_id
+from l0prune.timing.groups import Group
+from l0prune.timing.latency import Observe, TimedLatency
+from l0prune.timing.setting import Setting, bench_of
+from l0prune.timing.stairs import Stairs
+
+FORMAT = 1
+_NOISY = 0.05  # half of all times of one network within this share, and no more
+_WRONG = 0.05
+_KIND = "l0prune latency table"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well times are predicted of networks that the prediction has not seen.
+
+    Attributes:
+        median, worst: |predicted over measured − 1| of those.
+        networks: how many they are.
+        noise: how far the dense network's time strayed meanwhile: half of all within this share.
+    """
+
+    median: float
+    worst: float
+    networks: int
+    noise: float
+
+    def __str__(self) -> str:
+        return (
+            f"predicts {self.networks} networks that it has not seen to {self.median:.1%} "
+            f"(median) and {self.worst:.1%} (worst)"
+        )
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Milliseconds of one network at any widths, on one runtime.
+
+    Give it to ``finetune``, ``fit`` or ``Pruner`` as ``latency=``; a budget may then be
+    ``"latency=12ms"`` or ``"latency=0.5"``, a share of the dense network's time.
+
+    Attributes:
+        setting: what the times are of.
+        plan: id of the plan that it was made for.
+        dense: milliseconds of the dense network.
+        groups: nodes that are run as one.
+        stairs: their times, and what is beyond them.
+        smooth: the same for gates to learn by.
+        quality: how well it predicts.
+        samples: of each network that was timed its widths and milliseconds.
+    """
+
+    setting: Setting
+    plan: str
+    dense: float
+    groups: tuple[Group, ...]
+    stairs: Stairs
+    smooth: Stairs
+    quality: Quality
+    samples: tuple[tuple[tuple[int, ...], float], ...] = field(default=(), repr=False)
+    _benches: list[Observe | None] = field(default_factory=list, repr=False, compare=False)
+
+    name = "latency"
+
+    def of(self, plan: Plan) -> TimedLatency:
+        """The measure of a network with this plan.
+
+        Raises:
+            UsageError: the table was made for another one.
+        """
+        if plan_id(plan) != self.plan:
+            raise UsageError(
+                "this latency table was made for another model, or for the same with other gates: "
+                "make one for this (l0prune measure model.gated.pt, or l0prune.measure(model))"
+            )
+        return TimedLatency(
+            plan, self.groups, self.stairs, self.smooth, self.dense, self._observing
+        )
+
+    def _observing(self, model: nn.Module) -> Observe | None:
+        """What times networks of the model as the table's were; None where that is elsewhere."""
+        if not self._benches:
+            self._benches.append(bench_of(self.setting, model))
+        return self._benches[0]
+
+    @property
+    def warning(self) -> str:
+        """Why the table is not to be trusted; empty where nothing speaks against it."""
+        if self.quality.noise > _NOISY:
+            return (
+                f"the machine is too noisy to trust these times: those of the dense network "
+                f"strayed by {self.quality.noise:.0%}. Stop what else runs on it, and measure again"
+            )
+        if self.quality.median > _WRONG:
+            return (
+                f"the table predicts networks that it has not seen to {self.quality.median:.0%} "
+                "only: time more of them (--samples), on a machine where nothing else runs"
+            )
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self.setting}: dense {self.dense:.3g} ms; {self.quality}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        return {
+            "kind": _KIND,
+            "format": FORMAT,
+            "setting": vars(self.setting),
+            "plan": self.plan,
+            "dense": self.dense,
+            "quality": vars(self.quality),
+            "groups": [
+                [g.owner, g.operator, list(g.nodes), [list(map(to_json, m)) for m in g.monomials]]
+                for g in self.groups
+            ],
+            "stairs": self.stairs.to_json(),
+            "smooth": self.smooth.to_json(),
+            "samples": [[list(widths), ms] for widths, ms in self.samples],
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> LatencyTable:
+        """Inverse of ``to_dict``.
+
+        Raises:
+            ValueError: the data is no table.
+        """
+        if data.get("kind") != _KIND or data.get("format") != FORMAT:
+            raise ValueError("it is no latency table of this version of l0prune")
+        try:
+            return LatencyTable(
+                Setting(**data["setting"]),
+                str(data["plan"]),
+                float(data["dense"]),
+                tuple(
+                    Group(
+                        owner, operator, tuple(nodes), tuple(tuple(map(from_json, m)) for m in ms)
+                    )
+                    for owner, operator, nodes, ms in data["groups"]
+                ),
+                Stairs.from_json(data["stairs"]),
+                Stairs.from_json(data["smooth"]),
+                Quality(**data["quality"]),
+                tuple((tuple(widths), float(ms)) for widths, ms in data["samples"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it is incomplete ({error})") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as JSON.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        write_whole(path, json.dumps(self.to_dict()))
+        return Path(path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> LatencyTable:
+        """Read what ``save`` wrote.
+
+        Raises:
+            FileError: there is no such file, or it is no latency table.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            return LatencyTable.from_dict(data if isinstance(data, dict) else {})
+        except OSError as error:
+            raise FileError(f"cannot read {path}: {error.strerror}") from error
+        except ValueError as error:
+            raise FileError(
+                f"{path} is no latency table: {error}. `l0prune measure` writes one"
+            ) from error

@@ -1,0 +1,284 @@
+"""An ONNX file whose widths can be chosen: what follows them in it is found by comparing files.
+
+A network is exported with several choices of slots. The files have the same nodes; every number
+in which they differ (the dims of a weight, the shape that a Reshape is given, the groups of a
+convolution) is the size of something that the plan knows. So a file for other widths is written in
+milliseconds. Its weights are slices of the dense ones, since time does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from l0prune.plan.layout import Layout
+from l0prune.timing.facts import NodeFacts, number_of
+from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
+
+_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
+_INLINE = 64  # numbers of a tensor of floats that may mean more than a weight, and stay as they are
+
+
+class NoTemplate(Exception):
+    """The files differ by more than sizes."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of floats: slices of the dense one.
+
+    Attributes:
+        name: in the file.
+        dims: its sizes.
+        dtype: ONNX's number for it.
+    """
+
+    name: str
+    dims: tuple[Size, ...]
+    dtype: int
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A tensor of whole numbers: sizes, or as many positions as its dims say.
+
+    Attributes:
+        values: row-major; None for the numbers from 0 on.
+    """
+
+    name: str
+    dims: tuple[Size, ...]
+    dtype: int
+    values: tuple[Size, ...] | None
+
+
+@dataclass
+class Template:
+    """What a file of any widths is made of.
+
+    Attributes:
+        model: the file's nodes; sizes in it are those of the first one compared.
+        weights, integers: its tensors.
+        attributes: by node and name, whole numbers that follow the widths.
+        facts: of each node.
+    """
+
+    model: ModelProto
+    weights: list[Weight] = field(default_factory=list)
+    integers: list[Integers] = field(default_factory=list)
+    attributes: dict[tuple[int, str], tuple[Size, ...]] = field(default_factory=dict)
+    facts: list[NodeFacts] = field(default_factory=list)
+
+
+def template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
+    """What the files of several widths have in common.
+
+    Args:
+        models: the files, in the order of the finder's choices of slots.
+        finder: knows what has which size.
+
+    Raises:
+        NoTemplate: they differ by more than sizes.
+    """
+    plain = [with_names(model) for model in models]
+    first = plain[0]
+    if any(_structure(model.graph) != _structure(first.graph) for model in plain[1:]):
+        raise NoTemplate("they have other nodes")
+    made = Template(first)
+    hints = _hints(models[0], finder)
+    tensors = [{t.name: t for t in model.graph.initializer} for model in plain]
+    for name, tensor in tensors[0].items():
+        alike = [each[name] for each in tensors]
+        dims = tuple(_find_all(finder, [tuple(t.dims) for t in alike], hints.get(name)))
+        if tensor.data_type in _INTEGERS:
+            made.integers.append(Integers(name, dims, tensor.data_type, _values(finder, alike)))
+        elif any(not dim.is_constant for dim in dims) or _count(tensor.dims) > _INLINE:
+            made.weights.append(Weight(name, dims, tensor.data_type))
+    for number, nodes in enumerate(zip(*(model.graph.node for model in plain), strict=True)):
+        for attributes in zip(*(_sorted(node) for node in nodes), strict=True):
+            values = [_integers(attribute) for attribute in attributes]
+            if len(set(values)) > 1:
+                found = tuple(_find_all(finder, values))
+                made.attributes[number, attributes[0].name] = found
+    made.facts = list(_facts(models[0], plain, finder))
+    return made
+
+
+def _owner(node: NodeProto) -> str:
+    """The innermost module among the scopes that torch's exporter notes; the last one is a node."""
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            scopes = ast.literal_eval(entry.value)
+            return scopes[-2] if len(scopes) > 1 else ""
+    return ""
+
+
+def _find_all(
+    finder: SizeFinder, numbers: Sequence[Numbers], hints: Sequence[Layout] | None = None
+) -> Iterator[Size]:
+    """What each number is the size of; ``numbers`` has a row for each file."""
+    if len({len(row) for row in numbers}) > 1:
+        raise NoTemplate("lists of numbers have other lengths")
+    columns = list(zip(*numbers, strict=True))
+    if hints is None or len(hints) != len(columns):
+        hints = [None] * len(columns)  # type: ignore[list-item]
+    for column, hint in zip(columns, hints, strict=True):
+        size = finder.find(column, hint)
+        if size is None:
+            raise NoTemplate(f"nothing is known that has the sizes {column}")
+        yield size
+
+
+def _hints(model: ModelProto, finder: SizeFinder) -> dict[str, Sequence[Layout]]:
+    """The layouts of tensors that are still called as in the model, by their new names."""
+    known = finder.plan.tensors
+    return {
+        _tensor_name(number, position): known[name]
+        for number, node in enumerate(model.graph.node)
+        for position, name in enumerate(node.input)
+        if name in known
+    }
+
+
+def _tensor_name(node: int, position: int) -> str:
+    return f"w{number_of(node)}_{position}"
+
+
+def _values(finder: SizeFinder, alike: Sequence[TensorProto]) -> tuple[Size, ...] | None:
+    arrays = [numpy_helper.to_array(tensor) for tensor in alike]
+    if all(np.array_equal(a, arrays[0]) for a in arrays):
+        return tuple(constant(int(value)) for value in arrays[0].flat)
+    if len({array.shape for array in arrays}) == 1:
+        return tuple(_find_all(finder, [tuple(map(int, array.flat)) for array in arrays]))
+    return None  # positions: which ones does not matter to time
+
+
+def _integers(attribute: AttributeProto) -> Numbers:
+    if attribute.type == AttributeProto.INT:
+        return (attribute.i,)
+    return tuple(attribute.ints) if attribute.type == AttributeProto.INTS else ()
+
+
+def _sorted(node: NodeProto) -> list[AttributeProto]:
+    return sorted(node.attribute, key=lambda attribute: attribute.name)
+
+
+def _structure(graph: GraphProto) -> list[tuple[Any, ...]]:
+    """The nodes and what they read, in the names of ``with_names``."""
+    return [
+        (node.domain, node.op_type, *node.input, *(a.name for a in _sorted(node)))
+        for node in graph.node
+    ] + [(value.name,) for value in graph.output]
+
+
+def with_names(model: ModelProto) -> ModelProto:
+    """A copy whose nodes, values and tensors are called by number, so that profiles tell them.
+
+    Node 12 is ``n00012_``, its first output ``n00012_0``, the tensor that it reads as its second
+    input ``w00012_1``: each node has its own, since exporters share those that happen to be equal.
+    Inputs of the graph keep their names.
+
+    Raises:
+        NoTemplate: there are graphs within its nodes.
+    """
+    result = ModelProto()
+    result.CopyFrom(model)
+    graph = result.graph
+    for node in graph.node:
+        if any(a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS) for a in node.attribute):
+            raise NoTemplate(f"it has branches or loops ({node.op_type})")
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    own: list[TensorProto] = []
+    new: dict[str, str] = {}
+    for number, node in enumerate(graph.node):
+        node.name = f"n{number_of(number)}_"
+        new |= {name: f"{node.name}{i}" for i, name in enumerate(node.output) if name}
+        del node.metadata_props[:]
+    for number, node in enumerate(graph.node):
+        for position, name in enumerate(node.input):
+            if name in tensors:
+                own.append(_renamed(tensors[name], _tensor_name(number, position)))
+                node.input[position] = own[-1].name
+            else:
+                node.input[position] = new.get(name, name)
+        node.output[:] = [new.get(name, name) for name in node.output]
+    del graph.initializer[:]
+    graph.initializer.extend(own)
+    for value in graph.output:
+        value.name = new.get(value.name, value.name)
+    for given in graph.input:
+        del given.metadata_props[:]
+    del graph.value_info[:]
+    del graph.metadata_props[:]
+    del result.metadata_props[:]
+    return result
+
+
+def _renamed(tensor: TensorProto, name: str) -> TensorProto:
+    result = TensorProto()
+    result.CopyFrom(tensor)
+    result.name = name
+    del result.metadata_props[:]
+    return result
+
+
+def _facts(
+    named: ModelProto, models: Sequence[ModelProto], finder: SizeFinder
+) -> Iterator[NodeFacts]:
+    """What there is to know of each node; shapes that are not known are left out."""
+    known = [_known_shapes(model) for model in models]
+    writer: dict[str, int] = {}
+    wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}
+    nodes = models[0].graph.node
+    for number, (node, original) in enumerate(zip(nodes, named.graph.node, strict=True)):
+        monomials: dict[tuple[Layout, ...], None] = {}
+        for name in (*node.input, *node.output):
+            shapes = [each[name] for each in known if name in each]
+            if len(shapes) == len(known):
+                found = [finder.find(column) for column in zip(*shapes, strict=True)]
+                layouts = [size.layout for size in found if size and not size.is_constant]
+                monomials[tuple(sorted(layouts, key=str))] = None
+        yield NodeFacts(
+            node.op_type,
+            _owner(original),
+            not wide.isdisjoint(node.input),
+            max((writer[name] for name in node.input if name in writer), default=None),
+            tuple(monomials),
+        )
+        writer |= dict.fromkeys(node.output, number)
+
+
+def _known_shapes(model: ModelProto) -> dict[str, Numbers]:
+    """The shapes of all values of a file; free dims count as one example."""
+    stripped = ModelProto()
+    stripped.CopyFrom(model)
+    del stripped.graph.initializer[:]
+    for tensor in model.graph.initializer:
+        if tensor.data_type in _INTEGERS:
+            stripped.graph.initializer.append(tensor)
+        else:
+            kind = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            stripped.graph.input.append(kind)
+    for given in stripped.graph.input:
+        for dim in given.type.tensor_type.shape.dim:
+            if not dim.HasField("dim_value"):
+                dim.dim_value = 1
+    for value in stripped.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    inferred = onnx.shape_inference.infer_shapes(stripped, data_prop=True).graph
+    shapes = {t.name: tuple(t.dims) for t in model.graph.initializer}
+    for value in (*inferred.input, *inferred.value_info, *inferred.output):
+        dims = value.type.tensor_type.shape.dim
+        if all(dim.HasField("dim_value") for dim in dims):
+            shapes[value.name] = tuple(dim.dim_value for dim in dims)
+    return shapes
+
+
+def _count(dims: Sequence[int]) -> int:
+    return int(np.prod(dims, dtype=np.int64))

@@ -1,0 +1,78 @@
+"""What a number is the size of, found by what it is in networks of several widths."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from l0prune.plan.layout import Cat, Const, Prod, Slots
+from l0prune.plan.plan import Axis, Plan
+from l0prune.timing.sampling import first_slots, telling_widths
+from l0prune.timing.sizes import Size, SizeFinder, constant
+
+A, B = Slots(0, 0, 24), Slots(1, 0, 24)
+BOTH, FLAT = Cat((A, B)), Prod((B, Const(9)))
+PLAN = Plan(
+    axes=(Axis("a", "channel", 24, 0, 1), Axis("b", "channel", 24, 24, 1)),
+    pins=(),
+    tensors={"w": (A, B), "cat": (BOTH,), "flat": (FLAT,)},
+    sites=(),
+    costs=(),
+)
+KEPT = [first_slots(PLAN, widths) for widths in ([24, 24], [7, 11], [13, 20])]
+FINDER = SizeFinder(PLAN, KEPT)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ((5, 5, 5), constant(5)),
+        ((24, 7, 13), Size(A)),
+        ((24, 11, 20), Size(B)),
+        ((48, 18, 33), Size(BOTH)),
+        ((216, 99, 180), Size(FLAT)),
+        ((240, 110, 200), Size(FLAT, 10, 9)),
+        ((96, 28, 52), Size(A, 4)),
+        ((23, 6, 12), Size(A, offset=-1)),
+        ((24 * 24 * 2, 7 * 11 * 2, 13 * 20 * 2), Size(Prod((A, B)), 2)),
+        ((24, 8, 9), None),
+    ],
+)
+def test_a_number_is_what_has_its_sizes(numbers, found):
+    size = FINDER.find(numbers)
+    if found is None:
+        assert size is None
+        return
+    assert size.is_constant == found.is_constant
+    for kept, number in zip(KEPT, numbers, strict=True):
+        assert size.at(int(PLAN.mask(size.layout, kept).sum())) == number
+    other = first_slots(PLAN, [5, 9])
+    expected = found.at(int(PLAN.mask(found.layout, other).sum()))
+    assert size.at(int(PLAN.mask(size.layout, other).sum())) == expected
+
+
+def test_a_hint_decides_between_axes_that_look_alike():
+    same = SizeFinder(PLAN, [first_slots(PLAN, [w, w]) for w in (24, 7, 13)])
+    assert same.find((24, 7, 13), hint=B) == Size(B)
+    assert same.find((24, 7, 13), hint=BOTH) == Size(A)  # a hint that does not fit is none
+
+
+def test_sizes_survive_json():
+    for size in (constant(3), Size(FLAT, 10, 9), Size(A, offset=-1)):
+        assert Size.from_json(size.to_json()) == size
+    for data in ([1, 2], [["slots", 0], 1, 1, 0], [3, 1, 0, 0]):
+        with pytest.raises(ValueError, match="layout|size"):
+            Size.from_json(data)
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=12), st.integers(0, 100))
+def test_axes_are_told_apart_wherever_that_is_possible(sizes, seed):
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    axes = tuple(Axis(f"a{i}", "channel", s, starts[i], 1) for i, s in enumerate(sizes))
+    drawn = telling_widths(Plan(axes, (), {}, (), ()), 3, seed)
+    keys = [(size, *widths) for size, *widths in zip(sizes, *drawn, strict=True)]
+    large = [key for key in keys if key[0] >= 12]
+    assert len(set(large)) == len(large)
+    assert all(1 <= width <= size for size, *widths in keys for width in widths)
+    assert all(width < size for size, *widths in keys if size > 1 for width in widths)
+    assert torch.stack([first_slots(Plan(axes, (), {}, (), ()), w) for w in drawn]).any()

@@ -1,0 +1,108 @@
+"""Times on stairs: values, sizes of layouts, and what a fit finds again."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import l0prune
+from l0prune.plan.layout import Slots
+from l0prune.timing.groups import Group
+from l0prune.timing.regression import Samples, fitted, not_negative, smooth
+from l0prune.timing.stairs import LayoutSizes, Stairs, Step, Term
+from timed_network import gated
+
+IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)
+STAIRS = Stairs(
+    (IN, OUT),
+    (
+        Term(0, 0.5, ()),
+        Term(0, 2e-3, (Step(0, 16), Step(1, 16))),
+        Term(0, -1e-3, (Step(0, 16), Step(1, 16)), (Step(0, 16),)),
+        Term(1, 0.25, ()),
+    ),
+)
+
+
+def up(size, block):
+    return math.ceil(size / block) * block
+
+
+@given(st.integers(1, 96), st.integers(1, 80))
+def test_values_are_those_of_the_formula(inputs, outputs):
+    work = up(inputs, 16) * up(outputs, 16)
+    expected = [0.5, 2e-3 * work, -1e-3 * work if inputs % 16 == 0 else 0.0, 0.25]
+    assert STAIRS.values(np.array([inputs, outputs], dtype=float)).tolist() == expected
+
+
+def test_many_networks_at_once_have_the_values_of_each():
+    sizes = np.random.default_rng(0).integers(1, 80, (7, 2)).astype(float)
+    assert np.array_equal(STAIRS.values(sizes), np.stack([STAIRS.values(row) for row in sizes]))
+
+
+def test_stairs_survive_json():
+    assert Stairs.from_json(STAIRS.to_json()) == STAIRS
+    for terms in ([[0, 1.0, [[2, 16]], []]], [[0, 1.0, [[0, 0]], []]], [[0, math.inf, [], []]]):
+        with pytest.raises(ValueError, match="layout|number"):
+            Stairs.from_json({**STAIRS.to_json(), "terms": terms})
+
+
+@given(st.integers(0, 2**32))
+def test_layouts_have_the_sizes_of_their_masks(seed):
+    plan = PLAN
+    layouts = tuple(dict.fromkeys(dim for dims in plan.tensors.values() for dim in dims))
+    open_ = torch.rand(plan.size, generator=torch.Generator().manual_seed(seed)) < 0.5
+    kept = plan.kept(open_)
+    expected = [int(plan.mask(layout, kept).sum()) for layout in layouts]
+    assert LayoutSizes(plan, layouts)(kept).tolist() == expected
+
+
+PLAN = l0prune.gates(gated()).plan
+GROUPS = (
+    Group("a", "Conv", ("00000",), ((), (IN,), (OUT,), (IN, OUT))),
+    Group("b", "Add", ("00001",), ((), (OUT,))),
+)
+
+
+def sampled(count, seed=0):
+    """Sizes, half of them whole blocks of 16, and their times by ``STAIRS``."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, (97, 81), (count, 2)).astype(float)
+    whole = rng.random((count, 2)) < 0.5
+    sizes = np.where(whole, np.ceil(sizes / 16) * 16, sizes)
+    values = STAIRS.values(sizes)
+    times = np.stack([values[:, :3].sum(1), values[:, 3]], 1)
+    return Samples((IN, OUT), sizes, times, times.sum(1))
+
+
+def test_a_fit_finds_stairs_again():
+    unseen = sampled(200, seed=1)
+    predicted = fitted(GROUPS, sampled(60)).values(unseen.sizes).sum(-1)
+    assert np.abs(predicted / unseen.whole - 1).max() < 1e-3
+
+
+def test_what_networks_take_beyond_their_nodes_is_found():
+    seen, unseen = sampled(60), sampled(200, seed=1)
+    seen = Samples(seen.layouts, seen.sizes, seen.times, 1.1 * seen.whole + 3)
+    predicted = fitted(GROUPS, seen).values(unseen.sizes).sum(-1)
+    assert np.abs(predicted / (1.1 * unseen.whole + 3) - 1).max() < 1e-3
+
+
+def test_smooth_times_are_those_of_whole_blocks_and_never_fall_as_widths_grow():
+    sizes = np.array([[16 * i, 16 * j] for i in range(1, 7) for j in range(1, 6)], dtype=float)
+    most, dense = np.array([96.0, 80.0]), float(STAIRS.values(np.array([96.0, 80.0])).sum())
+    plain = smooth(STAIRS, GROUPS, sizes, most, dense)
+    assert all(term.ms >= 0 and not term.aligned for term in plain.terms)
+    assert np.allclose(plain.values(sizes).sum(-1), STAIRS.values(sizes).sum(-1), rtol=1e-6)
+
+
+@given(st.lists(st.floats(-2, 2), min_size=3, max_size=3))
+def test_coefficients_are_found_and_none_is_negative(truth):
+    features = np.random.default_rng(0).random((20, 3))
+    found = not_negative(features, features @ np.array(truth))
+    assert (found >= 0).all()
+    if min(truth) >= 0:
+        assert np.allclose(found, truth, atol=1e-9)
