@@ -35,11 +35,11 @@ def finetune(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
     ] = None,
-    latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
     settings: dict[str, Any],
+    latency: Latency = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
     run: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")

@@ -33,7 +33,7 @@ NODE = re.compile(r"n(\d{5})_")
 BEFORE = "before"  # what no node of the file's is charged with, since it is the first
 
 
-class FellBack(RuntimeError):
+class FellBack(Exception):
     """ONNX Runtime does not run networks on what was asked for."""
 
 

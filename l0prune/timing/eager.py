@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
 from l0prune.plan.layout import Layout
-from l0prune.timing.facts import NodeFacts
+from l0prune.timing import collect
+from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.graphs import Inputs
 from l0prune.timing.sizes import SizeFinder
 
@@ -107,9 +109,8 @@ class Operators(Interpreter):
     def __init__(self, network: GraphModule, runtime: Eager) -> None:
         super().__init__(network, garbage_collect_values=True)
         self._runtime = runtime
-        self._order = {node: number for number, node in enumerate(network.graph.nodes)}
         self._node: Node | None = None
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[str, Seen] = {}
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
         """One run of the network."""
@@ -129,47 +130,53 @@ class Operators(Interpreter):
         result = super().call_function(target, args, kwargs)
         self._runtime.wait()
         spent = 1e3 * (time.perf_counter() - start)
-        number = self._order[self._node]
-        if number not in self.seen:
+        name = self._node.name
+        if name not in self.seen:
             tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if _is_tensor(x)]
-            self.seen[number] = Seen(self._node, [tuple(x.shape) for x in tensors])
-        self.seen[number].spent.append(spent)
+            self.seen[name] = Seen(self._node, [tuple(x.shape) for x in tensors])
+        self.seen[name].spent.append(spent)
         return result
 
-    def times(self) -> dict[int, float]:
-        """Milliseconds by number of the node: the lower quartile, since others may be at work."""
-        return {
-            number: sorted(seen.spent)[len(seen.spent) // 4] for number, seen in self.seen.items()
-        }
+    def times(self, names: Sequence[str]) -> dict[str, float]:
+        """Milliseconds by the number that a node has among ``names``.
+
+        A node that is not among them, since not every network has it, is charged to the one before
+        it. Of several runs it is the lower quartile, since others may be at work.
+        """
+        number = {name: number_of(i) for i, name in enumerate(names)}
+        found: dict[str, float] = defaultdict(float)
+        last = collect.BEFORE
+        for name, seen in self.seen.items():
+            last = number.get(name, last)
+            found[last] += sorted(seen.spent)[len(seen.spent) // 4]
+        return dict(found)
 
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def facts_of(found: Sequence[Operators], finder: SizeFinder) -> list[NodeFacts]:
-    """What there is to know of each node, from networks of the finder's widths.
+def facts_of(found: Sequence[Operators], finder: SizeFinder) -> tuple[list[str], list[NodeFacts]]:
+    """The names of nodes that all networks have, and what there is to know of them.
 
-    Raises:
-        UsageError: they have other nodes.
+    Args:
+        found: operators of networks of the finder's widths.
+        finder: knows what has which size.
     """
-    numbers = set(found[0].seen)
-    if any(set(each.seen) != numbers for each in found):
-        raise UsageError(
-            "no latency table can be made of this model: its operators differ by widths"
-        )
-    unseen = NodeFacts("", "", has_weights=False, before=None, monomials=())
-    facts = [unseen] * (max(numbers, default=-1) + 1)
-    for number in numbers:
-        alike = [each.seen[number] for each in found]
-        monomials: dict[tuple[Layout, ...], None] = {}
-        for shapes in zip(*(seen.shapes for seen in alike), strict=True):
+    names = [name for name in found[0].seen if all(name in each.seen for each in found)]
+    return names, [_facts([each.seen[name] for each in found], finder) for name in names]
+
+
+def _facts(alike: Sequence[Seen], finder: SizeFinder) -> NodeFacts:
+    """Of one node in several networks."""
+    monomials: dict[tuple[Layout, ...], None] = {}
+    for shapes in zip(*(seen.shapes for seen in alike), strict=False):
+        if len({len(shape) for shape in shapes}) == 1:
             sizes = [finder.find(column) for column in zip(*shapes, strict=True)]
             layouts = [size.layout for size in sizes if size and not size.is_constant]
             monomials[tuple(sorted(layouts, key=str))] = None
-        node = alike[0].node
-        facts[number] = NodeFacts(_name(node), _owner(node), True, None, tuple(monomials))
-    return facts
+    node = alike[0].node
+    return NodeFacts(_name(node), _owner(node), True, None, tuple(monomials))
 
 
 def _name(node: Node) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.timing.results import table_of
+from l0prune.timing.results import FEWEST, table_of
 from l0prune.timing.runtimes import Job, runtime_of
 from l0prune.timing.table import LatencyTable
 
@@ -62,6 +62,10 @@ def measure(
     for name, number in (("threads", threads), ("batch", batch), ("samples", samples)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise UsageError(f"{name} is a whole number of at least 1, not {number!r}")
+    if samples < FEWEST:
+        raise UsageError(
+            f"{samples} networks are too few for a latency table: time {FEWEST} or more"
+        )
     chosen = runtime_of(runtime, providers)
     plan = gates_of(model).plan
     with ExitStack() as stack:

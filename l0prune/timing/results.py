@@ -25,7 +25,7 @@ from l0prune.timing.table import LatencyTable, Quality
 
 _HELD_OUT = 4  # one sample in so many says how well the others predict
 _BLOCK = 16  # of the widths that the smooth times are fitted to
-_FEWEST = 12
+FEWEST = 12
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -97,9 +97,9 @@ def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
 
 
 def _check(timed: Sequence[Mapping[str, Any]]) -> None:
-    if len(timed) < _FEWEST:
+    if len(timed) < FEWEST:
         raise UsageError(
-            f"{len(timed)} networks are too few for a latency table: time {_FEWEST} or more"
+            f"{len(timed)} networks are too few for a latency table: time {FEWEST} or more"
         )
     for each in timed:
         numbers = [*each["dense"], *each["own"], *each["nodes"].values()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from l0prune.errors import UsageError
 from l0prune.running.stages import stage
@@ -58,13 +60,9 @@ def bench_of(setting: Setting, model: nn.Module) -> Observe | None:
         return None
     if runtime.version != setting.version:
         return None
-    folder = tempfile.TemporaryDirectory()
-    job = Job(model, Path(folder.name), setting.threads, setting.batch)
+    folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
+    job = Job(model, folder, setting.threads, setting.batch)
     with stage("preparing to time what is chosen"):
-        ratio = runtime.bench(job)
-
-    def observe(kept: Tensor) -> float:
-        assert folder.name  # which lives as long as this does
-        return ratio(kept)
-
+        observe = runtime.bench(job)
+    weakref.finalize(observe, shutil.rmtree, folder, ignore_errors=True)
     return observe

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def torch_results(
     """
     plan = gates_of(model).plan
     widths = list(islice(sampled_widths(plan, seed), samples))
-    names = [number_of(number) for number in range(samples)]
+    keys = [number_of(number) for number in range(samples)]
     settings = {
         "format": collect.FORMAT,
         "runtime": runtime.name,
@@ -62,11 +62,12 @@ def torch_results(
     results = _known(out, settings, asked)
     turns = Turns(model, runtime, batch)
     if not results:
-        about = asked | {"samples": names} | turns.facts()
+        about = asked | {"samples": keys} | turns.facts()
         results = {**settings, "about": about, "samples": {}}
-    for number, (name, chosen) in enumerate(zip(names, widths, strict=True), start=1):
-        if name not in results["samples"]:
-            results["samples"][name] = turns.of_widths(chosen)
+    for number, (key, chosen) in enumerate(zip(keys, widths, strict=True), start=1):
+        if key not in results["samples"]:
+            names = results["about"]["names"]
+            results["samples"][key] = turns.of_widths(chosen, names)
             results["digest"] = collect.digest(results)
             write_whole(out, json.dumps(results))
         if progress is not None:
@@ -105,23 +106,23 @@ class Turns:
             self._dense = self._prepared(self._network(self._whole))
 
     def facts(self) -> dict[str, Any]:
-        """What there is to know of each operator."""
+        """What operators are called, and what there is to know of each."""
         plan, kept, found = self._graphs.plan, [self._whole], []
         kept += [plan.kept(first_slots(plan, widths)) for widths in telling_widths(plan, 2)]
         with self._runtime.running():
             for slots in kept:
                 found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
-        return facts_to_json(facts_of(found, SizeFinder(plan, kept)))
+        names, facts = facts_of(found, SizeFinder(plan, kept))
+        return {"names": names} | facts_to_json(facts)
 
-    def of_widths(self, widths: Widths) -> dict[str, Any]:
+    def of_widths(self, widths: Widths, names: Sequence[str]) -> dict[str, Any]:
         """What the network of these widths took, the dense one beside it, and each operator."""
         kept = first_slots(self._graphs.plan, widths)
         found = self.of_slots(kept, collect.SECONDS)
         times = max(_RUNS, collect.runs(found["own"][0]))
         with self._runtime.running():
             operators = self._runtime.operators(self._network(kept), self._inputs, times)
-        nodes = {number_of(number): ms for number, ms in operators.times().items()}
-        return {**found, "nodes": nodes}
+        return {**found, "nodes": operators.times(names)}
 
     def of_slots(self, kept: Tensor, seconds: float) -> dict[str, list[float]]:
         """The medians of that which keeps these slots, and of the dense one, in turns."""

@@ -16,6 +16,7 @@ FLAGS = {
     "--checkpointing", "--no-checkpointing", "--compile", "--no-compile", "--channels-last",
     "--no-channels-last", "--distributed", "--set", "--run", "--resume", "--no-resume", "--out",
     "--trust-pickle", "--json", "--loss", "--metric", "--measure",
+    "--latency",
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def test_sizes_survive_json():
     for size in (constant(3), Size(FLAT, 10, 9), Size(A, offset=-1)):
         assert Size.from_json(size.to_json()) == size
     for data in ([1, 2], [["slots", 0], 1, 1, 0], [3, 1, 0, 0]):
-        with pytest.raises(ValueError, match="layout|size"):
+        with pytest.raises(ValueError, match=r"layout|size"):
             Size.from_json(data)
 
 

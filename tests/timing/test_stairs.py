@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from timed_network import gated
 
 import l0prune
 from l0prune.plan.layout import Slots
 from l0prune.timing.groups import Group
 from l0prune.timing.regression import Samples, fitted, not_negative, smooth
 from l0prune.timing.stairs import LayoutSizes, Stairs, Step, Term
-from timed_network import gated
 
 IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)
 STAIRS = Stairs(
@@ -46,7 +46,7 @@ def test_many_networks_at_once_have_the_values_of_each():
 def test_stairs_survive_json():
     assert Stairs.from_json(STAIRS.to_json()) == STAIRS
     for terms in ([[0, 1.0, [[2, 16]], []]], [[0, 1.0, [[0, 0]], []]], [[0, math.inf, [], []]]):
-        with pytest.raises(ValueError, match="layout|number"):
+        with pytest.raises(ValueError, match=r"layout|number"):
             Stairs.from_json({**STAIRS.to_json(), "terms": terms})
 
 

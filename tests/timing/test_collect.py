@@ -1,0 +1,63 @@
+"""The script that times networks on a device, and what it is told apart by."""
+
+import pytest
+
+from l0prune.timing import collect
+
+
+def event(name, microseconds):
+    return {"cat": "Node", "name": f"{name}_kernel_time", "dur": microseconds}
+
+
+def test_what_the_runtime_adds_is_charged_to_the_node_before():
+    events = [
+        {"cat": "Session", "name": "model_run", "dur": 999},
+        event("ReorderInput", 5),
+        event("n00000_", 100),
+        event("ReorderOutput_token_3", 30),
+        event("n00002_0_nchwc", 200),
+    ]
+    assert collect.node_times(events, 1) == {"before": 0.005, "00000": 0.13, "00002": 0.2}
+
+
+def test_of_several_runs_it_is_the_lower_quartile():
+    events = [event("n00000_", microseconds) for microseconds in (50, 10, 30, 20)]
+    assert collect.node_times(events, 4) == {"00000": 0.02}
+
+
+def test_runs_that_came_before_are_left_out():
+    warm = [event("n00001_", 70)]
+    events = warm + 2 * [event("n00000_", 10), event("n00001_", 20)]
+    assert collect.node_times(events, 2) == {"00000": 0.01, "00001": 0.02}
+
+
+def test_slow_networks_run_less_often():
+    assert collect.runs(1e4) == collect.FEWEST
+    assert collect.runs(1e-9) == collect.MOST
+    assert collect.runs(1e3 * collect.SECONDS / 20) == 20
+
+
+def test_a_checksum_covers_all_but_itself():
+    results = {"samples": {"a": 1.5}, "threads": 1}
+    results["digest"] = collect.digest(results)
+    assert collect.digest(results) == results["digest"]
+    assert collect.digest(results | {"samples": {"a": 1.4}}) != results["digest"]
+
+
+def test_it_needs_numpy_and_onnxruntime_only():
+    with open(collect.__file__) as file:
+        lines = [line.split()[1] for line in file if line.startswith(("import ", "from "))]
+    assert not {name.split(".")[0] for name in lines} & {"torch", "onnx", "l0prune", "pydantic"}
+
+
+def test_a_provider_that_falls_back_is_no_secret(tmp_path, monkeypatch):
+    class Fallen:
+        def __init__(self, *_, **__):
+            pass
+
+        def get_providers(self):
+            return ["CPUExecutionProvider"]
+
+    monkeypatch.setattr(collect.onnxruntime, "InferenceSession", Fallen)
+    with pytest.raises(collect.FellBack, match="CUDAExecutionProvider was asked for"):
+        collect.Network(tmp_path / "x.onnx", 1, "CUDAExecutionProvider")

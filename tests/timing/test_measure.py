@@ -1,0 +1,228 @@
+"""A table of times, from timing to a budget in milliseconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import in_process
+from timed_network import gated
+
+import l0prune
+from l0prune.errors import FileError, UsageError
+from l0prune.timing import collect, runtimes
+from l0prune.timing.latency import OVERHEAD
+from l0prune.timing.results import read_results, table_of
+
+SAMPLES = 16
+TRUST = ["--trust-pickle"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quickly():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collect, "SECONDS", 0.002)
+        patch.setattr(runtimes, "_SECONDS", 0.01)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gated()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("networks")
+
+
+@pytest.fixture(scope="module")
+def table(model, folder):
+    return l0prune.measure(model, samples=SAMPLES, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def latency(model, table):
+    return table.of(l0prune.gates(model).plan)
+
+
+def test_it_says_what_it_is_of(table):
+    assert table.setting.runtime == "onnxruntime"
+    assert (table.setting.threads, table.setting.batch) == (1, 1)
+    assert table.dense > 0
+    assert table.quality.networks == SAMPLES // 4
+    assert len(table.samples) == SAMPLES
+    assert "1 thread, batch 1" in str(table)
+
+
+def test_a_second_call_takes_what_was_timed(model, folder, table):
+    before = (folder / "results.json").read_bytes()
+    again = l0prune.measure(model, samples=SAMPLES, folder=folder)
+    assert (folder / "results.json").read_bytes() == before
+    assert again == table
+
+
+@pytest.mark.usefixtures("table")
+def test_a_call_that_was_stopped_goes_on(model, folder):
+    results = json.loads((folder / "results.json").read_text())
+    whole = dict(results["samples"])
+    for name in list(whole)[5:]:
+        del results["samples"][name]
+    results["digest"] = collect.digest(results)
+    (folder / "results.json").write_text(json.dumps(results))
+    seen = []
+    l0prune.measure(model, samples=SAMPLES, folder=folder, progress=lambda *at: seen.append(at))
+    found = json.loads((folder / "results.json").read_text())["samples"]
+    assert seen == [(number, SAMPLES) for number in range(1, SAMPLES + 1)]
+    assert list(found) == list(whole)
+    assert all(found[name] == whole[name] for name in list(whole)[:5])
+
+
+def test_a_file_holds_all_of_it(table, tmp_path):
+    path = table.save(tmp_path / "model.latency.json")
+    assert l0prune.LatencyTable.load(path) == table
+
+
+def test_the_smooth_time_is_the_dense_one_where_all_is_open(table, latency):
+    everything = torch.ones(latency.plan.size)
+    assert float(latency.expected(everything)) == pytest.approx(table.dense, rel=1e-6)
+    assert latency.dense() == table.dense
+
+
+def test_gates_always_gain_by_closing(latency):
+    p = torch.full((latency.plan.size,), 0.5, requires_grad=True)
+    latency.expected(p).backward()
+    assert (p.grad >= 0).all()
+    assert p.grad.max() > 0
+
+
+def test_what_modules_take_adds_up(latency):
+    kept = torch.ones(latency.plan.size, dtype=torch.float64)
+    by_owner = latency.by_owner(kept)
+    assert sum(by_owner.values()) == pytest.approx(latency.actual(kept > 0))
+    assert {"stem", "wide", "deep", "back", "side"} <= by_owner.keys()
+    assert by_owner.get(OVERHEAD, 0) >= 0
+
+
+def test_a_part_of_the_network_takes_a_part_of_the_time(latency):
+    (wide,) = [i for i, axis in enumerate(latency.plan.axes) if "wide" in axis.name]
+    open_ = torch.ones(latency.plan.size, dtype=torch.bool)
+    values = latency._values(latency.plan.kept(open_), frozenset([wide]))
+    assert (values != 0).sum() < (latency._values(latency.plan.kept(open_), None) != 0).sum()
+
+
+def test_a_budget_in_milliseconds_is_observed(model, table):
+    found = l0prune.fit(model, f"latency={0.9 * table.dense:.6f}ms", latency=table)
+    open_ = l0prune.gates(model).open()
+    l0prune.gates(model).put(torch.ones_like(open_))
+    assert not open_.all()
+    assert 0 < next(iter(found.values())) < 2 * table.dense
+
+
+def test_a_table_of_another_model_is_refused(table):
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(4, 9), torch.nn.Linear(9, 2)
+
+        def forward(self, x):
+            return self.two(torch.relu(self.one(x)))
+
+    other = l0prune.gate(Other().eval(), (torch.randn(2, 4),))
+    with pytest.raises(UsageError, match="made for another model"):
+        l0prune.fit(other, "latency=0.5", latency=table)
+    with pytest.raises(UsageError, match="l0prune measure"):
+        l0prune.fit(other, "latency=0.5")
+
+
+def test_times_of_another_machine_are_predicted_and_not_observed(model, table):
+    data = table.to_dict()
+    data["setting"] = {**data["setting"], "processor": "another one"}
+    elsewhere = l0prune.LatencyTable.from_dict(data).of(l0prune.gates(model).plan)
+    assert elsewhere.observed(model) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "l0prune latency table"}'])
+def test_a_file_that_is_no_table_is_refused(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(FileError, match="no latency table"):
+        l0prune.LatencyTable.load(tmp_path / "x.json")
+    with pytest.raises(FileError, match="cannot read"):
+        l0prune.LatencyTable.load(tmp_path / "none.json")
+
+
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("damage", ["cut off", "changed", "incomplete"])
+def test_damaged_results_are_refused(tmp_path, folder, damage):
+    text = (folder / "results.json").read_text()
+    results = json.loads(text)
+    name = next(iter(results["samples"]))
+    if damage == "changed":
+        results["samples"][name]["own"][0] *= 0.5
+    elif damage == "incomplete":
+        del results["samples"][name]
+        results["digest"] = collect.digest(results)
+    text = text[: len(text) // 2] if damage == "cut off" else json.dumps(results)
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(FileError, match=r"cut off|changed|lacks 1"):
+        read_results(tmp_path / "results.json")
+
+
+@pytest.mark.usefixtures("table")
+def test_results_of_another_model_are_refused(folder):
+    results = read_results(folder / "results.json")
+    results["about"] = {**results["about"], "plan": "other"}
+    with pytest.raises(UsageError, match="another model"):
+        table_of(l0prune.gates(gated()).plan, results)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"runtime": "tvm"}, "runtime is one of onnxruntime, eager, compile"),
+        ({"providers": "NowhereExecutionProvider"}, "has no NowhereExecutionProvider"),
+        ({"runtime": "eager", "providers": "nowhere"}, "cannot use the device 'nowhere'"),
+        ({"threads": 0}, "threads is a whole number"),
+        ({"samples": 3}, "too few"),
+    ],
+)
+def test_what_is_not_there_is_refused(model, given, said):
+    with pytest.raises(UsageError, match=said):
+        l0prune.measure(model, **given)
+
+
+def test_pytorch_is_a_runtime_too(model):
+    table = l0prune.measure(model, runtime="eager", samples=12)
+    latency = table.of(l0prune.gates(model).plan)
+    assert table.setting.provider == "cpu"
+    assert {"stem", "wide", "deep"} <= latency.by_owner(torch.ones(latency.plan.size)).keys()
+    assert latency.observed(model) > 0
+
+
+@pytest.mark.slow
+def test_a_bundle_is_timed_elsewhere_and_read_back(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    l0prune.save(gated(), "small.gated.pt")
+    code, out, err = in_process(
+        capfd, "measure", "small.gated.pt", "--bundle", "there", "--samples", 12, "--json", *TRUST
+    )
+    assert code == 0, err
+    assert json.loads(out) == {"folder": "there"}
+    there = Path("there").resolve()
+    monkeypatch.setattr("sys.argv", [str(there / "run.py"), "--out", str(there / "results.json")])
+    script = {"__name__": "run", "__file__": str(there / "run.py")}
+    exec((there / "run.py").read_text(), script)
+    script["SECONDS"] = 0.002
+    script["main"]()
+    capfd.readouterr()
+    code, out, err = in_process(
+        capfd, "measure", "small.gated.pt", "--from", "there/results.json", "--json", *TRUST
+    )
+    assert code == 0, err
+    assert json.loads(out)["file"] == "small.latency.json"
+    code, out, err = in_process(
+        capfd, "fit", "small.gated.pt", "--budget", "latency=0.9", "--out", "fit.pt", *TRUST
+    )
+    assert code == 0, err
+    assert "fit.pt written; latency=0.9: " in out
+    assert " ms" in out

@@ -1,0 +1,98 @@
+"""Files of any widths, written from a few exports: the same as an export would write."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from timed_network import gated
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
+from l0prune.timing.networks import Exporter
+from l0prune.timing.sampling import first_slots
+from l0prune.timing.template import with_names
+
+
+class Attention(nn.Module):
+    """Heads of a size of their own, in a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.qkv = nn.Linear(24, 3 * 32)
+        self.out = nn.Linear(32, 24)
+        self.mlp = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def gated_attention():
+    torch.manual_seed(0)
+    return l0prune.gate(Attention().eval(), (torch.randn(2, 6, 24),))
+
+
+@pytest.mark.parametrize(
+    "made", [gated, pytest.param(gated_attention, marks=pytest.mark.slow)], ids=["cnn", "attention"]
+)
+def test_files_are_those_that_an_export_writes(tmp_path, made):
+    model = made()
+    plan = l0prune.gates(model).plan
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    files = NetworkFiles(model, 3, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    widths = [max(1, axis.size * 5 // 9) for axis in plan.axes]
+    kept = plan.kept(first_slots(plan, widths))
+    path = files.write("other.onnx", kept)
+    expected = with_names(Exporter(model, 3).network(widths).model)
+    found = onnx.load(str(path))
+    assert [n.op_type for n in found.graph.node] == [n.op_type for n in expected.graph.node]
+    assert dims(found) == dims(expected)
+    assert integers(found) == integers(expected)
+    assert attributes(found) == attributes(expected)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (answer, *_) = session.run(None, dict(np.load(tmp_path / INPUTS).items()))
+    assert len(answer) == 3
+    dense = onnxruntime.InferenceSession(str(tmp_path / DENSE), providers=["CPUExecutionProvider"])
+    (answer, *_) = dense.run(None, dict(np.load(tmp_path / INPUTS).items()))
+    assert len(answer) == 3
+
+
+def dims(model):
+    return {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
+
+
+def integers(model):
+    kinds = (TensorProto.INT32, TensorProto.INT64)
+    tensors = [t for t in model.graph.initializer if t.data_type in kinds]
+    return {tensor.name: numpy_helper.to_array(tensor).tolist() for tensor in tensors}
+
+
+def attributes(model):
+    return [
+        sorted((a.name, a.i, list(a.ints), a.f, a.s) for a in node.attribute)
+        for node in model.graph.node
+    ]
+
+
+def test_a_model_that_becomes_several_files_is_refused(tmp_path):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+
+        def forward(self, x):
+            x = torch.relu(self.one(x))
+            return self.two(x if x.sum() > 0 else -x)
+
+    model = l0prune.gate(Branches().eval(), (torch.randn(2, 6),))
+    with pytest.raises(UsageError, match="captured in parts"):
+        NetworkFiles(model, 1, tmp_path)
