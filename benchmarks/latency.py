@@ -1,0 +1,144 @@
+"""Milliseconds in ONNX Runtime: how well they are predicted, and are budgets in them met?
+
+    python -m benchmarks.latency --networks resnet50 mobilenet_v2 … [--budgets 0.5 0.3]
+    python -m benchmarks.latency --table
+
+For each network of torchvision, with random weights: a latency table is made (one thread, batch 1);
+networks of random widths that it has not seen are exported, and their files timed beside the dense
+one's, predicted over measured; then ``l0prune.fit`` is given each budget, with group magnitude as
+the score, the result is exported, and the file is timed in the same way. Rows are JSON lines in
+``runs/latency.jsonl``; ``--table`` prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from torch import nn
+
+import l0prune
+from benchmarks.isolation import ROOT, Row, append, rows
+from l0prune.timing import collect
+from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
+from l0prune.timing.runtimes import CPU
+from l0prune.timing.sampling import first_slots, sampled_widths
+
+NETWORKS = (
+    "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",
+)  # fmt: skip
+UNSEEN = 8
+SECONDS = 0.5  # of each turn
+PATH = ROOT / "runs" / "latency.jsonl"
+
+
+class Bench:
+    """Times exported files beside the dense one's."""
+
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        self._model, self._folder = model, folder
+        self.files = NetworkFiles(model, 1, folder)
+        self._inputs = dict(np.load(folder / INPUTS).items())
+        self._dense = collect.Network(folder / DENSE, 1, CPU)
+
+    def share(self, path: Path) -> tuple[float, float]:
+        """The file's time over the dense one's, and the spread of that between turns."""
+        turns = collect.turns(collect.Network(path, 1, CPU), self._dense, self._inputs, SECONDS)
+        ratios = [own / dense for own, dense in zip(turns["own"], turns["dense"], strict=True)]
+        return statistics.median(ratios), max(ratios) / min(ratios) - 1
+
+    def exported(self) -> tuple[float, float, l0prune.Export]:
+        """The share and its spread, of the file that an export of the model writes."""
+        dense = l0prune.export(self._model)
+        path = self._folder / "exported.onnx"
+        dense.save_onnx(path)
+        return *self.share(path), dense
+
+
+def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
+    """The rows of one network."""
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)(weights=None).eval()
+    l0prune.gate(model, (torch.randn(1, 3, 224, 224),))
+    gates = l0prune.gates(model)
+    start = time.perf_counter()
+    table = l0prune.measure(model, samples=samples)
+    seconds = time.perf_counter() - start
+    about = {"network": name, "setting": str(table.setting), "samples": samples}
+    yield {**about, "what": "table", "seconds": seconds, "dense": table.dense,
+           "held_out": vars(table.quality)}  # fmt: skip
+    measure = table.of(gates.plan)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(model, Path(folder))
+        ratios = []
+        for widths in islice(sampled_widths(gates.plan, seed=99, aligned=(0.0, 1.0)), UNSEEN):
+            open_ = first_slots(gates.plan, widths)
+            share, _ = bench.share(bench.files.write("unseen.onnx", gates.plan.kept(open_)))
+            ratios.append(measure.actual(open_) / table.dense / share)
+        yield {**about, "what": "unseen", "predicted over measured": ratios}
+        scores = l0prune.score(model, "group-magnitude")
+        for budget in budgets:
+            gates.put(torch.ones(gates.plan.size, dtype=torch.bool))
+            start = time.perf_counter()
+            l0prune.fit(model, f"latency={budget}", scores, latency=table)
+            seconds = time.perf_counter() - start
+            share, spread, dense = bench.exported()
+            yield {**about, "what": "budget", "budget": budget, "share": share, "spread": spread,
+                   "macs": dense.macs / dense.macs_before, "seconds": seconds}  # fmt: skip
+
+
+def table() -> str:
+    """The rows as tables for a page."""
+    found = rows(PATH, ("network", "what", "budget")) if PATH.exists() else []
+    lines = [
+        "| network | dense, ms | table, s | predicted / measured − 1, unseen: median, worst | "
+        "budget: measured share | MACs | speed-up over MAC reduction |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(row["network"] for row in found):
+        mine = [row for row in found if row["network"] == name]
+        made = next(row for row in mine if row["what"] == "table")
+        errors = [abs(r - 1) for row in mine for r in row.get("predicted over measured", ())]
+        kept = [row for row in mine if row["what"] == "budget"]
+        lines.append(
+            f"| {name} | {made['dense']:.1f} | {made['seconds']:.0f} | "
+            + (f"{statistics.median(errors):.1%}, {max(errors):.1%}" if errors else "-")
+            + " | "
+            + "; ".join(f"{row['budget']:g}: {row['share']:.3f}" for row in kept)
+            + " | "
+            + "; ".join(f"{row['macs']:.3f}" for row in kept)
+            + " | "
+            + "; ".join(f"{row['macs'] / row['share']:.2f}" for row in kept)
+            + " |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--budgets", nargs="*", type=float, default=[0.5, 0.3])
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--table", action="store_true", help="print what there is, and no more")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.table:
+        for name in options.networks:
+            for row in steps(name, options.samples, options.budgets):
+                append(PATH, {"budget": None, **row})
+                print(row, flush=True)
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The picture of a staircase: the time of a depthwise convolution over its width.
+
+    python -m benchmarks.staircase [--out docs/staircase.svg]
+
+A 1×1 convolution to the width, a depthwise 3×3 of 56×56, a 1×1 back to 32 channels: three nodes in
+one file for each width, run by ONNX Runtime on one thread; the picture is of the three together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from l0prune.timing import collect
+from l0prune.timing.runtimes import CPU
+
+CHANNELS, SIDE = 32, 56
+WIDTHS = range(64, 129)
+WIDE, HIGH, LEFT, BOTTOM = 640, 300, 56, 40
+
+
+def network(width: int) -> onnx.ModelProto:
+    """The three convolutions."""
+    rng = np.random.default_rng(0)
+
+    def weight(name: str, *dims: int) -> TensorProto:
+        return numpy_helper.from_array(rng.standard_normal(dims, dtype=np.float32) / 8, name)
+
+    shape = [1, CHANNELS, SIDE, SIDE]
+    nodes = [
+        helper.make_node("Conv", ["x", "a"], ["p"]),
+        helper.make_node("Conv", ["p", "b"], ["q"], group=width, pads=[1, 1, 1, 1]),
+        helper.make_node("Conv", ["q", "c"], ["y"]),
+    ]
+    weights = [
+        weight("a", width, CHANNELS, 1, 1), weight("b", width, 1, 3, 3),
+        weight("c", CHANNELS, width, 1, 1),
+    ]  # fmt: skip
+    value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "xy"]
+    graph = helper.make_graph(nodes, "staircase", value[:1], value[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def times() -> dict[int, float]:
+    """Microseconds by width."""
+    inputs = {"x": np.random.default_rng(1).standard_normal((1, CHANNELS, SIDE, SIDE), np.float32)}
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for width in WIDTHS:
+            path = Path(folder) / f"{width}.onnx"
+            onnx.save(network(width), str(path))
+            session = collect.Network(path, 1, CPU)
+            session.run(inputs, 20)
+            found[width] = 1e3 * min(session.median(inputs, 40) for _ in range(3))
+    return found
+
+
+def picture(found: dict[int, float]) -> str:
+    """The times as SVG; multiples of 16 are filled."""
+    top = max(found.values()) * 1.08
+
+    def at(width: float, time: float) -> tuple[float, float]:
+        x = LEFT + (width - WIDTHS[0]) / (WIDTHS[-1] - WIDTHS[0]) * (WIDE - LEFT - 16)
+        return x, HIGH - BOTTOM - time / top * (HIGH - BOTTOM - 16)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" role="img" '
+        'font-family="sans-serif" font-size="12">',
+        "<title>Time of a depthwise block over its width: a fast path where the width is a "
+        "multiple of 16</title>",
+        f'<rect width="{WIDE}" height="{HIGH}" fill="#ffffff"/>',
+    ]
+    step = 10 ** np.floor(np.log10(top / 3))
+    for time in np.arange(0, top, step * np.ceil(top / step / 6)):
+        x, y = at(WIDTHS[0], time)
+        parts.append(f'<path d="M{x} {y:.1f}H{WIDE - 16}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4:.1f}" text-anchor="end">{time:.0f}</text>')
+    for width in WIDTHS[::16]:
+        x, y = at(width, 0)
+        parts.append(f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{width}</text>')
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in found.items()))
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#888888"/>')
+    for width, time in found.items():
+        x, y = at(width, time)
+        fill = "#1f5fa8" if width % 16 == 0 else "#ffffff"
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{fill}" stroke="#1f5fa8"/>')
+    parts.append(
+        f'<text x="{(WIDE + LEFT) / 2}" y="{HIGH - 6}" text-anchor="middle">channels of the '
+        "depthwise convolution; multiples of 16 are filled</text>"
+    )
+    middle = (HIGH - BOTTOM) / 2
+    parts.append(
+        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">µs</text>'
+    )
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/staircase.svg"))
+    options = parser.parse_args()
+    found = times()
+    options.out.write_text(picture(found))
+    for width in (80, 89, 95, 96, 97, 112):
+        print(f"{width:4} channels: {found[width]:6.0f} µs")
+    print(f"{options.out} written; {collect.processor()}, ONNX Runtime, one thread")
+
+
+if __name__ == "__main__":
+    main()
