@@ -14,6 +14,7 @@ from torch import nn
 from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.wrappers import inside
+from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
@@ -63,9 +64,13 @@ class Survey:
         """Multiply-accumulates of the dense model for one example (1 MAC = 2 FLOPs)."""
         return cost_of(self.plan).dense("macs")
 
-    def reachable(self, unit: str) -> float:
-        """The share of the model's ``"params"`` or ``"macs"`` that some axis can take away."""
-        return cost_of(self.plan).reachable(unit)
+    def reachable(self, measure: str) -> float:
+        """The share of the model's ``"params"``, ``"macs"``, … that some axis can take away.
+
+        Raises:
+            UsageError: there is no such measure, or it takes more than the model.
+        """
+        return measure_of(self.plan, measure).reachable()
 
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data for machines."""

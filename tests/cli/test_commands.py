@@ -11,6 +11,7 @@ from processes import launched
 from torch import nn
 
 import l0prune
+from l0prune.cost import measures
 
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
 
@@ -95,6 +96,35 @@ def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     assert code == 0, err
     assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]
 
+
+def test_a_budget_in_a_measure_of_ones_own(command, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    (tmp_path / "peak.py").write_text(MEASURE)
+    assert command(*GATE)[0] == 0
+    budget = ("fit", "--budget", "slots=50%", "--round-to", "auto")
+    code, _, err = command(*budget)
+    assert code == 2
+    assert "--measure file.py:Class" in err
+    try:
+        code, out, err = command(*budget, "--measure", "peak.py:Slots", "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        assert found["counts"] == {"slots=0.5": sum(found["open"].values())}
+        assert "slots=0.5: 164 sl" in command(*budget, "--measure", "peak.py:Slots")[1]
+    finally:
+        measures.registry._kinds.pop("slots", None)
+
+
+MEASURE = """
+import l0prune
+
+
+class Slots(l0prune.Measure):
+    name, label, suffixes = "slots", "slots", {"sl": 1.0}
+
+    def expected(self, p, dtype=None, through=None):
+        return p.sum().to(dtype)
+"""
 
 STOPPED = """
 import os, signal

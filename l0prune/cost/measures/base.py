@@ -56,7 +56,8 @@ class Measure(ABC):
             through: count only what these axes could take away; None to count everything.
 
         Returns:
-            A scalar that is differentiable in ``p``, smoothly enough to descend.
+            A scalar that is differentiable in ``p``, smoothly enough to descend. A budget compares
+            it with a share of ``dense()``, which it should be where all gates are open.
         """
 
     def actual(self, open_: Tensor, through: Axes = None) -> float:
