@@ -132,7 +132,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
         raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
     dense = network = _dense(recipe, data, folder, data_root)
     if recipe.data.answers:
-        data = l0prune.answered(data, dense)
+        data = l0prune.answered(data, dense, autocast=recipe.finetune.get("autocast"))
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
         tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")

@@ -36,7 +36,8 @@ def _checked(given: str | None, kind: str) -> str | None:
 class DataSection(_Section):
     """What it learns from, and by which loss and metric; paths are relative to the recipe.
 
-    With ``answers`` the targets are what the dense network answers (``l0prune.answered``).
+    With ``answers`` the targets are what the dense network answers (``l0prune.answered``), in the
+    precision in which the gates learn (``finetune.autocast``).
     """
 
     source: str

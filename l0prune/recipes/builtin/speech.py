@@ -6,6 +6,7 @@ import io
 import shutil
 import subprocess
 import wave
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -14,23 +15,24 @@ from l0prune.errors import DataError
 from l0prune.recipes.builtin.tones import RATE, WINDOW
 
 _PROGRAM = "espeak-ng"
-# Voices of espeak-ng, and what they say: one half to learn from, the other held out.
+# What is said to learn from, by language, and what is held out, which other voices say.
 _LEARNED = {
     "en-gb": "The quick brown fox jumps over the lazy dog while nine old men row home slowly.",
-    "en-us+f2": "Are you really sure that we may leave now? I was wondering all morning long.",
-    "de+m3": "Am Abend wehen warme Winde über weite Wiesen, und alle Leute gehen heim.",
-    "fr+f4": "Nous allons voir un grand jardin où l'on vend des oranges et du bon vin.",
-    "es+m7": "La luna ilumina el valle mientras una niña mira el río desde la ventana.",
-    "it+f1": "Domani andremo al mare insieme, e mangeremo un gelato vicino alla riva.",
+    "en-us": "Are you really sure that we may leave now? I was wondering all morning long.",
+    "de": "Am Abend wehen warme Winde über weite Wiesen, und alle Leute gehen heim.",
+    "fr": "Nous allons voir un grand jardin où l'on vend des oranges et du bon vin.",
+    "es": "La luna ilumina el valle mientras una niña mira el río desde la ventana.",
+    "it": "Domani andremo al mare insieme, e mangeremo un gelato vicino alla riva.",
 }
 _HELD_OUT = {
-    "en-gb+f3": "We were away a year ago, in a small house above the harbour. Do you remember?",
-    "de+f2": "Ein junger Löwe ruhte neben einem alten Baum und wollte gar nichts wissen.",
-    "sv+m1": "Många små båtar ligger vid ön, och en gammal man lagar sina nät i solen.",
-    "pt+m4": "O avião voa muito longe, e a menina olha para o mundo lá em baixo.",
+    "en-gb": "We were away a year ago, in a small house above the harbour. Do you remember?",
+    "de": "Ein junger Löwe ruhte neben einem alten Baum und wollte gar nichts wissen.",
+    "sv": "Många små båtar ligger vid ön, och en gammal man lagar sina nät i solen.",
+    "pt": "O avião voa muito longe, e a menina olha para o mundo lá em baixo.",
 }
-# Words a minute, and espeak's pitch from 0 to 99.
-_WAYS = ((150, 20), (175, 50), (120, 80))
+_VOICES = {False: ("m2", "m3", "m5", "m6", "m7", "f1", "f4", "f5"), True: ("m1", "m4", "f2", "f3")}
+# Words a minute, and espeak's pitch from 0 to 99; each voice has the next of them.
+_WAYS = ((150, 20), (175, 50), (120, 80), (140, 40), (200, 65))
 
 
 def is_installed() -> bool:
@@ -42,7 +44,7 @@ def speech(held_out: bool, hop: int = RATE // 100) -> Tensor:
     """Frames of sentences that espeak-ng reads, one behind the other; none where it is missing.
 
     Args:
-        held_out: the sentences, languages and voices that nothing is learned from.
+        held_out: sentences and voices that nothing is learned from.
         hop: samples from one frame to the next.
 
     Returns:
@@ -50,10 +52,11 @@ def speech(held_out: bool, hop: int = RATE // 100) -> Tensor:
     """
     if not is_installed():
         return torch.empty(0, WINDOW)
+    ways = cycle(_WAYS)
     said = [
-        spoken(text, voice, speed, pitch).unfold(0, WINDOW, hop)
-        for voice, text in (_HELD_OUT if held_out else _LEARNED).items()
-        for speed, pitch in _WAYS
+        spoken(text, f"{language}+{voice}", *next(ways)).unfold(0, WINDOW, hop)
+        for language, text in (_HELD_OUT if held_out else _LEARNED).items()
+        for voice in _VOICES[held_out]
     ]
     return torch.cat(said)
 
