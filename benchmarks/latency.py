@@ -27,7 +27,7 @@ from torch import nn
 
 import l0prune
 from benchmarks.isolation import ROOT, Row, append, rows
-from l0prune.timing import collect
+from l0prune.exporting.onnx import collect
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.timing.runtimes import CPU
 from l0prune.timing.sampling import first_slots, sampled_widths

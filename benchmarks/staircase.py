@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from l0prune.timing import collect
+from l0prune.exporting.onnx import collect
 from l0prune.timing.runtimes import CPU
 
 CHANNELS, SIDE = 32, 56

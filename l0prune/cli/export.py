@@ -39,6 +39,11 @@ def export(
         bool,
         typer.Option("--code", help="With --pretrained: a file that loads it without l0prune."),
     ] = False,
+    timed: Annotated[
+        bool,
+        typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's."),
+    ] = True,
+    threads: Annotated[int, typer.Option(min=1, help="That a call may use when timed.")] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,
@@ -67,7 +72,8 @@ def export(
     files: list[Path] = []
     with shown(err):
         if onnx or not (pt2 or state or pretrained):
-            files += dense.save_onnx(f"{stem}{ONNX}")
+            beside = model if timed else None
+            files += dense.save_onnx(f"{stem}{ONNX}", beside=beside, threads=threads)
         # of a model in parts the ONNX files leave out the code between them: its class needs its
         # state
         for wanted, ending in ((pt2, PT2), (state or dense.in_parts, STATE)):
@@ -80,6 +86,8 @@ def export(
     if pretrained:
         result["loads"] = said
     emit(result, json, dense)
+    if dense.times is not None and dense.times.warning:
+        say(f"warning: {dense.times.warning}")
     if not json:
         say("written: " + ", ".join(map(str, files)))
         if pretrained:

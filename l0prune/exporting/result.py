@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.notes import note_on_batches, note_on_sizes
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.external import data_beside
+from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.pretrained.origin import apart_from_state, described
 from l0prune.exporting.pretrained.writing import write_folder
@@ -50,6 +52,7 @@ class Export:
         params, macs: of the dense network; MACs for one example.
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
+        times: milliseconds of the ONNX file and of the dense network's, once they were taken.
     """
 
     module: nn.Module
@@ -64,6 +67,7 @@ class Export:
     _note: str = field(repr=False)
     _state: Mapping[str, Tensor] = field(repr=False)
     _manifest: dict[str, Any] = field(repr=False)
+    times: Times | None = None
 
     @property
     def note(self) -> str:
@@ -130,11 +134,14 @@ class Export:
         return replace(
             self,
             certificate=self.certificate.without("onnx"),
+            times=None,
             _made=self._made.of(module),
             _state={name: state.get(name, tensor) for name, tensor in known.items()},
         )
 
-    def save_onnx(self, path: str | os.PathLike[str]) -> tuple[Path, ...]:
+    def save_onnx(
+        self, path: str | os.PathLike[str], *, beside: nn.Module | None = None, threads: int = 1
+    ) -> tuple[Path, ...]:
         """Write ONNX, after ONNX Runtime has shown that it computes the same.
 
         The certificate gains the comparison, and the file's metadata carries it. A model that
@@ -142,6 +149,13 @@ class Export:
         It is in float32 whatever dtype the model has: ONNX Runtime has few operators in others.
         Weights of more than 2 GB go into a file beside it, ``model.onnx.….data``, which has to stay
         there: its name is a new one each time, so that a kill leaves the old model or the new one.
+
+        Args:
+            path: of the file.
+            beside: the gated model, to time the file beside that of the dense network (``times``,
+                which the metadata carries, too); a warning says where nothing was gained. A model
+                of several files is not timed.
+            threads: that a call may use when it is timed.
 
         Returns:
             The files written, those with weights after the others.
@@ -152,14 +166,14 @@ class Export:
             FileError: a file cannot be written.
         """
         with ExitStack() as stack:
-            written, beside, checks = {}, [], []
+            written, data_files, checks = {}, [], []
             for piece in self._made.pieces:
                 _check_drawless(piece)
                 file = self._file_of(piece, path)
                 data = stack.enter_context(data_beside(file))
                 written[file] = stack.enter_context(replacement(file))
                 session = onnx_file.write_runnable(piece.single, written[file], data, piece.sizes)
-                beside += [file.with_name(data.name)] if data.exists() else []
+                data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing its ONNX file"):
                     checks += compare_onnx(piece.answers, session, piece.path, piece.read)
@@ -170,10 +184,17 @@ class Export:
                 "macs": self.macs,
                 "widths": json.dumps(self.widths),
             }
+            if beside is not None and len(written) == 1:
+                (piece,), (unfinished,) = self._made.pieces, written.values()
+                read = piece.read(piece.answers[0].inputs)
+                self.times = times_of(beside, unfinished, read, piece.sizes, threads)
+                facts["times"] = json.dumps(self.times.to_dict())
             for unfinished in written.values():
                 onnx_file.describe(unfinished, facts)
         self.certificate = certificate
-        return (*written, *beside)
+        if self.times is not None and self.times.warning:
+            warnings.warn(f"l0prune: {self.times.warning}", UserWarning, stacklevel=2)
+        return (*written, *data_files)
 
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
@@ -275,6 +296,7 @@ class Export:
             "parts": list(dict.fromkeys(piece.path for piece in self._made.pieces)),
             "widths": {name: list(width) for name, width in self.widths.items()},
             "certificate": self.certificate.to_dict(),
+            "times": None if self.times is None else self.times.to_dict(),
         }
 
     def __repr__(self) -> str:
@@ -309,6 +331,8 @@ class Export:
                 Text(what), c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}"
             )
         yield proof
+        if self.times is not None:
+            yield Text(f"Time: {self.times}")
         if self.note:
             yield Text(self.note)
 

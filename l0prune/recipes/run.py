@@ -321,7 +321,9 @@ def _export(
         history = l0prune.train_dense(small.module, data, **settings).last
         small = small.renewed()
     file = folder / f"{recipe.name}.onnx"
-    small.save_onnx(file)
+    first_round = folder / "round-1" if recipe.rounds else folder
+    before = l0prune.load(first_round / "gated.pt", copied(dense))
+    small.save_onnx(file, beside=before, threads=recipe.latency.threads if recipe.latency else 1)
     if recipe.export.pt2:
         small.save(folder / f"{recipe.name}.pt2")
     if recipe.export.state:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing import collect
 from l0prune.timing.facts import facts_to_json, plan_id
 from l0prune.timing.network_files import DENSE, NetworkFiles
 from l0prune.timing.sampling import first_slots, sampled_widths

@@ -16,8 +16,8 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.plan.layout import Layout
-from l0prune.timing import collect
 from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.graphs import Inputs
 from l0prune.timing.sizes import SizeFinder

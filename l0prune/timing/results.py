@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
-from l0prune.timing import collect
 from l0prune.timing.facts import facts_from_json, plan_id
 from l0prune.timing.groups import Group, groups_of
 from l0prune.timing.regression import Samples, fitted, smooth

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.timing import collect
+from l0prune.exporting.onnx import collect
 from l0prune.timing.bundle import write_bundle
 from l0prune.timing.eager import Compiled, Eager
 from l0prune.timing.latency import Observe

@@ -11,8 +11,8 @@ from pathlib import Path
 from torch import nn
 
 from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.running.stages import stage
-from l0prune.timing import collect
 from l0prune.timing.latency import Observe
 from l0prune.timing.runtimes import Job, runtime_of
 

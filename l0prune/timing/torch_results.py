@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import write_whole
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing import collect
 from l0prune.timing.eager import Eager, facts_of
 from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.graphs import Graphs, Inputs

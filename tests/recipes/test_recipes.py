@@ -16,6 +16,9 @@ from l0prune.recipes import run as recipes
 from l0prune.recipes.schema import GateSection
 from l0prune.training.settings import Settings
 
+# The times of networks as small as these mean nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:l0prune. the file is not faster")
+
 EXAMPLES = {
     "digits": torch.zeros(2, 1, 8, 8),
     "mnist": torch.zeros(2, 1, 28, 28),
@@ -242,7 +245,9 @@ def test_each_round_starts_from_what_the_last_one_left(tmp_path):
     assert result["training"]["dense_params"] == first["params"] <= 0.5 * first["dense_params"]
     assert result["params"] == result["training"]["params"] <= 2000
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
-    assert recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder) == result
+    again = recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder)
+    assert again.pop("times").keys() == result.pop("times").keys()
+    assert again == result
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")} == times
 
 

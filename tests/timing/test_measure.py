@@ -10,7 +10,8 @@ from timed_network import gated
 
 import l0prune
 from l0prune.errors import FileError, UsageError
-from l0prune.timing import collect, runtimes
+from l0prune.exporting.onnx import collect
+from l0prune.timing import runtimes
 from l0prune.timing.latency import OVERHEAD
 from l0prune.timing.results import read_results, table_of
 

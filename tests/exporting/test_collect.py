@@ -2,7 +2,7 @@
 
 import pytest
 
-from l0prune.timing import collect
+from l0prune.exporting.onnx import collect
 
 
 def event(name, microseconds):

@@ -26,6 +26,7 @@ import numpy as np
 import onnxruntime
 
 FORMAT = 1
+VERSION: str = onnxruntime.__version__
 ROUNDS = 3  # turns of dense and small network
 SECONDS = 0.1  # of each turn, about
 FEWEST, MOST = 4, 100  # runs of a turn
@@ -185,7 +186,7 @@ def collect(
         "format": FORMAT,
         "about": about,
         "runtime": "onnxruntime",
-        "version": onnxruntime.__version__,
+        "version": VERSION,
         "provider": provider,
         "threads": threads,
         "machine": machine(),

@@ -1,0 +1,133 @@
+"""How long a file and that of the dense network take, timed in turns by ONNX Runtime."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.file import write_runnable
+from l0prune.exporting.own_class.program import class_programs
+from l0prune.exporting.subject import subject_of
+from l0prune.gating.attaching import holder
+from l0prune.running.stages import stage
+
+_SECONDS = 0.3  # of each turn
+_CPU = "CPUExecutionProvider"
+_DENSE, _DATA = "dense.onnx", "dense.onnx.data"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one call of the dense network's file and of the small one's.
+
+    Attributes:
+        dense, small: medians of some turns, which the two took one after the other.
+        threads: that a call may use.
+        batch: examples in a call.
+        runtime: with its version.
+        processor: that they ran on.
+    """
+
+    dense: tuple[float, ...]
+    small: tuple[float, ...]
+    threads: int
+    batch: int
+    runtime: str
+    processor: str
+
+    @property
+    def share(self) -> float:
+        """The small one's time over the dense one's, the median over the turns."""
+        return statistics.median(s / d for s, d in zip(self.small, self.dense, strict=True))
+
+    @property
+    def warning(self) -> str:
+        """What is to be said where nothing was gained; else empty."""
+        if self.share < 1:
+            return ""
+        return (
+            f"the file is not faster than the dense network's: {self}. The usual cause are widths "
+            "that the runtime has no fast path for: give a budget in latency (`l0prune measure` "
+            "makes the table for it), or widths in multiples of 16 (round_to)"
+        )
+
+    def __str__(self) -> str:
+        before, after = map(statistics.median, (self.dense, self.small))
+        apart = max(max(each) / min(each) - 1 for each in (self.dense, self.small))
+        return (
+            f"{before:.3g} → {after:.3g} ms ({1 / self.share:.2f} times as fast; turns differ by "
+            f"{apart:.0%}), {self.threads} thread{'s' if self.threads > 1 else ''}, batch "
+            f"{self.batch}, {self.runtime}, {self.processor}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self)
+
+
+def times_of(
+    model: nn.Module,
+    path: Path,
+    inputs: Sequence[Any],
+    sizes: Sequence[Mapping[int, str]],
+    threads: int,
+) -> Times:
+    """Time a file beside that of the dense network, which is written for it.
+
+    Args:
+        model: gated; what it would be with all gates open is the dense network.
+        path: of the file.
+        inputs: an example of what it reads, in order.
+        sizes: for each of these what its free dims are called.
+        threads: that a call may use.
+
+    Raises:
+        NotGated: the model carries no gates.
+        CaptureError: torch.export can no longer follow it.
+        L0pruneError: the dense network cannot be written to ONNX, or not be run.
+    """
+    gated, _ = holder(model)
+    with tempfile.TemporaryDirectory() as folder, stage("timing the file beside the dense one"):
+        dense = Path(folder) / _DENSE
+        subject = subject_of(gated)
+        _, single = class_programs(subject.plain, subject.dtypes, subject.example, subject.free)
+        write_runnable(single, dense, Path(folder) / _DATA, sizes)
+        networks = [collect.Network(each, threads, _CPU) for each in (path, dense)]
+        given, batch = _one(inputs, sizes)
+        names = [each.name for each in networks[0].session.get_inputs()]
+        turns = collect.turns(
+            networks[0], networks[1], dict(zip(names, given, strict=True)), _SECONDS
+        )
+    return Times(
+        dense=tuple(turns["dense"]),
+        small=tuple(turns["own"]),
+        threads=threads,
+        batch=batch,
+        runtime=f"onnxruntime {collect.VERSION}",
+        processor=collect.processor(),
+    )
+
+
+def _one(
+    inputs: Sequence[Any], sizes: Sequence[Mapping[int, str]]
+) -> tuple[list[np.ndarray[Any, Any]], int]:
+    """What is fed: one example where their number is free, and how many they are."""
+    given, batch = [], 1
+    for leaf, free in zip(inputs, sizes, strict=True):
+        value = torch.as_tensor(leaf)
+        value = value.float() if value.is_floating_point() else value
+        if free.get(0) == "batch":
+            value = value[:1]
+        elif isinstance(leaf, Tensor) and leaf.ndim:
+            batch = max(batch, len(leaf))
+        given.append(np.ascontiguousarray(value.numpy()))
+    return given, batch
