@@ -281,13 +281,16 @@ def _session(file: Path) -> Run:
 
 
 def _seconds(sessions: dict[str, Run]) -> dict[str, float]:
-    """The median time of one frame, where the networks take turns."""
+    """The median time of one frame, where the networks take turns.
+
+    It is the time at which the thread, the only one, is at work: other programs disturb it little.
+    """
     frame = normalised(tones(1, seed=3).frames)
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(_TURNS):
         for name, run in sessions.items():
             run(frame)  # so that its weights are where they are when one network runs alone
-            start = time.perf_counter()
+            start = time.thread_time()
             run(frame)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.thread_time() - start)
     return {name: median(each) for name, each in times.items()}
