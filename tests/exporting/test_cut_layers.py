@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from l0prune.exporting.onnx.file import to_onnx
 from l0prune.files.pretrained import cut_layers
 from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm, PickedLinear
 
@@ -84,6 +85,19 @@ def test_in_half_precision_it_is_as_near_as_the_operator_is(dtype):
     own = F.layer_norm(with_zeros(x, -1), (8,))[..., KEPT]
     error, allowed = ((y.double() - expected).abs().max() for y in (cut(x), own))
     assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+def test_norms_of_channels_are_plain_arithmetic_in_onnx(is_group):
+    """Neither sizes that are read off at run time nor copies of them along channels."""
+    kind = CutGroupNorm if is_group else CutLayerNorm
+    numbers = {"num_groups": 1, "num_channels": 4} if is_group else {"dim": 1}
+    whole = nn.GroupNorm(1, 8) if is_group else nn.LayerNorm(8)
+    cut = cut_norm(drawn(whole), kind, inputs=8, **numbers).float().eval()
+    shapes = ({0: torch.export.Dim("batch")},)
+    given = torch.export.export(cut, (torch.randn(2, 4, 3, 5),), dynamic_shapes=shapes)
+    found = {node.op_type for node in to_onnx(given).graph.node}
+    assert found <= {"Add", "Mul", "ReduceMean", "Reciprocal", "Sqrt", "Sub"}
 
 
 def test_picked_linear_is_a_linear_layer():

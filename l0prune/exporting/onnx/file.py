@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import warnings
@@ -21,6 +20,7 @@ from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.errors import L0pruneError
+from l0prune.exporting.onnx.attention import around_its_tensors, written_as_products
 from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.names import output_names, rename
 from l0prune.exporting.onnx.subnormal import flush_weights
@@ -88,7 +88,7 @@ def to_onnx(
     export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
     try:
         with _quietly():
-            program = written_out(program)
+            program = written_as_products(written_out(program))
             try:
                 made = export(program)
             except Exception:
@@ -127,7 +127,7 @@ def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
     is_tensor = [isinstance(spec.arg, TensorArgument) for spec in specs]
     if all(is_tensor):
         return program
-    copied = copy.deepcopy(program)
+    copied = around_its_tensors(program)
     output = copied.graph.output_node()
     outputs: Any = output.args[0]
     output.args = (tuple(compress(outputs, is_tensor)),)

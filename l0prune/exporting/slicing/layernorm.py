@@ -87,6 +87,11 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
     def average(of: Any) -> Node:
         return call(_ATEN.mul.Tensor, call(_ATEN.mean.dim, of, over, True), share)
 
+    def spread(operand: Node) -> Node:
+        for _ in range(len(over) - 1 if by_channel else 0):
+            operand = call(_ATEN.unsqueeze.default, operand, -1)
+        return operand
+
     with graph.inserting_before(node):
         if is_half:  # the operator itself computes in float32, too
             x = call(_ATEN.to.dtype, x, torch.float32)
@@ -96,12 +101,12 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
         gone = call(_ATEN.mul.Tensor, call(_ATEN.square.default, mean), 1 - share)
         variance = call(_ATEN.add.Tensor, squares, gone)
         scale = call(_ATEN.rsqrt.default, call(_ATEN.add.Tensor, variance, eps))
+        weight, bias = (spread(each) if isinstance(each, Node) else each for each in affine)
+        if weight is not None:  # with one scale for each example these are few numbers
+            scale = call(_ATEN.mul.Tensor, scale, weight)
         result = call(_ATEN.mul.Tensor, centred, scale)
-        for operator, operand in zip((_ATEN.mul.Tensor, _ATEN.add.Tensor), affine, strict=True):
-            if isinstance(operand, Node):
-                for _ in range(len(over) - 1 if by_channel else 0):
-                    operand = call(_ATEN.unsqueeze.default, operand, -1)
-                result = call(operator, result, operand)
+        if bias is not None:
+            result = call(_ATEN.add.Tensor, result, bias)
         if is_half:
             result = call(_ATEN.to.dtype, result, dtype)
     sizes.stands_for(result, node)

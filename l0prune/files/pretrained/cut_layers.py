@@ -199,20 +199,23 @@ def _normalised(
 ) -> Tensor:
     """``(x − mean) / √(variance + ε)`` of ``before`` values of which those not in x were zero.
 
-    With a share s of them left, of mean m and variance v, ``mean = s·m`` and
-    ``variance = s·(v + (1 − s)·m²)``. In half precision the statistics are taken in float32.
+    With a share s of them left, ``mean = s·avg(x)``, and the others are as far from it as it is
+    from zero: ``variance = s·avg((x − mean)²) + (1 − s)·mean²``. In half precision the statistics
+    are taken in float32.
     """
     whole = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     left = 1
     for dim in dims:
         left *= x.shape[dim]
     share = left / before
-    variance, mean = torch.var_mean(whole, dims, correction=0, keepdim=True)
-    variance = share * (variance + (1 - share) * mean.square())
-    result = (whole - share * mean) * torch.rsqrt(variance + eps)
+    mean = share * whole.mean(dims, keepdim=True)
+    centred = whole - mean
+    variance = share * (centred * centred).mean(dims, keepdim=True) + (1 - share) * mean * mean
+    scale = torch.rsqrt(variance + eps)
     after = 0 if dims[0] < 0 else x.ndim - 2  # dims behind the channels
     if weight is not None:
-        result = result * _before(weight, after)
+        scale = scale * _before(weight, after)
+    result = centred * scale
     if bias is not None:
         result = result + _before(bias, after)
     return result.to(x.dtype)
