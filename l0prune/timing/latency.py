@@ -66,13 +66,9 @@ class TimedLatency(Latency):
     def by_owner(self, kept: Tensor) -> dict[str, float]:
         """Milliseconds of each module, and those that no module takes; together the whole time."""
         result: dict[str, float] = defaultdict(float)
-        values = self._values(kept > 0, None)
-        for term, ms in zip(self._stairs.terms, values, strict=True):
+        for term, ms in zip(self._stairs.terms, self._values(kept > 0, None), strict=True):
             result[self._owners[term.group]] += float(ms)
-        if result[OVERHEAD] < 0:  # in truth the modules take less than their nodes were seen to
-            del result[OVERHEAD]
-        scale = float(values.sum()) / sum(result.values())
-        return {owner: scale * ms for owner, ms in result.items()}
+        return dict(result)
 
     def blocks(self) -> list[int]:
         """For each axis in how many slots at once the runtime likes it to be cut."""
@@ -104,7 +100,7 @@ class TimedLatency(Latency):
         axes = [axes_of(layout) for layout in self._stairs.layouts]
         return np.array(
             [
-                float(any(axes[s.layout] & through for s in (*term.factors, *term.aligned)))
+                float(any(axes[s.layout] & through for s in term.steps))
                 for term in self._stairs.terms
             ]
         )

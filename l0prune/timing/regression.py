@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
@@ -14,12 +14,12 @@ from l0prune.timing.stairs import Numbers, Stairs, Step, Term
 
 _ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks that sizes may be rounded up to
 _ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may ask for
-_RIDGES = (1e-9, 1e-6, 1e-5, 1e-4, 1e-3)  # of the mean eigenvalue
+_TINY = 1e-10  # on the diagonal, where features are the same
 _PRICE = 0.01  # of a further coefficient, in shares of the squared error
 _MOST = 0.6  # coefficients a sample
 
-Conditions = tuple[tuple[Step, ...], ...]
-"""Sets of steps; with each, all terms count once more where all its sizes are whole blocks."""
+Cell = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
+"""Widths of which some are whole blocks, and not all of each of some sets; see ``Term``."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ def fitted(groups: Sequence[Group], samples: Samples) -> Stairs:
     For each group several forms are tried, with sizes rounded to blocks or not, and with other
     times where sizes are whole blocks; that which predicts samples best that it has not seen
     (leaving out each in turn) is taken. What a network takes beyond its nodes is a constant, and
-    a factor on all; the constant is negative where slow nodes take longer when nobody looks.
+    factors on nodes whose widths are whole blocks and on others: nodes are faster while they are
+    looked at, one run after the other, and those the more that go through more memory.
     """
     terms: list[Term] = []
     for number, group in enumerate(groups):
         terms += _of_group(number, group, samples)
-    stairs = Stairs(samples.layouts, tuple(terms))
-    overhead, factor = _beyond_nodes(stairs.values(samples.sizes).sum(-1), samples.whole)
-    scaled = [Term(t.group, t.ms * factor, t.factors, t.aligned) for t in terms]
+    values = Stairs(samples.layouts, tuple(terms)).values(samples.sizes)
+    is_slow = [bool(term.unless) for term in terms]
+    sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
+    overhead, *factors = _beyond_nodes(sums, samples.whole)
+    scaled = [replace(t, ms=t.ms * factors[slow]) for t, slow in zip(terms, is_slow, strict=True)]
     return Stairs(samples.layouts, (*scaled, Term(len(groups), overhead, ())))
 
 
@@ -68,15 +71,11 @@ def _of_group(number: int, group: Group, samples: Samples) -> list[Term]:
         if len(form) > max(1, _MOST * len(times)):
             continue
         features = Stairs(samples.layouts, tuple(form)).values(samples.sizes)
-        error, coefficients = _ridge(features, times, weights)
-        error *= 1 + _PRICE * len(form)
+        error, coefficients = _left_out(features, times, weights)
+        error *= 1 + _PRICE * np.count_nonzero(coefficients)
         if error < best_error:
             best_error, best = error, (form, coefficients)
-    return [
-        Term(term.group, float(ms), term.factors, term.aligned)
-        for term, ms in zip(*best, strict=True)
-        if ms
-    ]
+    return [replace(term, ms=float(ms)) for term, ms in zip(*best, strict=True) if ms]
 
 
 def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
@@ -87,57 +86,53 @@ def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
             Term(number, 1.0, tuple(Step(index[layout], block) for layout in monomial))
             for monomial in group.monomials
         ]
-        for conditions in _conditions([index[layout] for layout in group.layouts]):
-            yield plain + [
-                Term(number, 1.0, term.factors, condition)
-                for condition in conditions
+        for cells in _cells([index[layout] for layout in group.layouts]):
+            yield [
+                replace(term, aligned=aligned, unless=unless)
+                for aligned, unless in cells
                 for term in plain
             ]
 
 
-def _conditions(layouts: Sequence[int]) -> Iterator[Conditions]:
-    yield ()
+def _cells(layouts: Sequence[int]) -> Iterator[list[Cell]]:
+    """Ways to divide all widths by which of them are whole blocks."""
+    yield [((), ())]
     for block in _ALIGNMENT:
         steps = [Step(layout, block) for layout in layouts]
-        yield from (((step,),) for step in steps)
+        sets: list[tuple[Step, ...]] = [(step,) for step in steps]
         if len(steps) > 1:
-            yield (tuple(steps),)
+            sets.append(tuple(steps))
         if len(steps) > 2:
-            yield from ((pair,) for pair in combinations(steps, 2))
+            sets += combinations(steps, 2)
+        yield from ([(each, ()), ((), (each,))] for each in sets)
         for one, other in combinations(steps[:4], 2):
-            yield ((one,), (other,))
-            yield ((one,), (other,), (one, other))
+            yield [
+                ((one, other), ()),
+                ((one,), ((other,),)),
+                ((other,), ((one,),)),
+                ((), ((one,), (other,))),
+            ]
 
 
-def _ridge(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
-    """The squared error on samples left out, one after the other, and the coefficients.
+def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
+    """The squared error on samples left out, one after the other, and coefficients of 0 or more.
 
     With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
-    Of several strengths of the ridge that is taken which has the smallest error.
     """
-    largest = np.abs(features).max(0)
-    largest[largest == 0] = 1
-    scaled, target = features / largest * weights[:, None], times * weights
-    values, vectors = np.linalg.eigh(scaled.T @ scaled)
-    rotated = scaled @ vectors
-    projected = rotated.T @ target
-    best_error, best = np.inf, np.zeros(features.shape[1])
-    for strength in _RIDGES:
-        damped = 1 / (values.clip(0) + strength * values.mean())
-        coefficients = damped * projected
-        leverage = (rotated**2 @ damped).clip(0, 0.95)
-        left_out = (target - rotated @ coefficients) / (1 - leverage)
-        error = float(np.mean(left_out**2))
-        if error < best_error:
-            best_error, best = error, vectors @ coefficients / largest
-    return best_error, best
+    scaled, target = features * weights[:, None], times * weights
+    found = not_negative(scaled, target)
+    used = scaled[:, found > 0]
+    if not used.shape[1]:
+        return float(np.mean(target**2)), found
+    orthogonal, _ = np.linalg.qr(used)
+    leverage = (orthogonal**2).sum(1).clip(0, 0.95)
+    return float(np.mean(((target - scaled @ found) / (1 - leverage)) ** 2)), found
 
 
-def _beyond_nodes(sums: Numbers, whole: Numbers) -> tuple[float, float]:
-    """The constant and the factor by which sums of node times become times of networks."""
-    features = np.stack([np.ones_like(sums), sums], -1) / whole[:, None]
-    solution, *_ = np.linalg.lstsq(features, np.ones_like(whole), rcond=None)
-    return float(solution[0]), float(solution[1])
+def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
+    """The constant, and a factor on each of these sums of node times, that make whole times."""
+    features = np.stack([np.ones_like(whole), *sums], -1) / whole[:, None]
+    return [float(each) for each in not_negative(features, np.ones_like(whole))]
 
 
 def smooth(
@@ -176,14 +171,17 @@ def smooth(
 
 def not_negative(features: Numbers, target: Numbers) -> Numbers:
     """Least squares whose coefficients are 0 or more: those that would be less are left out."""
-    left = list(range(features.shape[1]))
-    scale = np.abs(features).max(0)
-    scale[scale == 0] = 1
-    while left:
-        found, *_ = np.linalg.lstsq(features[:, left] / scale[left], target, rcond=None)
+    scale = np.sqrt((features**2).sum(0))
+    left = np.flatnonzero(scale)
+    scaled = features[:, left] / scale[left]
+    gram, projected = scaled.T @ scaled, scaled.T @ target
+    gram[np.diag_indices_from(gram)] += _TINY
+    here = np.arange(len(left))
+    result = np.zeros(features.shape[1])
+    while len(here):
+        found = np.linalg.solve(gram[np.ix_(here, here)], projected[here])
         if (found >= 0).all():
-            result = np.zeros(features.shape[1])
-            result[left] = found / scale[left]
-            return result
-        del left[int(found.argmin())]
-    return np.zeros(features.shape[1])
+            result[left[here]] = found / scale[left[here]]
+            break
+        here = np.delete(here, found.argmin())
+    return result

@@ -1,14 +1,16 @@
 """The time of a network as a function of its widths, on the stairs of a runtime.
 
-A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks, and it counts only where some sizes
-are multiples of a block: runtimes have fast paths for these.
+A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks. It may count only where some sizes
+are multiples of a block, or only where they are not: runtimes have fast paths for these. No term
+is negative, so that a time is one, also of widths that nobody has timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,19 +41,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """``ms × Π ↑size`` where all of ``aligned`` are whole blocks, else 0.
+    """``ms × Π ↑size`` where its conditions hold, else 0.
 
     Attributes:
         group: number of the group of nodes whose time it is part of.
-        ms: milliseconds.
+        ms: milliseconds, 0 or more.
         factors: sizes that are multiplied, rounded up.
         aligned: sizes that have to be whole blocks.
+        unless: sets of sizes; not all of a set may be whole blocks.
     """
 
     group: int
     ms: float
     factors: tuple[Step, ...]
     aligned: tuple[Step, ...] = ()
+    unless: tuple[tuple[Step, ...], ...] = ()
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All that it looks at."""
+        return chain(self.factors, self.aligned, *self.unless)
 
 
 @dataclass(frozen=True)
@@ -74,36 +83,47 @@ class Stairs:
 
         Returns shape ``(…, terms)``.
         """
-        factors, aligned, steps, ms = self._arrays
+        factors, aligned, unless, steps, ms = self._arrays
         padded = np.concatenate([sizes, np.ones((*sizes.shape[:-1], 1))], axis=-1)
         layout, block = steps[:, 0], steps[:, 1]
         blocks = np.ceil(padded[..., layout] / block)
         rounded = blocks * block
         is_whole = rounded == padded[..., layout]
-        result: Numbers = ms * rounded[..., factors].prod(-1) * is_whole[..., aligned].all(-1)
+        holds = is_whole[..., aligned].all(-1)
+        for each in unless:
+            holds &= ~is_whole[..., each].all(-1) | (each == 0).all(-1)
+        result: Numbers = ms * rounded[..., factors].prod(-1) * holds
         return result
 
     @cached_property
-    def _arrays(self) -> tuple[Any, Any, Any, Numbers]:
+    def _arrays(self) -> tuple[Any, Any, list[Any], Any, Numbers]:
         """Indices of steps for each term, padded with one that is always 1; steps; milliseconds."""
         one = Step(len(self.layouts), 1)
-        distinct = dict.fromkeys([one, *(s for t in self.terms for s in (*t.factors, *t.aligned))])
+        distinct = dict.fromkeys([one, *(step for term in self.terms for step in term.steps)])
         number = {step: i for i, step in enumerate(distinct)}
-        factors = _padded([[number[step] for step in term.factors] for term in self.terms])
-        aligned = _padded([[number[step] for step in term.aligned] for term in self.terms])
+
+        def indices(chosen: Iterable[Sequence[Step]]) -> NDArray[np.int64]:
+            return _padded([[number[step] for step in steps] for steps in chosen])
+
+        sets = max((len(term.unless) for term in self.terms), default=0)
+        unless = [
+            indices(t.unless[i] if i < len(t.unless) else () for t in self.terms)
+            for i in range(sets)
+        ]
+        factors = indices(term.factors for term in self.terms)
+        aligned = indices(term.aligned for term in self.terms)
         steps = np.array([[step.layout, step.block] for step in distinct])
-        return factors, aligned, steps, np.array([term.ms for term in self.terms])
+        return factors, aligned, unless, steps, np.array([term.ms for term in self.terms])
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers, which ``from_json`` reads back."""
         return {
             "layouts": [to_json(layout) for layout in self.layouts],
             "terms": [
-                [t.group, t.ms, [[s.layout, s.block] for s in t.factors],
-                 [[s.layout, s.block] for s in t.aligned]]
+                [t.group, t.ms, _plain(t.factors), _plain(t.aligned), list(map(_plain, t.unless))]
                 for t in self.terms
             ],
-        }  # fmt: skip
+        }
 
     @staticmethod
     def from_json(data: Any) -> Stairs:
@@ -115,17 +135,27 @@ class Stairs:
         try:
             layouts = tuple(map(from_json, data["layouts"]))
             terms = tuple(
-                Term(int(group), float(ms), _steps(factors), _steps(aligned))
-                for group, ms, factors, aligned in data["terms"]
+                Term(
+                    int(group),
+                    float(ms),
+                    _steps(factors),
+                    _steps(aligned),
+                    tuple(map(_steps, unless)),
+                )
+                for group, ms, factors, aligned, unless in data["terms"]
             )
-            used = [step for term in terms for step in (*term.factors, *term.aligned)]
+            used = [step for term in terms for step in term.steps]
             if any(not 0 <= step.layout < len(layouts) or step.block < 1 for step in used):
                 raise ValueError("a term is about a layout that is not there")
-            if not all(np.isfinite(term.ms) for term in terms):
-                raise ValueError("a time is no finite number")
+            if not all(0 <= term.ms < np.inf for term in terms):
+                raise ValueError("a time is no number of milliseconds")
         except (KeyError, TypeError) as error:
             raise ValueError(f"these are no stairs: {error}") from error
         return Stairs(layouts, terms)
+
+
+def _plain(steps: Sequence[Step]) -> list[list[int]]:
+    return [[step.layout, step.block] for step in steps]
 
 
 def _steps(data: Any) -> tuple[Step, ...]:

@@ -20,8 +20,8 @@ STAIRS = Stairs(
     (IN, OUT),
     (
         Term(0, 0.5, ()),
-        Term(0, 2e-3, (Step(0, 16), Step(1, 16))),
-        Term(0, -1e-3, (Step(0, 16), Step(1, 16)), (Step(0, 16),)),
+        Term(0, 1e-3, (Step(0, 16), Step(1, 16)), (Step(0, 16),)),
+        Term(0, 2e-3, (Step(0, 16), Step(1, 16)), (), ((Step(0, 16),),)),
         Term(1, 0.25, ()),
     ),
 )
@@ -34,7 +34,8 @@ def up(size, block):
 @given(st.integers(1, 96), st.integers(1, 80))
 def test_values_are_those_of_the_formula(inputs, outputs):
     work = up(inputs, 16) * up(outputs, 16)
-    expected = [0.5, 2e-3 * work, -1e-3 * work if inputs % 16 == 0 else 0.0, 0.25]
+    fast = inputs % 16 == 0
+    expected = [0.5, 1e-3 * work if fast else 0.0, 0.0 if fast else 2e-3 * work, 0.25]
     assert STAIRS.values(np.array([inputs, outputs], dtype=float)).tolist() == expected
 
 
@@ -45,7 +46,12 @@ def test_many_networks_at_once_have_the_values_of_each():
 
 def test_stairs_survive_json():
     assert Stairs.from_json(STAIRS.to_json()) == STAIRS
-    for terms in ([[0, 1.0, [[2, 16]], []]], [[0, 1.0, [[0, 0]], []]], [[0, math.inf, [], []]]):
+    for terms in (
+        [[0, 1.0, [[2, 16]], [], []]],
+        [[0, 1.0, [[0, 0]], [], []]],
+        [[0, math.inf, [], [], []]],
+        [[0, -0.1, [], [], []]],
+    ):
         with pytest.raises(ValueError, match=r"layout|number"):
             Stairs.from_json({**STAIRS.to_json(), "terms": terms})
 
@@ -91,11 +97,22 @@ def test_what_networks_take_beyond_their_nodes_is_found():
     assert np.abs(predicted / (1.1 * unseen.whole + 3) - 1).max() < 1e-3
 
 
+def test_no_time_is_negative_however_narrow_a_network_is():
+    rng = np.random.default_rng(3)
+    noisy = sampled(40)
+    times = noisy.times * rng.uniform(0.7, 1.3, noisy.times.shape)
+    stairs = fitted(GROUPS, Samples(noisy.layouts, noisy.sizes, times, times.sum(1)))
+    everywhere = np.array([[i, j] for i in range(1, 97) for j in range(1, 81)], dtype=float)
+    values = stairs.values(everywhere)
+    assert (values >= 0).all()
+    assert values.sum(-1).min() > 0.5
+
+
 def test_smooth_times_are_those_of_whole_blocks_and_never_fall_as_widths_grow():
     sizes = np.array([[16 * i, 16 * j] for i in range(1, 7) for j in range(1, 6)], dtype=float)
     most, dense = np.array([96.0, 80.0]), float(STAIRS.values(np.array([96.0, 80.0])).sum())
     plain = smooth(STAIRS, GROUPS, sizes, most, dense)
-    assert all(term.ms >= 0 and not term.aligned for term in plain.terms)
+    assert all(term.ms >= 0 and not (term.aligned or term.unless) for term in plain.terms)
     assert np.allclose(plain.values(sizes).sum(-1), STAIRS.values(sizes).sum(-1), rtol=1e-6)
 
 
