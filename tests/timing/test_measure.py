@@ -112,6 +112,7 @@ def test_a_part_of_the_network_takes_a_part_of_the_time(latency):
     assert (values != 0).sum() < (latency._values(latency.plan.kept(open_), None) != 0).sum()
 
 
+@pytest.mark.filterwarnings("ignore:l0prune. the budget")  # so small a network is all noise
 def test_a_budget_in_milliseconds_is_observed(model, table):
     found = l0prune.fit(model, f"latency={0.9 * table.dense:.6f}ms", latency=table)
     open_ = l0prune.gates(model).open()
