@@ -161,8 +161,9 @@ def divergence(outputs: Tensor, answers: Tensor) -> Tensor:
 
 
 def unlike(outputs: Tensor, answers: Tensor) -> Tensor:
-    """For each frame: 1 where the pitch is more than 50 cents from that of the answers, else 0."""
-    return ((pitch(outputs) - pitch(answers)).abs() > _CLOSE).float()
+    """For each frame: 1 where the answers hear a pitch and the outputs another, else 0."""
+    far = (pitch(outputs) - pitch(answers)).abs() > _CLOSE
+    return (far & (answers.amax(1) > _VOICED)).float()
 
 
 def data() -> l0prune.Task:
@@ -229,10 +230,10 @@ def report(dense: nn.Module, file: Path) -> dict[str, Any]:
         close = (pitch(_answers(sessions[name], drawn.frames)) - drawn.cents).abs() <= _CLOSE
         found[f"tones, raw pitch accuracy, {name}"] = close.float().mean().item()
     heard = _answers(sessions["dense"], said)
-    voiced = heard.amax(1) > _VOICED
+    voiced = (heard.amax(1) > _VOICED).float().mean()
     for name in ("tiny", "small"):
-        differs = unlike(_answers(sessions[name], said), heard)[voiced]
-        found[f"speech, agreement, {name}"] = 1 - differs.mean().item()
+        differs = unlike(_answers(sessions[name], said), heard).mean()
+        found[f"speech, agreement, {name}"] = 1 - (differs / voiced).item()
     for name, of_one in seconds.items():
         found[f"real-time factor, {name}"] = of_one * _FRAMES_A_SECOND
     found["times faster"] = seconds["dense"] / seconds["small"]
