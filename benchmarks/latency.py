@@ -29,7 +29,6 @@ import l0prune
 from benchmarks.isolation import ROOT, Row, append, rows
 from l0prune.exporting.onnx import collect
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
-from l0prune.timing.runtimes import CPU
 from l0prune.timing.sampling import first_slots, sampled_widths
 
 NETWORKS = (
@@ -47,11 +46,13 @@ class Bench:
         self._model, self._folder = model, folder
         self.files = NetworkFiles(model, 1, folder)
         self._inputs = dict(np.load(folder / INPUTS).items())
-        self._dense = collect.Network(folder / DENSE, 1, CPU)
+        self._dense = collect.Network(folder / DENSE, 1, collect.CPU)
 
     def share(self, path: Path) -> tuple[float, float]:
         """The file's time over the dense one's, and the spread of that between turns."""
-        turns = collect.turns(collect.Network(path, 1, CPU), self._dense, self._inputs, SECONDS)
+        turns = collect.turns(
+            collect.Network(path, 1, collect.CPU), self._dense, self._inputs, SECONDS
+        )
         ratios = [own / dense for own, dense in zip(turns["own"], turns["dense"], strict=True)]
         return statistics.median(ratios), max(ratios) / min(ratios) - 1
 

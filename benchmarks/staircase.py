@@ -17,7 +17,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from l0prune.exporting.onnx import collect
-from l0prune.timing.runtimes import CPU
 
 CHANNELS, SIDE = 32, 56
 WIDTHS = range(64, 129)
@@ -54,7 +53,7 @@ def times() -> dict[int, float]:
         for width in WIDTHS:
             path = Path(folder) / f"{width}.onnx"
             onnx.save(network(width), str(path))
-            session = collect.Network(path, 1, CPU)
+            session = collect.Network(path, 1, collect.CPU)
             session.run(inputs, 20)
             found[width] = 1e3 * min(session.median(inputs, 40) for _ in range(3))
     return found

@@ -21,6 +21,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.cli.setting_options import with_settings
+from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
@@ -86,7 +87,8 @@ def finetune(
         table = latency_table(latency, path, settings.get("budget"))
         if table is not None:
             chosen_settings["latency"] = table
-        history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
+        with announced(say):
+            history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:

@@ -58,6 +58,10 @@ def measure(
     """
     if bundle and results:
         raise UsageError("--bundle writes what is to be timed, --from reads what was: give one")
+    if bundle and (runtime != "onnxruntime" or provider):
+        raise UsageError(
+            "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"
+        )
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:

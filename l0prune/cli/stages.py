@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,6 +11,21 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from l0prune.running.stages import Stage, watched
 
 LONG = 2.0  # seconds from which on a stage leaves a line
+
+
+@contextmanager
+def announced(say: Callable[[str], None]) -> Iterator[None]:
+    """Within the context a stage is said when it begins, unless it is part of another one."""
+    depth = 0
+
+    def tell(stage: Stage) -> None:
+        nonlocal depth
+        if stage.seconds is None and not depth:
+            say(stage.name)
+        depth += 1 if stage.seconds is None else -1
+
+    with watched(tell):
+        yield
 
 
 @contextmanager

@@ -59,6 +59,16 @@ def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     Raises:
         UsageError: the results are of another network, or make no sense.
     """
+    try:
+        return _table(plan, results)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"these results make no sense ({type(error).__name__}: {error}): time the networks "
+            "again"
+        ) from error
+
+
+def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     about = results["about"]
     if about["plan"] != plan_id(plan):
         raise UsageError(

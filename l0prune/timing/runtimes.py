@@ -20,7 +20,6 @@ from l0prune.timing.latency import Observe
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.timing.torch_results import Turns, torch_results
 
-CPU = "CPUExecutionProvider"
 _SECONDS = 0.5  # of each turn, where a single network is timed
 
 
@@ -83,7 +82,7 @@ class OnnxRuntime:
         import onnxruntime
 
         self.version = onnxruntime.__version__
-        self.provider = providers[0] if providers else CPU
+        self.provider = providers[0] if providers else collect.CPU
         available = onnxruntime.get_available_providers()
         if self.provider not in available:
             raise UsageError(

@@ -7,7 +7,7 @@ from rich.console import Console
 from torch import nn
 
 import l0prune
-from l0prune.cli.stages import shown
+from l0prune.cli.stages import announced, shown
 from l0prune.running.stages import Stage, stage, watched
 
 
@@ -54,3 +54,13 @@ def test_what_took_long_leaves_a_line(monkeypatch, is_terminal):
     lines = [line for line in console.file.getvalue().splitlines() if " s" in line]
     assert any("long: 0." in line or "long: 1" in line for line in lines)
     assert not any("short: " in line for line in lines)
+
+
+def test_only_outermost_stages_are_announced():
+    said = []
+    with announced(said.append):
+        with stage("one"), stage("part of one"):
+            pass
+        with stage("two"):
+            pass
+    assert said == ["one", "two"]

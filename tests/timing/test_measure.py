@@ -178,6 +178,17 @@ def test_results_of_another_model_are_refused(folder):
         table_of(l0prune.gates(gated()).plan, results)
 
 
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(
+    "part", [{"widths": [[1]] * SAMPLES}, {"nodes": [["Conv"]]}, {"layouts": [["slots"]]}]
+)
+def test_results_that_make_no_sense_are_refused(folder, part):
+    results = read_results(folder / "results.json")
+    results["about"] = results["about"] | part
+    with pytest.raises(UsageError, match="make no sense"):
+        table_of(l0prune.gates(gated()).plan, results)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -26,6 +26,7 @@ import numpy as np
 import onnxruntime
 
 FORMAT = 1
+CPU = "CPUExecutionProvider"
 VERSION: str = onnxruntime.__version__
 ROUNDS = 3  # turns of dense and small network
 SECONDS = 0.1  # of each turn, about
@@ -42,7 +43,7 @@ class Network:
     """One file, loaded."""
 
     def __init__(self, path: Path, threads: int, provider: str, profile: str = "") -> None:
-        self.threads = threads
+        self.is_alone = threads == 1 and provider == CPU
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -64,11 +65,11 @@ class Network:
     def median(self, inputs: dict[str, Any], times: int) -> float:
         """The median in milliseconds.
 
-        Of a single thread it is the time at work: what it waits while the system lets others
-        work is no property of the network. On a machine of one's own both are the same.
+        Of a single thread on the CPU it is the time at work: what it waits while the system lets
+        others work is no property of the network. On a machine of one's own both are the same.
         """
         runs = self._runs(inputs, times)
-        return statistics.median(min(run) if self.threads == 1 else run[0] for run in runs)
+        return statistics.median(min(run) if self.is_alone else run[0] for run in runs)
 
     def _runs(self, inputs: dict[str, Any], times: int) -> list[tuple[float, float]]:
         """Milliseconds of each run by the clock, and those at which this thread was at work."""
@@ -176,7 +177,7 @@ def collect(
     folder: Path,
     out: Path,
     threads: int = 1,
-    provider: str = "CPUExecutionProvider",
+    provider: str = CPU,
     say: Any = None,
 ) -> dict[str, Any]:
     """Time all networks of the folder that ``out`` has no figures of yet."""
@@ -216,7 +217,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--provider", default="CPUExecutionProvider")
+    parser.add_argument("--provider", default=CPU)
     parser.add_argument("--out", type=Path, default=Path("results.json"))
     options = parser.parse_args()
 

@@ -21,7 +21,6 @@ from l0prune.gating.attaching import holder
 from l0prune.running.stages import stage
 
 _SECONDS = 0.3  # of each turn
-_CPU = "CPUExecutionProvider"
 _DENSE, _DATA = "dense.onnx", "dense.onnx.data"
 
 
@@ -101,7 +100,7 @@ def times_of(
         subject = subject_of(gated)
         _, single = class_programs(subject.plain, subject.dtypes, subject.example, subject.free)
         write_runnable(single, dense, Path(folder) / _DATA, sizes)
-        networks = [collect.Network(each, threads, _CPU) for each in (path, dense)]
+        networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]
         given, batch = _one(inputs, sizes)
         names = [each.name for each in networks[0].session.get_inputs()]
         turns = collect.turns(
