@@ -166,7 +166,8 @@ def test_mnist_rows_are_recipes(row):
         assert recipe.finetune["budget"] == "params=10k"
 
 
-@pytest.mark.parametrize("row", ["mlp-small", pytest.param("lenet5-small", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["mlp-small", "lenet5-small"])
 def test_an_mnist_row(row, tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"

@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing.bundle import write_bundle
 from l0prune.timing.eager import Compiled, Eager
 from l0prune.timing.latency import Observe
-from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.timing.torch_results import Turns, torch_results
 
 _SECONDS = 0.5  # of each turn, where a single network is timed
@@ -81,7 +79,7 @@ class OnnxRuntime:
     def __init__(self, providers: Sequence[str]) -> None:
         import onnxruntime
 
-        self.version = onnxruntime.__version__
+        self.version = collect.version()
         self.provider = providers[0] if providers else collect.CPU
         available = onnxruntime.get_available_providers()
         if self.provider not in available:
@@ -92,6 +90,8 @@ class OnnxRuntime:
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
+        from l0prune.timing.bundle import write_bundle  # which loads onnx
+
         bundle = write_bundle(
             job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed
         )
@@ -102,6 +102,8 @@ class OnnxRuntime:
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
+        from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
+
         files = NetworkFiles(job.model, job.batch, job.folder)
         inputs = dict(np.load(job.folder / INPUTS).items())
         dense = collect.Network(job.folder / DENSE, job.threads, self.provider)

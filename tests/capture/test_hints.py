@@ -106,14 +106,8 @@ OTHERS = [padding(2), padding(3, 5), padding(5, 5), padding(1, 4, 3).flip(1)]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("nested", "norm"),
-    [
-        (True, True),
-        pytest.param(True, False, marks=pytest.mark.slow),
-        pytest.param(False, True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("nested", "norm"), [(True, True), (True, False), (False, True)])
 def test_padding_that_comes_last_is_zero_where_torch_packs_tokens(nested, norm, tmp_path):
     torch.manual_seed(0)
     model = randomise(Padded(nested=nested, norm=norm)).eval()

@@ -22,6 +22,7 @@ def check(name: str, side: int) -> None:
     assert result.in_file <= result.stored + 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "side"), [m for m in EVERY if m[0] in SMALL])
 def test_small(name, side):
     check(name, side)

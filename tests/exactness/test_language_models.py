@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 
 # Tied, and with a head of its own.
-@pytest.mark.parametrize("name", ["gemma-lm", pytest.param("llama-lm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma-lm", "llama-lm"])
 def test_the_residual_stream_is_cut_exactly(name):
     model, (args, kwargs) = zoo.build("transformers", name)
     survey = l0prune.survey(model, args, kwargs)

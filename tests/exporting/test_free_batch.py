@@ -170,6 +170,7 @@ def exported_in_parts(way):
     return model, l0prune.export(model)
 
 
+@pytest.mark.slow
 def test_the_file_of_a_part_that_is_wrong_for_one_example_is_for_two_or_more(tmp_path):
     model, dense = exported_in_parts(doubled_for_one)
     assert dense.rebuilt

@@ -113,7 +113,7 @@ def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
     [
         pytest.param("lstm", marks=pytest.mark.slow),
         "gru_both_ways",
-        "lstm_with_projections",
+        pytest.param("lstm_with_projections", marks=pytest.mark.slow),
         pytest.param("voice_encoder", marks=pytest.mark.slow),
     ],
 )

@@ -202,7 +202,7 @@ class Mixed(nn.Module):
         pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"scale": 2.0, "mask": None}, marks=pytest.mark.slow),
         {"scale": 0.5, "mask": torch.tensor([1.0, 2.0, 0.0, 1.0]), "twice": True},
-        {"shifts": (torch.ones(4), None, 1)[::2]},
+        pytest.param({"shifts": (torch.ones(4), None, 1)[::2]}, marks=pytest.mark.slow),
     ],
     ids=["none", "scalar", "mask", "tuple"],
 )

@@ -99,6 +99,7 @@ def test_the_export_is_exact_even_where_nothing_is_found(threshold):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_part_is_a_file_that_takes_inputs_of_any_size(tmp_path):
     model = close_some(l0prune.gate(detector(), (images(),)))
     dense = l0prune.export(model)

@@ -50,7 +50,7 @@ def test_each_micro_batch_has_gates_of_its_own():
     "how",
     [
         {"checkpointing": True},
-        {"compile": "aot_eager"},
+        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.slow),
         {"compile": "eager", "checkpointing": True},
     ],
     ids=str,

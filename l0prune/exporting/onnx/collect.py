@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 FORMAT = 1
 CPU = "CPUExecutionProvider"
-VERSION: str = onnxruntime.__version__
 ROUNDS = 3  # turns of dense and small network
 SECONDS = 0.1  # of each turn, about
 FEWEST, MOST = 4, 100  # runs of a turn
@@ -43,6 +41,8 @@ class Network:
     """One file, loaded."""
 
     def __init__(self, path: Path, threads: int, provider: str, profile: str = "") -> None:
+        import onnxruntime  # here, since it takes a while to load
+
         self.is_alone = threads == 1 and provider == CPU
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -148,6 +148,13 @@ def profiled(
     return node_times(events, times + 1)
 
 
+def version() -> str:
+    """That of ONNX Runtime."""
+    import onnxruntime
+
+    return str(onnxruntime.__version__)
+
+
 def machine() -> dict[str, Any]:
     """What the figures are of."""
     return {
@@ -187,7 +194,7 @@ def collect(
         "format": FORMAT,
         "about": about,
         "runtime": "onnxruntime",
-        "version": VERSION,
+        "version": version(),
         "provider": provider,
         "threads": threads,
         "machine": machine(),

@@ -111,7 +111,7 @@ def times_of(
         small=tuple(turns["own"]),
         threads=threads,
         batch=batch,
-        runtime=f"onnxruntime {collect.VERSION}",
+        runtime=f"onnxruntime {collect.version()}",
         processor=collect.processor(),
     )
 
