@@ -7,7 +7,6 @@ import pytest
 from benchmarks.exactness import FAMILIES, measure
 from benchmarks.scramble import SIGNAL
 
-SMALL = ["resnet18"]
 EVERY = [model for family in FAMILIES.values() for model in family]
 
 
@@ -23,12 +22,6 @@ def check(name: str, side: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "side"), [m for m in EVERY if m[0] in SMALL])
-def test_small(name, side):
-    check(name, side)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "side"), [m for m in EVERY if m[0] not in SMALL])
-def test_every_other(name, side):
+@pytest.mark.parametrize(("name", "side"), EVERY)
+def test_every_network(name, side):
     check(name, side)
