@@ -105,10 +105,44 @@ class _Followed:
         self._known: dict[Node, Any] = {}
 
     def rows(self, node: Node) -> Any:
-        """The rows that a node is made with; for one with several outputs a list."""
-        if node not in self._known:
-            self._known[node] = self._made(node)
+        """The rows that a node is made with; for one with several outputs a list.
+
+        What it is made from is looked at first, one after the other: a network may be deeper than
+        calls can be.
+        """
+        waiting = [node]
+        while waiting:
+            last = waiting[-1]
+            missing = [] if last in self._known else list(self._sources(last))
+            if missing:
+                waiting += missing
+                continue
+            if last not in self._known:
+                self._known[last] = self._made(last)
+            waiting.pop()
         return self._known[node]
+
+    def _sources(self, node: Node) -> Iterator[Node]:
+        """The nodes whose rows ``_made`` asks for, as far as they are not known."""
+        name = operator_name(node.target)
+        places: Sequence[int]
+        if node.op == "placeholder":
+            places = ()
+        elif name == "aten.linear":
+            places = (1, 2)
+        elif name in _PRODUCTS or name in _NORMS:
+            places = {**_PRODUCTS, **_NORMS}[name]
+        elif name in _MOVED:
+            places = (0,)
+        elif name == "aten.cat":
+            yield from self._unknown(node.args[0])
+            return
+        else:
+            places = range(len(node.args))
+        yield from self._unknown([node.args[place] for place in places if place < len(node.args)])
+
+    def _unknown(self, operands: Any) -> list[Node]:
+        return [each for each in operands if isinstance(each, Node) and each not in self._known]
 
     def _made(self, node: Node) -> Any:
         name, captured = operator_name(node.target), self._analysis.captured

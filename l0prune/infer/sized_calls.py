@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from math import isclose
 from operator import mul
 from typing import Any
 
@@ -16,7 +17,10 @@ from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import RESHAPES, SIZED, SLICES, SPLITS, argument, operator_name
 from l0prune.infer.rules.reduction import reduced_dims
 from l0prune.plan.code import SizedCall
-from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
+from l0prune.plan.layout import Const, Layout, Layouts, axes_of, size_of
+
+# Products with a number, and what code calls them.
+_PRODUCTS, SCALED = ("aten.mul", "aten.mul_"), "mul"
 
 Given = Iterator[tuple[Any, Layout]]
 
@@ -64,11 +68,18 @@ def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[Size
         for path in modules_of(node) or [""]:
             is_own = path == module_of(node)
             calls[path].append(call if is_own else replace(call, sizes=(None,) * len(call.sizes)))
+    told = {path: tuple(_telling(each)) for path, each in calls.items() if "@" not in path}
     return {
-        path: tuple(each)
-        for path, each in calls.items()
-        if "@" not in path and any(any(map(axes_of, _known(call))) for call in each)
+        path: each
+        for path, each in told.items()
+        if any(any(map(axes_of, _known(call))) for call in each)
     }
+
+
+def _telling(calls: Sequence[SizedCall]) -> Iterator[SizedCall]:
+    """Without products with numbers where none of these follows a size: there are many others."""
+    has_scale = any(call.name == SCALED and any(_known(call)) for call in calls)
+    return (call for call in calls if call.name != SCALED or has_scale)
 
 
 def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | None:
@@ -82,6 +93,8 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
     if operator == "aten.scaled_dot_product_attention":
         head = analysis.layouts[argument(node, 0, "query").name][-1] if node in unscaled else None
         return SizedCall(name, 1, (head,))
+    if operator in _PRODUCTS:
+        return _scaled(node, analysis)
     if not name:
         return None
     follows = _follows(node, analysis)
@@ -90,6 +103,17 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
         for size, dim in given_sizes(node, analysis)
     )
     return SizedCall(name, 1 if operator == "aten.split" else len(sizes), sizes)
+
+
+def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
+    """A product with a number, which may be 1/√size, of its last dim or of what that was once."""
+    number, dims = argument(node, 1, "other"), analysis.layouts.get(node.name, ())
+    if type(number) is not float or not dims:
+        return None
+    size = round(number**-2) if number > 0 else 0
+    if not (size and isclose(number, size**-0.5)):
+        return SizedCall(SCALED, 1, (None,))
+    return SizedCall(SCALED, 1, (dims[-1] if size_of(dims[-1]) == size else Const(size),))
 
 
 def _known(call: SizedCall) -> Iterator[Layout]:

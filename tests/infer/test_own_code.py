@@ -161,3 +161,16 @@ def test_rows_that_queries_are_made_of(name):
         for n, positions in rows.items():
             parameters[n].movedim(dims[n], 0)[list(positions)] *= 3
         torch.testing.assert_close(make_query(net, x), 3 * query)
+
+
+def test_a_network_may_be_deeper_than_calls_can_be():
+    def deep(m, x):
+        q = m.a(x).unflatten(-1, (3, -1)).transpose(1, 2)
+        k = v = q
+        for _ in range(1200):
+            q = -q
+        return m.b(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    net = Fn(deep, a=nn.Linear(12, 12), b=nn.Linear(12, 12))
+    factors = plan_of(net, torch.randn(2, 5, 12)).code.queries
+    assert {factor.tensor for factor in factors} == {"a.weight", "a.bias"}

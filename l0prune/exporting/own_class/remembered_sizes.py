@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
+from l0prune.infer.sized_calls import SCALED
 from l0prune.plan.code import PARTS
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
@@ -167,6 +168,8 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
             for size in (size_of, lambda dim: int(plan.mask(dim, kept).sum()))
         )
         changed = {kind for kind, *sizes in zip(kinds, old, new, strict=True) if ne(*sizes)}
+        # Code may have the size of a head as that of another dim over the number of heads.
+        changed |= {kind for kind in kinds if kind[0] == SCALED}
         if changed and not _is_torchs(model.get_submodule(path)):
             triples = zip(kinds, old, new, strict=True)
             found[path] = {
@@ -179,7 +182,7 @@ def _given(name: str, old: list[Any], new: list[Any]) -> list[Any]:
     """What a call is given, as ``GivenSizes`` has it."""
     if name == "mean" and None not in new:
         return [prod(new), prod(old)]
-    return old if name == "scaled_dot_product_attention" else new
+    return old if name in ("scaled_dot_product_attention", SCALED) else new
 
 
 def _is_torchs(module: nn.Module) -> bool:

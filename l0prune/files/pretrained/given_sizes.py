@@ -22,6 +22,7 @@ _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 # Functions that take a size off their inputs.
 _AVERAGE, _ATTENTION = "mean", "scaled_dot_product_attention"
+_PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
 class GivenSizes(nn.Module):
@@ -29,15 +30,16 @@ class GivenSizes(nn.Module):
 
     Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
     was as wide; a mean divides by what is left of its inputs, of which those that are gone were
-    zero; attention without a scale of its own takes it from what is left of a head. This is mixed
-    into the module's own class, whose forward runs as it is.
+    zero; attention without a scale of its own takes it from what is left of a head, and so does
+    code that multiplies by ``(C // heads) ** -0.5``. This is mixed into the module's own class,
+    whose forward runs as it is.
 
     Attributes:
         given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
             those that it is to have: None for one that is right. Those of a mean are how many
-            values are left and how many there were, that of attention the size of a head that
-            it scales by. Calls of other functions, or with another number of sizes, are not
-            among them.
+            values are left and how many there were, that of attention and of a product with a
+            number the size of a head by which it scales. Calls of other functions, or with another
+            number of sizes, are not among them.
     """
 
     given_sizes: list[Any]
@@ -81,7 +83,7 @@ def are_sizes_of_calls(data: Any) -> bool:
     return isinstance(data, (tuple, list)) and all(
         isinstance(call, (tuple, list))
         and len(call) == 3
-        and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION)
+        and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION, _PRODUCTS[0])
         and type(call[1]) is int
         and isinstance(call[2], (tuple, list))
         and len(call[2]) > 0
@@ -112,6 +114,9 @@ class _Sizes(TorchFunctionMode):
         elif name == _ATTENTION:
             size = (self._known(name, 1) or [None])[0]
             kwargs = kwargs if size is None else {**kwargs, "scale": size**-0.5}
+        elif name in _PRODUCTS and len(args) == 2 and type(args[1]) is float:
+            size = (self._known(_PRODUCTS[0], 1) or [None])[0]
+            args = args if size is None else (args[0], size**-0.5)
         return func(*args, **kwargs)
 
     def _known(self, name: str, count: int) -> Any:
