@@ -35,7 +35,7 @@ NETWORKS = (
     "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",
 )  # fmt: skip
 UNSEEN = 8
-SECONDS = 0.5  # of each turn
+SECONDS, TIMES = 1.0, 3  # of each look at a file, and how often
 PATH = ROOT / "runs" / "latency.jsonl"
 
 
@@ -49,12 +49,13 @@ class Bench:
         self._dense = collect.Network(folder / DENSE, 1, collect.CPU)
 
     def share(self, path: Path) -> tuple[float, float]:
-        """The file's time over the dense one's, and the spread of that between turns."""
-        turns = collect.turns(
-            collect.Network(path, 1, collect.CPU), self._dense, self._inputs, SECONDS
-        )
-        ratios = [own / dense for own, dense in zip(turns["own"], turns["dense"], strict=True)]
-        return statistics.median(ratios), max(ratios) / min(ratios) - 1
+        """The file's time over the dense one's: the median of a few, and how far they differ."""
+        network = collect.Network(path, 1, collect.CPU)
+        shares = [
+            collect.share(**collect.networks_turns(network, self._dense, self._inputs, SECONDS))
+            for _ in range(TIMES)
+        ]
+        return statistics.median(shares), max(shares) / min(shares) - 1
 
     def exported(self) -> tuple[float, float, l0prune.Export]:
         """The share and its spread, of the file that an export of the model writes."""

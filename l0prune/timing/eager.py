@@ -56,13 +56,14 @@ class Eager:
 
     def _timed(self, run: Callable[[], Any]) -> float:
         """Milliseconds of one run; of a single thread on the CPU those at which it is at work."""
+
+        def run_to_its_end() -> None:
+            run()
+            self.wait()
+
         self.wait()
-        start, busy = time.perf_counter(), time.thread_time()
-        run()
-        self.wait()
-        wall, busy = time.perf_counter() - start, time.thread_time() - busy
         is_alone = self.threads == 1 and self.device.type == "cpu"
-        return 1e3 * (min(wall, busy) if is_alone else wall)
+        return collect.milliseconds(run_to_its_end, is_alone)
 
     def wait(self) -> None:
         """Until the device has done all that it was given."""
@@ -141,14 +142,14 @@ class Operators(Interpreter):
         """Milliseconds by the number that a node has among ``names``.
 
         A node that is not among them, since not every network has it, is charged to the one before
-        it. Of several runs it is the lower quartile, since others may be at work.
+        it.
         """
         number = {name: number_of(i) for i, name in enumerate(names)}
         found: dict[str, float] = defaultdict(float)
         last = collect.BEFORE
         for name, seen in self.seen.items():
             last = number.get(name, last)
-            found[last] += sorted(seen.spent)[len(seen.spent) // 4]
+            found[last] += collect.typical(seen.spent)
         return dict(found)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,10 +76,10 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         )
     timed = [results["samples"][name] for name in about["samples"]]
     _check(timed)
-    beside = np.array([statistics.median(each["dense"]) for each in timed])
+    beside = np.array([collect.typical(each["dense"]) for each in timed])
     dense = float(np.median(beside))
     drift = dense / beside
-    whole = np.array([statistics.median(each["own"]) for each in timed]) * drift
+    whole = np.array([collect.typical(each["own"]) for each in timed]) * drift
     nodes = [
         {node: ms * float(factor) for node, ms in each["nodes"].items()}
         for each, factor in zip(timed, drift, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from l0prune.timing.eager import Compiled, Eager
 from l0prune.timing.latency import Observe
 from l0prune.timing.torch_results import Turns, torch_results
 
-_SECONDS = 0.5  # of each turn, where a single network is timed
+_SECONDS = 1.0  # of all turns, where a single network is timed
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class OnnxRuntime:
         def ratio(kept: Tensor) -> float:
             path = files.write("chosen.onnx", kept)
             network = collect.Network(path, job.threads, self.provider)
-            return _ratio(collect.turns(network, dense, inputs, _SECONDS))
+            return collect.share(**collect.networks_turns(network, dense, inputs, _SECONDS))
 
         return ratio
 
@@ -140,12 +139,7 @@ class Torch:
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
         turns = Turns(job.model, self._kind(self.provider, job.threads), job.batch)
-        return lambda kept: _ratio(turns.of_slots(kept, _SECONDS))
-
-
-def _ratio(turns: dict[str, list[float]]) -> float:
-    pairs = zip(turns["own"], turns["dense"], strict=True)
-    return statistics.median(own / dense for own, dense in pairs)
+        return lambda kept: collect.share(**turns.of_slots(kept, _SECONDS))
 
 
 _RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.graphs import Graphs, Inputs
 from l0prune.timing.sampling import Widths, all_slots, first_slots, sampled_widths, telling_widths
 from l0prune.timing.sizes import SizeFinder
-
-_RUNS = 5  # by which operators are known
 
 
 def torch_results(
@@ -119,7 +118,7 @@ class Turns:
         """What the network of these widths took, the dense one beside it, and each operator."""
         kept = first_slots(self._graphs.plan, widths)
         found = self.of_slots(kept, collect.SECONDS)
-        times = max(_RUNS, collect.runs(found["own"][0]))
+        times = max(collect.RUNS, collect.runs(collect.typical(found["own"])))
         with self._runtime.running():
             operators = self._runtime.operators(self._network(kept), self._inputs, times)
         return {**found, "nodes": operators.times(names)}
@@ -128,12 +127,8 @@ class Turns:
         """The medians of that which keeps these slots, and of the dense one, in turns."""
         with self._runtime.running():
             own = self._prepared(self._network(kept))
-            times = collect.runs(self._runtime.median(own, 2), seconds)
-            turns = [
-                [self._runtime.median(run, times) for run in (self._dense, own)]
-                for _ in range(collect.ROUNDS)
-            ]
-        return {"dense": [dense for dense, _ in turns], "own": [small for _, small in turns]}
+            median = self._runtime.median
+            return collect.turns(partial(median, own), partial(median, self._dense), seconds)
 
     def _network(self, kept: Tensor) -> GraphModule:
         return self._graphs.network(kept).to(self._runtime.device)

@@ -1,5 +1,7 @@
 """The script that times networks on a device, and what it is told apart by."""
 
+import time
+
 import pytest
 
 from l0prune.exporting.onnx import collect
@@ -34,7 +36,34 @@ def test_runs_that_came_before_are_left_out():
 def test_slow_networks_run_less_often():
     assert collect.runs(1e4) == collect.FEWEST
     assert collect.runs(1e-9) == collect.MOST
-    assert collect.runs(1e3 * collect.SECONDS / 20) == 20
+    assert collect.runs(1e3 * collect.TURN / 20) == 20
+
+
+def test_networks_take_turns_until_the_time_is_over():
+    called = []
+
+    def of(name, ms):
+        def median(times):
+            called.append((name, times))
+            return ms
+
+        return median
+
+    found = collect.turns(of("own", 10.0), of("dense", 20.0), 0.6)
+    assert found == {"own": 20 * [10.0], "dense": 20 * [20.0]}
+    turn = [("dense", 1), ("dense", 3), ("own", 1), ("own", 3)]
+    assert called == [("own", 1), ("own", 2), *20 * turn]
+    assert len(collect.turns(of("own", 1e3), of("dense", 1e3), 0.6)["own"]) == collect.TURNS
+
+
+def test_what_disturbed_some_turns_is_no_part_of_the_time():
+    assert collect.typical([3.0, 1.0, 9.0, 1.1, 1.2, 8.0, 1.3, 7.0]) == 1.2
+    assert collect.share([2.0, 9.0, 2.0, 2.0], [4.0, 4.0, 8.0, 8.0]) == 0.5
+
+
+def test_a_thread_that_is_alone_does_not_pay_for_what_it_waits():
+    assert collect.milliseconds(lambda: time.sleep(0.02), is_alone=True) < 10
+    assert collect.milliseconds(lambda: time.sleep(0.02), is_alone=False) >= 20
 
 
 def test_a_checksum_covers_all_but_itself():

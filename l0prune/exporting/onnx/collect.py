@@ -2,8 +2,8 @@
 
     python run.py [--threads 1] [--provider NAME] [--out results.json]
 
-Each network is timed beside the dense one, in turns, so that a machine that is slower for a while
-does no harm. A run that was stopped goes on where it was.
+Each network is timed beside the dense one, in many short turns, so that a machine that is slower
+for a while does no harm. A run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,11 @@ import numpy as np
 
 FORMAT = 1
 CPU = "CPUExecutionProvider"
-ROUNDS = 3  # turns of dense and small network
-SECONDS = 0.1  # of each turn, about
-FEWEST, MOST = 4, 100  # runs of a turn
+TURN = 0.03  # seconds of a turn, about
+SECONDS = 0.3  # of all turns of one network, about
+TURNS = 8  # at least
+FEWEST, MOST = 2, 100  # runs of a turn
+RUNS = 5  # by which nodes are known, at least
 NODE = re.compile(r"n(\d{5})_")
 BEFORE = "before"  # what no node of the file's is charged with, since it is the first
 
@@ -58,28 +62,25 @@ class Network:
                 "onnxruntime package for it, with the driver that it needs"
             )
 
-    def run(self, inputs: dict[str, Any], times: int) -> list[float]:
-        """Milliseconds of so many runs, one by one."""
-        return [wall for wall, _ in self._runs(inputs, times)]
-
     def median(self, inputs: dict[str, Any], times: int) -> float:
         """The median in milliseconds.
 
         Of a single thread on the CPU it is the time at work: what it waits while the system lets
         others work is no property of the network. On a machine of one's own both are the same.
         """
-        runs = self._runs(inputs, times)
-        return statistics.median(min(run) if self.is_alone else run[0] for run in runs)
+        return statistics.median(self._timed(inputs, self.is_alone) for _ in range(times))
 
-    def _runs(self, inputs: dict[str, Any], times: int) -> list[tuple[float, float]]:
-        """Milliseconds of each run by the clock, and those at which this thread was at work."""
-        found = []
-        for _ in range(times):
-            start, busy = time.perf_counter(), time.thread_time()
-            self.session.run(None, inputs)
-            busy = time.thread_time() - busy
-            found.append((1e3 * (time.perf_counter() - start), 1e3 * busy))
-        return found
+    def _timed(self, inputs: dict[str, Any], is_alone: bool) -> float:
+        return milliseconds(lambda: self.session.run(None, inputs), is_alone)
+
+
+def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
+    """What a run takes; of a thread that is alone at it, that which it is at work."""
+    start, busy = time.perf_counter(), time.thread_time()
+    run()
+    busy = time.thread_time() - busy
+    wall = time.perf_counter() - start
+    return 1e3 * (min(wall, busy) if is_alone else wall)
 
 
 def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
@@ -102,38 +103,58 @@ def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
             total[last] += event["dur"] / 1e3
         by_run.append(total)
     names = {name for total in by_run for name in total}
-    return {name: _lower_quartile([total[name] for total in by_run]) for name in sorted(names)}
+    return {name: typical([total[name] for total in by_run]) for name in sorted(names)}
 
 
-def _lower_quartile(numbers: list[float]) -> float:
-    """Where others work meanwhile some are too large, and none is too small."""
-    return sorted(numbers)[len(numbers) // 4]
+def typical(times: Sequence[float]) -> float:
+    """The lower quartile: where others work meanwhile some are too long, and none is too short."""
+    return sorted(times)[len(times) // 4]
 
 
-def runs(milliseconds: float, seconds: float = SECONDS) -> int:
+def share(own: Sequence[float], dense: Sequence[float]) -> float:
+    """The time of a network over that of the dense one, of their turns."""
+    return typical(own) / typical(dense)
+
+
+def runs(ms: float) -> int:
     """How many runs of a network that takes so long make a turn."""
-    return min(MOST, max(FEWEST, round(seconds * 1e3 / max(milliseconds, 1e-3))))
+    return min(MOST, max(FEWEST, round(TURN * 1e3 / max(ms, 1e-3))))
 
 
-def turns(
-    network: Network, dense: Network, inputs: dict[str, Any], seconds: float = SECONDS
-) -> dict[str, list[float]]:
-    """The medians of a network and of the dense one, which take turns of about so many seconds."""
-    times = runs(statistics.median(network.run(inputs, 3)[1:]), seconds)
+Median = Callable[[int], float]
+"""The median in milliseconds of so many runs of a network."""
+
+
+def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
+    """The medians of a network and of the dense one, which take turns.
+
+    What slows a machine down for seconds slows networks down that are small, and not others: so
+    turns are short and many, and ``typical`` looks at those that were not disturbed.
+    """
+    own(1)
+    ms = own(2)
+    times = runs(ms)
     found: dict[str, list[float]] = {"dense": [], "own": []}
-    for _ in range(ROUNDS):
-        for name, each in (("dense", dense), ("own", network)):
-            each.run(inputs, 1)
-            found[name].append(each.median(inputs, times))
+    for _ in range(max(TURNS, round(seconds * 1e3 / (ms * times)))):
+        for name, each in (("dense", dense), ("own", own)):
+            each(1)
+            found[name].append(each(times))
     return found
+
+
+def networks_turns(
+    own: Network, dense: Network, inputs: dict[str, Any], seconds: float
+) -> dict[str, list[float]]:
+    """``turns`` of two files."""
+    return turns(partial(own.median, inputs), partial(dense.median, inputs), seconds)
 
 
 def timed(
     path: Path, dense: Network, inputs: dict[str, Any], threads: int, provider: str
 ) -> dict[str, Any]:
     """What one network took, the dense one beside it, and each of its nodes."""
-    found = turns(Network(path, threads, provider), dense, inputs)
-    times = runs(found["own"][0])
+    found = networks_turns(Network(path, threads, provider), dense, inputs, SECONDS)
+    times = max(RUNS, 2 * runs(typical(found["own"])))
     return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
 
 
@@ -143,7 +164,7 @@ def profiled(
     """Milliseconds of each node, by ONNX Runtime's own profile."""
     with tempfile.TemporaryDirectory() as folder:
         network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
-        network.run(inputs, times + 1)
+        network.median(inputs, times + 1)
         events = json.loads(Path(network.session.end_profiling()).read_text())
     return node_times(events, times + 1)
 
@@ -205,7 +226,7 @@ def collect(
         if {key: old.get(key) for key in settings} == settings and old.get("digest") == digest(old):
             results = old
     dense = Network(folder / about["dense"], threads, provider)
-    dense.run(inputs, 3)
+    dense.median(inputs, 3)
     for number, name in enumerate(about["samples"], start=1):
         if name not in results["samples"]:
             results["samples"][name] = timed(folder / name, dense, inputs, threads, provider)

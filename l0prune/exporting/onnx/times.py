@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from l0prune.exporting.subject import subject_of
 from l0prune.gating.attaching import holder
 from l0prune.running.stages import stage
 
-_SECONDS = 0.3  # of each turn
+_SECONDS = 1.0  # of all turns
 _DENSE, _DATA = "dense.onnx", "dense.onnx.data"
 
 
@@ -29,7 +28,7 @@ class Times:
     """Milliseconds of one call of the dense network's file and of the small one's.
 
     Attributes:
-        dense, small: medians of some turns, which the two took one after the other.
+        dense, small: medians of the turns that the two took one after the other.
         threads: that a call may use.
         batch: examples in a call.
         runtime: with its version.
@@ -45,8 +44,13 @@ class Times:
 
     @property
     def share(self) -> float:
-        """The small one's time over the dense one's, the median over the turns."""
-        return statistics.median(s / d for s, d in zip(self.small, self.dense, strict=True))
+        """The small one's time over the dense one's."""
+        return collect.share(self.small, self.dense)
+
+    @property
+    def spread(self) -> float:
+        """How far the middle half of the turns lie apart, in shares of their median."""
+        return max(map(_spread, (self.dense, self.small)))
 
     @property
     def warning(self) -> str:
@@ -60,12 +64,11 @@ class Times:
         )
 
     def __str__(self) -> str:
-        before, after = map(statistics.median, (self.dense, self.small))
-        apart = max(max(each) / min(each) - 1 for each in (self.dense, self.small))
+        before, after = map(collect.typical, (self.dense, self.small))
         return (
-            f"{before:.3g} → {after:.3g} ms ({1 / self.share:.2f} times as fast; turns differ by "
-            f"{apart:.0%}), {self.threads} thread{'s' if self.threads > 1 else ''}, batch "
-            f"{self.batch}, {self.runtime}, {self.processor}"
+            f"{before:.3g} → {after:.3g} ms ({1 / self.share:.2f} times as fast; half of the turns "
+            f"within {self.spread:.0%}), {self.threads} thread{'s' if self.threads > 1 else ''}, "
+            f"batch {self.batch}, {self.runtime}, {self.processor}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def times_of(
         networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]
         given, batch = _one(inputs, sizes)
         names = [each.name for each in networks[0].session.get_inputs()]
-        turns = collect.turns(
+        turns = collect.networks_turns(
             networks[0], networks[1], dict(zip(names, given, strict=True)), _SECONDS
         )
     return Times(
@@ -114,6 +117,11 @@ def times_of(
         runtime=f"onnxruntime {collect.version()}",
         processor=collect.processor(),
     )
+
+
+def _spread(turns: Sequence[float]) -> float:
+    low, middle, high = np.quantile(turns, (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
 
 
 def _one(

@@ -6,11 +6,10 @@ import importlib
 import importlib.util
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.data.dataset import Tensors
 from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.recipes.builtin.speech import speech
 from l0prune.recipes.builtin.tones import WINDOW, tones
 
@@ -214,7 +214,7 @@ def report(dense: nn.Module, file: Path) -> dict[str, Any]:
     Returns:
         The raw pitch accuracy on held-out tones (the share of frames within 50 cents of the pitch
         that they were made with), the share of voiced frames of held-out speech within 50 cents
-        of the dense network's pitch (NaN without espeak-ng), and medians of one-frame times on
+        of the dense network's pitch (NaN without espeak-ng), and typical one-frame times on
         one thread of ONNX Runtime, as parts of the 10 ms from one frame to the next.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -282,16 +282,11 @@ def _session(file: Path) -> Run:
 
 
 def _seconds(sessions: dict[str, Run]) -> dict[str, float]:
-    """The median time of one frame, where the networks take turns.
-
-    It is the time at which the thread, the only one, is at work: other programs disturb it little.
-    """
+    """The typical time of one frame, where the networks take turns."""
     frame = normalised(tones(1, seed=3).frames)
     times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(_TURNS):
         for name, run in sessions.items():
             run(frame)  # so that its weights are where they are when one network runs alone
-            start = time.thread_time()
-            run(frame)
-            times[name].append(time.thread_time() - start)
-    return {name: median(each) for name, each in times.items()}
+            times[name].append(collect.milliseconds(partial(run, frame), is_alone=True) / 1e3)
+    return {name: collect.typical(each) for name, each in times.items()}
