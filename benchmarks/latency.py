@@ -7,7 +7,8 @@ For each network of torchvision, with random weights: a latency table is made (o
 networks of random widths that it has not seen are exported, and their files timed beside the dense
 one's, predicted over measured; then ``l0prune.fit`` is given each budget, with group magnitude as
 the score, the result is exported, and the file is timed in the same way. Rows are JSON lines in
-``runs/latency.jsonl``; ``--table`` prints them.
+``runs/latency.jsonl``; ``--table`` prints them. Tables are kept in ``runs/latency``, and one that
+is there is not made again.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ NETWORKS = (
 UNSEEN = 8
 SECONDS, TIMES = 1.0, 3  # of each look at a file, and how often
 PATH = ROOT / "runs" / "latency.jsonl"
+TABLES = PATH.parent / "latency"
 
 
 class Bench:
@@ -71,12 +73,20 @@ def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
     model = getattr(torchvision.models, name)(weights=None).eval()
     l0prune.gate(model, (torch.randn(1, 3, 224, 224),))
     gates = l0prune.gates(model)
+    kept = TABLES / f"{name}.json"
     start = time.perf_counter()
-    table = l0prune.measure(model, samples=samples)
+    table = (
+        l0prune.LatencyTable.load(kept)
+        if kept.exists()
+        else l0prune.measure(model, samples=samples)
+    )
     seconds = time.perf_counter() - start
     about = {"network": name, "setting": str(table.setting), "samples": samples}
-    yield {**about, "what": "table", "seconds": seconds, "dense": table.dense,
-           "held_out": vars(table.quality)}  # fmt: skip
+    if not kept.exists():
+        TABLES.mkdir(parents=True, exist_ok=True)
+        table.save(kept)
+        yield {**about, "what": "table", "seconds": seconds, "dense": table.dense,
+               "held_out": vars(table.quality)}  # fmt: skip
     measure = table.of(gates.plan)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(model, Path(folder))
