@@ -40,7 +40,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,7 +65,11 @@ KEY = (
 
 def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
     """What comes of one way; ``model`` is left as it is."""
-    cut = ALL_WAYS[way](copy.deepcopy(model), share, job)
+    return figures(model, ALL_WAYS[way](copy.deepcopy(model), share, job), job)
+
+
+def figures(model: nn.Module, cut: nn.Module, job: Job) -> Row:
+    """Of a network and what was made of it."""
     example = job.example()
     before = l0prune.evaluate(model, job.data, device=job.device)["error"]
     after = l0prune.evaluate(cut, job.data, device=job.device)["error"]
@@ -137,12 +141,21 @@ def table(found: Iterable[Row]) -> str:
 
 
 def main() -> None:
+    parser = arguments(str(__doc__), ALL_WAYS, list(WAYS), RUNS / "cifar")
+    parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
+    options = checked(parser)
+    print(table(run(options, options.macs, measure)))
+
+
+def arguments(
+    about: str, ways: Iterable[str], default: list[str], out: Path
+) -> argparse.ArgumentParser:
+    """Those of all comparisons on CIFAR-10."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--network", choices=list(CHECKPOINTS), default="resnet20")
-    parser.add_argument("--ways", nargs="+", choices=list(ALL_WAYS), default=list(WAYS))
-    parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
+    parser.add_argument("--ways", nargs="+", choices=list(ways), default=default)
     parser.add_argument("--epochs", type=int, default=40, help="of a way, over all of its phases")
     parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
     parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
@@ -151,7 +164,12 @@ def main() -> None:
     parser.add_argument("--autocast", choices=["bf16", "fp16"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=RUNS / "cifar", help="rows go beside it")
+    parser.add_argument("--out", type=Path, default=out, help="rows go beside it")
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, if they make sense here."""
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs must be 2 or more: sparsity learning has two phases")
@@ -159,14 +177,18 @@ def main() -> None:
         parser.error("set L0PRUNE_DATA to the folder of the data; checkpoints are in ../models")
     if any(map(_is_theirs, options.ways)) and importlib.util.find_spec("torch_pruning") is None:
         parser.error("torch-pruning is missing: pip install 'l0prune[benchmarks]'")
-    print(table(run(options)))
+    return options
 
 
 def _is_theirs(way: str) -> bool:
     return way.startswith("tp-")
 
 
-def run(options: argparse.Namespace) -> list[Row]:
+def run(
+    options: argparse.Namespace,
+    shares: Iterable[float],
+    measure: Callable[[str, nn.Module, float, Job], Row],
+) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
     common = {key: getattr(options, key) for key in KEY if key not in ("way", "budget")}
     names = [
@@ -191,7 +213,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     first = replace(job, schedule="cosine")
     model = start(options.network, options.shortcuts, options.dense_epochs, first)
     found = []
-    for share in options.macs:
+    for share in shares:
         for way in options.ways:
             budget = 1.0 if way == "dense" else share
             made = common | {"way": way, "budget": budget}

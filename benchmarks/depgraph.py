@@ -35,9 +35,11 @@ def pruner(
     *,
     sparse: bool = False,
     uniform: bool = False,
+    round_to: int | None = None,
 ) -> Any:
     """A pruner of its kind for ``model``; ``sparse`` for sparsity learning.
 
+    With ``round_to`` channels that are left are multiples of it.
     With ``uniform`` all layers lose the same share, against the authors' recommendation: their one
     ranking over all layers can leave a layer nearly nothing.
     """
@@ -55,6 +57,7 @@ def pruner(
         max_pruning_ratio=1.0,
         iterative_steps=STEPS,
         ignored_layers=[classifier],
+        round_to=round_to,
     )
 
 
@@ -73,11 +76,15 @@ def sparse_sgd(pruner: Any, model: nn.Module, lr: float) -> Callable[[list[dict]
     return make
 
 
+class Unreached(RuntimeError):
+    """Torch-Pruning does not prune as far as it was asked to."""
+
+
 def shrink(pruner: Any, model: nn.Module, count: Callable[[nn.Module], int], most: float) -> None:
     """Prune in small steps, in place, until ``count(model)`` is no more than ``most``.
 
     Raises:
-        RuntimeError: it never is.
+        Unreached: it never is.
     """
     model.eval()
     for _ in range(STEPS):
@@ -85,4 +92,4 @@ def shrink(pruner: Any, model: nn.Module, count: Callable[[nn.Module], int], mos
             return
         with torch.enable_grad():
             pruner.step()
-    raise RuntimeError(f"after {STEPS} steps {count(model):,} are left, not {most:,.0f}")
+    raise Unreached(f"after {STEPS} steps {count(model):,} are left, not {most:,.0f}")

@@ -100,13 +100,13 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> nn.Module:
 
 
 def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) -> nn.Module:
-    pruner = depgraph.pruner(model, job.example(), _classifier(model), uniform=uniform)
+    pruner = depgraph.pruner(model, job.example(), classifier(model), uniform=uniform)
     return _cut_and_trained(pruner, model, share, job, job.epochs)
 
 
 def group_sl(model: nn.Module, share: float, job: Job) -> nn.Module:
     first = job.epochs // 2
-    pruner = depgraph.pruner(model, job.example(), _classifier(model), sparse=True)
+    pruner = depgraph.pruner(model, job.example(), classifier(model), sparse=True)
     optimizer = depgraph.sparse_sgd(pruner, model, RATE)
     settings = job.settings("sparse", first, optimizer=optimizer, weight_decay=0.0)
     l0prune.train_dense(model, job.data, **settings)
@@ -121,7 +121,7 @@ def _cut_and_trained(pruner: Any, model: nn.Module, share: float, job: Job, left
     return model
 
 
-def _classifier(model: nn.Module) -> nn.Module:
+def classifier(model: nn.Module) -> nn.Module:
     return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
 
 

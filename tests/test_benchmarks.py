@@ -142,10 +142,10 @@ def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
         examples=64, schedule="cosine", shortcuts="conv", autocast="bf16", seed=0, device="cpu",
         out=tmp_path / "cifar",
     )  # fmt: skip
-    rows = cifar.run(options)
+    rows = cifar.run(options, options.macs, cifar.measure)
     assert len(rows) == 1  # the dense network has no budget
     assert json.loads(capsys.readouterr().out) == rows[0]
-    assert cifar.run(options) == rows
+    assert cifar.run(options, options.macs, cifar.measure) == rows
     assert capsys.readouterr().out == ""
     assert "| resnet20 | dense | 2 | 0 | 100.0% | 272,282 of 272,282 |" in cifar.table(rows)
 

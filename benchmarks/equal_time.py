@@ -1,0 +1,195 @@
+"""CIFAR-10 ResNets pruned to the same milliseconds in ONNX Runtime, by l0prune and Torch-Pruning.
+
+    python -m benchmarks.equal_time --network resnet20 --time 0.5 --epochs 6
+
+As ``benchmarks.cifar`` (networks, data, training, what the options mean), but each way is to come
+to a share of the dense network's time: one thread, batch 1. Files are written by torch.onnx.export
+for all ways alike, and timed in turns with the dense network's. The ways:
+
+- ``l0prune``: gates learn under ``budget="latency=…"``, for half of the epochs;
+- ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
+- ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
+- ``fisher``: our one-shot score, ``fit`` to the budget in latency;
+- ``fisher-macs-8``: the same to a budget in MACs, with ``round_to=8``.
+
+For budgets in MACs, which say nothing of time, the largest that comes to the wanted time is
+searched for: by cutting the untrained network, and timing it. What the trained one takes is in the
+table; it is more where a way cannot prune so far.
+
+Rows are JSON lines in ``runs/equal_time.jsonl``.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from benchmarks import cifar, depgraph
+from benchmarks.isolation import Row
+from benchmarks.ways import SCORE_BATCHES, SETTLE, Job, classifier, macs
+from l0prune.exporting.onnx import collect
+
+SECONDS = 2.0  # of a look at a file
+TRIES = 7
+
+
+class Clock:
+    """Times networks beside the dense one."""
+
+    def __init__(self, dense: nn.Module, example: Tensor, folder: Path) -> None:
+        self._example, self._folder = example[:1].clone(), folder
+        self._inputs = {"x": np.ascontiguousarray(self._example.numpy())}
+        self._dense = self._network(dense, "dense.onnx")
+
+    def share(self, model: nn.Module) -> float:
+        """The time of a network over that of the dense one."""
+        own = self._network(model, "own.onnx")
+        return collect.share(**collect.networks_turns(own, self._dense, self._inputs, SECONDS))
+
+    def _network(self, model: nn.Module, name: str) -> collect.Network:
+        path = self._folder / name
+        plain = copy.deepcopy(model).cpu().eval()
+        torch.onnx.export(
+            plain, (self._example,), path, input_names=["x"], dynamo=True, external_data=False,
+            verbose=False,
+        )  # fmt: skip
+        return collect.Network(path, 1, collect.CPU)
+
+
+def largest(prune: Callable[[float], nn.Module], clock: Clock, wanted: float) -> float:
+    """The largest share of the MACs, of some that are tried, at which the time is met.
+
+    Where a way cannot be made to meet it, the smallest to which it can prune.
+    """
+    low, high, met = 0.0, 1.0, None
+    for _ in range(TRIES):
+        middle = (low + high) / 2
+        try:
+            pruned = prune(middle)
+        except (l0prune.UsageError, depgraph.Unreached):
+            low = middle
+            continue
+        if clock.share(pruned) <= wanted:
+            low = met = middle
+        else:
+            high = middle
+    return high if met is None else met
+
+
+def learned(model: nn.Module, job: Job, **budget: Any) -> nn.Module:
+    """Half of the epochs with gates, half for what is left."""
+    first = job.epochs // 2
+    gates = {"settle": SETTLE * first, "schedule": "settle"}
+    l0prune.finetune(model, job.data, **job.settings("finetune", first, **gates, **budget))
+    small = l0prune.export(model).module
+    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs - first))
+    return small
+
+
+def in_latency(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
+    l0prune.gate(model, (job.example(),))
+    return learned(model, job, budget=f"latency={share}", latency=l0prune.measure(model))
+
+
+def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
+    scores = fisher(model, job)
+    found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
+    l0prune.gates(model).put(torch.ones(len(scores), dtype=torch.bool))
+    return learned(model, job, budget=f"macs={found}", round_to=8)
+
+
+def fisher(model: nn.Module, job: Job) -> Tensor:
+    """Scores of a model that is gated by this."""
+    l0prune.gate(model, (job.example(),))
+    drawn = {"batches": SCORE_BATCHES, "batch_size": 128, "seed": job.seed, "device": job.device}
+    return l0prune.score(model, "fisher", job.data, **drawn)
+
+
+def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
+    """What is left at so many MACs."""
+    l0prune.gates(model).put(torch.ones(len(settings["scores"]), dtype=torch.bool))
+    l0prune.fit(model, f"macs={macs_share}", **settings)
+    return l0prune.export(model).module
+
+
+def scored(model: nn.Module, share: float, job: Job, clock: Clock, macs_8: bool) -> nn.Module:
+    scores = fisher(model, job)
+    if macs_8:
+        found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
+        small = fitted(model, found, scores=scores, round_to=8)
+    else:
+        l0prune.fit(model, f"latency={share}", scores, latency=l0prune.measure(model))
+        small = l0prune.export(model).module
+    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs))
+    return small
+
+
+def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to: int) -> nn.Module:
+    example = job.example()
+
+    def cut(macs_share: float) -> nn.Module:
+        small = copy.deepcopy(model)
+        pruner = depgraph.pruner(small, example, classifier(small), round_to=round_to)
+        depgraph.shrink(
+            pruner, small, partial(macs, example=example), macs_share * macs(model, example)
+        )
+        small.zero_grad()
+        return small
+
+    small = cut(largest(cut, clock, share))
+    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs))
+    return small
+
+
+WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
+    "l0prune": in_latency,
+    "l0prune-macs-8": in_macs,
+    "tp-8": partial(group_norm, round_to=8),
+    "tp-16": partial(group_norm, round_to=16),
+    "fisher": partial(scored, macs_8=False),
+    "fisher-macs-8": partial(scored, macs_8=True),
+}
+
+
+def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
+    """What comes of one way; ``model`` is left as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(model, job.example(), Path(folder))
+        cut = WAYS[way](copy.deepcopy(model), share, job, clock)
+        return cifar.figures(model, cut, job) | {"time_share": round(clock.share(cut), 4)}
+
+
+def table(found: Iterable[Row]) -> str:
+    """Markdown."""
+    lines = [
+        "| network | way | epochs | seed | time | MACs | params | error | s |",
+        "|---" * 9 + "|",
+    ]
+    for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["error"])):
+        lines.append(
+            f"| {row['network']} | {row['way']} | {row['epochs']} | {row['seed']} "
+            f"| {row['time_share']:.1%} | {row['macs_share']:.1%} "
+            f"| {row['params']:,} of {row['params_before']:,} | {row['error']:.2%} "
+            f"| {row['seconds']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = cifar.arguments(str(__doc__), WAYS, list(WAYS), cifar.RUNS / "equal_time")
+    parser.add_argument("--time", nargs="+", type=float, default=[0.5], help="to be left")
+    options = cifar.checked(parser)
+    print(table(cifar.run(options, options.time, measure)))
+
+
+if __name__ == "__main__":
+    main()
