@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -177,12 +179,8 @@ class Plan:
         that is to be as wide as others (``alike``).
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
-        fine_sites = [s for s in self.sites if s.role == "read" and isinstance(s.layout, Both)]
-        for number, axis in enumerate(self.axes):
-            sites = [site for site in self.sites if number in axes_of(site.layout)]
-            # A site that writes stands for readers without weights, which read every slot.
-            if sites and all(site in fine_sites for site in sites):
-                kept[axis.slice] &= self._is_read(number, sites, kept)
+        for number, sites in self._finely_read:
+            kept[self.axes[number].slice] &= self._is_read(number, sites, kept)
         for axis in self.axes:
             if not kept[axis.slice].any():
                 kept[axis.start] = True
@@ -190,6 +188,20 @@ class Plan:
             self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
         self._align(kept)
         return kept
+
+    @cached_property
+    def _finely_read(self) -> list[tuple[int, list[Site]]]:
+        """Axes of which each site reads single inputs, and these sites."""
+        sites: dict[int, list[Site]] = defaultdict(list)
+        for site in self.sites:
+            for number in axes_of(site.layout):
+                sites[number].append(site)
+        # A site that writes stands for readers without weights, which read every slot.
+        return [
+            (number, found)
+            for number, found in sorted(sites.items())
+            if all(site.role == "read" and isinstance(site.layout, Both) for site in found)
+        ]
 
     def _align(self, kept: Tensor) -> None:
         """Keep closed slots until dims that are ``alike`` are equally wide; in place."""

@@ -106,9 +106,10 @@ class SizeFinder:
             layout = self._by_direction.get(_direction(numbers)) or self._product(numbers)
             if layout is not None:
                 return self._scaled(layout, numbers)
-        layout = self._by_steps.get(_steps(numbers))
-        if layout is not None:
-            return Size(layout, offset=numbers[0] - self.numbers(layout)[0])
+        for sign in (1, -1):  # -1: what is left of a number that is always the same
+            layout = self._by_steps.get(_steps([sign * number for number in numbers]))
+            if layout is not None:
+                return Size(layout, sign, offset=numbers[0] - sign * self.numbers(layout)[0])
         return None
 
     def _scaled(self, layout: Layout, numbers: Numbers) -> Size:
@@ -150,6 +151,6 @@ def _direction(numbers: Numbers) -> Numbers:
     return tuple(number // common for number in numbers)
 
 
-def _steps(numbers: Numbers) -> Numbers:
+def _steps(numbers: Sequence[int]) -> Numbers:
     """The numbers up to a common offset."""
     return tuple(number - numbers[0] for number in numbers)

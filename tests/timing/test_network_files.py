@@ -18,16 +18,18 @@ from l0prune.timing.template import with_names
 
 
 class Attention(nn.Module):
-    """Heads of a size of their own, in a residual stream."""
+    """Heads of a size of their own, in a residual stream that is cut, with its norm."""
 
     def __init__(self):
         super().__init__()
+        self.stem = nn.Linear(24, 24)
         self.norm = nn.LayerNorm(24)
         self.qkv = nn.Linear(24, 3 * 32)
         self.out = nn.Linear(32, 24)
         self.mlp = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24))
 
     def forward(self, x):
+        x = self.stem(x)
         parts = self.qkv(self.norm(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
         heads = nn.functional.scaled_dot_product_attention(q, k, v)

@@ -34,6 +34,7 @@ FINDER = SizeFinder(PLAN, KEPT)
         ((240, 110, 200), Size(FLAT, 10, 9)),
         ((96, 28, 52), Size(A, 4)),
         ((23, 6, 12), Size(A, offset=-1)),
+        ((0, 17, 11), Size(A, -1, offset=24)),
         ((24 * 24 * 2, 7 * 11 * 2, 13 * 20 * 2), Size(Prod((A, B)), 2)),
         ((24, 8, 9), None),
     ],
