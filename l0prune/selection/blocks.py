@@ -14,9 +14,6 @@ from l0prune.plan.plan import Plan
 Widths = int | Literal["auto"]
 """Widths are multiples of this; ``"auto"``: of what the measures in use are best cut by."""
 
-# What a block of slots has no meaning for: their number is no width of a tensor.
-_UNROUNDED = ("head", "group")
-
 
 def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list[int]:
     """For each axis, the number of slots that open and close together.
@@ -34,6 +31,14 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
         raise UsageError(
             f"round_to must be a whole number of at least 1, or 'auto', not {round_to!r}"
         )
+    return [round_to if has_widths else 1 for has_widths in have_widths(plan)]
+
+
+def have_widths(plan: Plan) -> list[bool]:
+    """For each axis, whether the number of its slots is a width of some tensor.
+
+    That of heads and groups is none, nor that of single inputs that are cut beside whole maps.
+    """
     fine = {
         axis
         for site in plan.sites
@@ -41,6 +46,6 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
         for axis in axes_of(site.layout.fine)
     }
     return [
-        1 if axis.kind in _UNROUNDED or number in fine else round_to
+        axis.kind not in ("head", "group") and number not in fine
         for number, axis in enumerate(plan.axes)
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,9 @@ from l0prune.timing.sampling import first_slots, sampled_widths
 ABOUT, SCRIPT = "bundle.json", "run.py"
 
 
-@dataclass(frozen=True)
-class Bundle:
-    """A folder of networks, as it lies on disk.
-
-    Attributes:
-        folder: where.
-        about: what ``bundle.json`` says.
-    """
-
-    folder: Path
-    about: dict[str, Any]
-
-
 def write_bundle(
     model: nn.Module, folder: Path, *, batch: int, samples: int, seed: int = 0
-) -> Bundle:
+) -> None:
     """Write networks of random widths, a script that times them, and what it is all about.
 
     A folder that holds the same already is left as it is.
@@ -56,7 +42,7 @@ def write_bundle(
     }
     known = _known(folder)
     if known | wanted == known:
-        return Bundle(folder, known)
+        return
     files = NetworkFiles(model, batch, folder)
     with stage(f"writing {samples} networks of other widths"):
         names = [f"{number:03d}.onnx" for number in range(samples)]
@@ -66,7 +52,6 @@ def write_bundle(
         about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
         about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
         (folder / ABOUT).write_text(json.dumps(about))
-    return Bundle(folder, about)
 
 
 def _known(folder: Path) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from l0prune.errors import UsageError
 from l0prune.exporting.slicing.chosen import chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_tensors
 from l0prune.exporting.subject import subject_of, surveyed
 from l0prune.gating.attaching import holder
+from l0prune.timing.parts import check_whole
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -29,7 +29,7 @@ class Graphs:
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: it was captured in parts, or does not take that batch.
+        UsageError: it was captured in parts.
     """
 
     def __init__(self, model: nn.Module, batch: int) -> None:
@@ -37,11 +37,7 @@ class Graphs:
         self._subject = subject_of(gated)
         self._parts = surveyed(self._subject)
         self.plan = self._subject.plan
-        if self.plan.parts != ("",):
-            raise UsageError(
-                "this model could only be captured in parts: there is no one time of it. Gate and "
-                "measure one of its submodules, or mend what the survey names as the reason"
-            )
+        check_whole(self.plan.parts)
         self._batch = batch
 
     def network(self, open_: Tensor) -> GraphModule:

@@ -12,8 +12,9 @@ from torch import nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
+from l0prune.timing.job import Job
 from l0prune.timing.results import FEWEST, table_of
-from l0prune.timing.runtimes import Job, runtime_of
+from l0prune.timing.runtimes import runtime_of
 from l0prune.timing.table import LatencyTable
 
 SAMPLES = 48

@@ -17,6 +17,7 @@ from l0prune.errors import UsageError
 from l0prune.exporting.export import export
 from l0prune.exporting.pieces import Piece
 from l0prune.gating.attaching import gates_of, holder
+from l0prune.timing.parts import check_whole
 from l0prune.timing.sampling import Widths, first_slots
 
 _NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equal
@@ -60,18 +61,12 @@ class Exporter:
         """The network in which so many slots of each axis are open.
 
         Raises:
-            UsageError: it becomes several ONNX files, or does not take that batch.
+            UsageError: it was captured in parts, or does not take that batch.
         """
         open_ = first_slots(self._gates.plan, widths)
         self._gates.put(open_)
         dense = export(self._model)
-        if len(dense.pieces) != 1:
-            paths = ", ".join(repr(piece.path) for piece in dense.pieces[:3])
-            raise UsageError(
-                f"this model becomes {len(dense.pieces)} ONNX files ({paths}, …), since it could "
-                "only be captured in parts: there is no one time of it. Gate and measure one of "
-                "these submodules, or mend what the survey names as the reason"
-            )
+        check_whole([piece.path for piece in dense.pieces])
         with tempfile.TemporaryDirectory() as folder:
             dense.save_onnx(Path(folder) / "model.onnx")
             model = onnx.load(str(Path(folder) / "model.onnx"))

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing.eager import Compiled, Eager
+from l0prune.timing.job import Job
 from l0prune.timing.latency import Observe
 from l0prune.timing.torch_results import Turns, torch_results
 
 _SECONDS = 1.0  # of all turns, where a single network is timed
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be timed.
-
-    Attributes:
-        model: gated.
-        folder: where files and results are kept.
-        threads: that one call may use.
-        batch: examples in a call.
-        samples: networks.
-        seed: of their widths.
-        progress: called with how many networks are timed, and of how many.
-    """
-
-    model: nn.Module
-    folder: Path
-    threads: int
-    batch: int
-    samples: int = 0
-    seed: int = 0
-    progress: Callable[[int, int], None] | None = None
-
-    @property
-    def out(self) -> Path:
-        """Where the results are kept."""
-        return self.folder / "results.json"
 
 
 class Runtime(Protocol):
@@ -91,11 +62,9 @@ class OnnxRuntime:
         """See ``Runtime``."""
         from l0prune.timing.bundle import write_bundle  # which loads onnx
 
-        bundle = write_bundle(
-            job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed
-        )
+        write_bundle(job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed)
         try:
-            return collect.collect(bundle.folder, job.out, job.threads, self.provider, job.progress)
+            return collect.collect(job.folder, job.out, job.threads, self.provider, job.progress)
         except collect.FellBack as error:
             raise UsageError(str(error)) from error
 
@@ -124,17 +93,7 @@ class Torch:
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
-        runtime = self._kind(self.provider, job.threads)
-        job.folder.mkdir(parents=True, exist_ok=True)
-        return torch_results(
-            job.model,
-            runtime,
-            job.out,
-            batch=job.batch,
-            samples=job.samples,
-            seed=job.seed,
-            progress=job.progress,
-        )
+        return torch_results(job, self._kind(self.provider, job.threads))
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.plan import Axis, Plan
+from l0prune.selection.blocks import blocks_of, have_widths
 
 _TRIES = 50
 _NARROWEST = 0.1  # of an axis, in samples
@@ -17,9 +18,6 @@ _ALIGNED = (0.0, 0.5, 1.0)
 _BLOCKS = (1, 4, 8, 16, 32)
 _TRIED = 12  # networks by which blocks are compared
 _WORTH = 1e-4  # by which a block has to be better
-WHOLE = ("head", "group")  # axes of these kinds are not cut in blocks
-
-
 Widths = list[int]
 """The number of open slots of each axis."""
 
@@ -91,8 +89,8 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
     """For each axis the block that makes networks fastest when its widths are rounded up to it.
 
     Widths that are rounded up hold more; where they also take less time, nothing speaks for others.
-    From the best block for all axes, each axis in turn takes a better one of its own. Heads and
-    groups are counted one by one.
+    From the best block for all axes, each axis in turn takes a better one of its own. Slots whose
+    number is no width are counted one by one.
 
     Args:
         plan: of the network.
@@ -103,14 +101,13 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
     def total(blocks: Sequence[int]) -> float:
         return sum(time(_rounded_up(plan, widths, blocks)) for widths in tried)
 
-    def for_all(block: int) -> list[int]:
-        return [1 if axis.kind in WHOLE else block for axis in plan.axes]
-
-    best = min(map(for_all, _BLOCKS), key=total)
+    best = min((blocks_of(plan, block, ()) for block in _BLOCKS), key=total)
     least = total(best)
-    for number, axis in enumerate(plan.axes):
+    for number, has_widths in enumerate(have_widths(plan)):
+        if not has_widths:
+            continue
         for block in _BLOCKS:
-            if axis.kind in WHOLE or block == best[number] or block > axis.size:
+            if block == best[number] or block > plan.axes[number].size:
                 continue
             other = [*best[:number], block, *best[number + 1 :]]
             if (found := total(other)) < least * (1 - _WORTH):

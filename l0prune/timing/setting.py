@@ -13,8 +13,9 @@ from torch import nn
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.running.stages import stage
+from l0prune.timing.job import Job
 from l0prune.timing.latency import Observe
-from l0prune.timing.runtimes import Job, runtime_of
+from l0prune.timing.runtimes import runtime_of
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,73 +13,42 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.exporting.onnx import collect
-from l0prune.files.atomic import write_whole
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
 from l0prune.timing.eager import Eager, facts_of
 from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.graphs import Graphs, Inputs
+from l0prune.timing.job import Job
 from l0prune.timing.sampling import Widths, all_slots, first_slots, sampled_widths, telling_widths
 from l0prune.timing.sizes import SizeFinder
 
 
-def torch_results(
-    model: nn.Module,
-    runtime: Eager,
-    out: Path,
-    *,
-    batch: int,
-    samples: int,
-    seed: int,
-    progress: Callable[[int, int], None] | None,
-) -> dict[str, Any]:
+def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     """Time networks of random widths, each in turns with the dense one.
 
-    Args:
-        model: a gated model.
-        runtime: what they run on.
-        out: where results are kept; what is there already is not timed again.
-        batch: examples in a call.
-        samples: how many networks.
-        seed: of their widths.
-        progress: called with how many networks are timed, and of how many.
+    What is among the job's results already is not timed again.
     """
-    plan = gates_of(model).plan
-    widths = list(islice(sampled_widths(plan, seed), samples))
-    keys = [number_of(number) for number in range(samples)]
-    settings = {
-        "format": collect.FORMAT,
-        "runtime": runtime.name,
-        "version": str(torch.__version__),
-        "provider": str(runtime.device),
-        "threads": runtime.threads,
-        "machine": collect.machine(),
-    }
-    asked = {"plan": plan_id(plan), "batch": batch, "seed": seed, "widths": widths}
-    results = _known(out, settings, asked)
-    turns = Turns(model, runtime, batch)
+    plan = gates_of(job.model).plan
+    widths = list(islice(sampled_widths(plan, job.seed), job.samples))
+    settings = collect.settings_of(
+        runtime.name, str(torch.__version__), str(runtime.device), runtime.threads
+    )
+    asked = {"plan": plan_id(plan), "batch": job.batch, "seed": job.seed, "widths": widths}
+    results = collect.known(job.out, settings, asked)
+    turns = Turns(job.model, runtime, job.batch)
     if not results:
-        about = asked | {"samples": keys} | turns.facts()
+        samples = [number_of(number) for number in range(job.samples)]
+        about = asked | {"samples": samples} | turns.facts()
         results = {**settings, "about": about, "samples": {}}
-    for number, (key, chosen) in enumerate(zip(keys, widths, strict=True), start=1):
+    job.folder.mkdir(parents=True, exist_ok=True)
+    about = results["about"]
+    for number, (key, chosen) in enumerate(zip(about["samples"], widths, strict=True), start=1):
         if key not in results["samples"]:
-            names = results["about"]["names"]
-            results["samples"][key] = turns.of_widths(chosen, names)
-            results["digest"] = collect.digest(results)
-            write_whole(out, json.dumps(results))
-        if progress is not None:
-            progress(number, samples)
+            results["samples"][key] = turns.of_widths(chosen, about["names"])
+            collect.keep(results, job.out)
+        if job.progress is not None:
+            job.progress(number, job.samples)
     return results
-
-
-def _known(out: Path, settings: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run, which was stopped, found of the same."""
-    try:
-        old = json.loads(out.read_text())
-        is_same = old | settings == old and old["about"] | asked == old["about"]
-        return old if is_same and old["digest"] == collect.digest(old) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
 
 
 class Turns:

@@ -201,6 +201,36 @@ def digest(results: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict[str, Any]:
+    """What times are of, as results say it."""
+    return {
+        "format": FORMAT,
+        "runtime": runtime,
+        "version": version,
+        "provider": provider,
+        "threads": threads,
+        "machine": machine(),
+    }
+
+
+def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run, which was stopped, found of the same; else nothing."""
+    try:
+        old: dict[str, Any] = json.loads(out.read_text())
+        is_same = old | settings == old and old["about"] | about == old["about"]
+        return old if is_same and old["digest"] == digest(old) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def keep(results: dict[str, Any], out: Path) -> None:
+    """Write the results, whole."""
+    results["digest"] = digest(results)
+    unfinished = out.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(results))
+    unfinished.replace(out)
+
+
 def collect(
     folder: Path,
     out: Path,
@@ -211,29 +241,14 @@ def collect(
     """Time all networks of the folder that ``out`` has no figures of yet."""
     about = json.loads((folder / "bundle.json").read_text())
     inputs = dict(np.load(folder / "inputs.npz").items())
-    settings = {
-        "format": FORMAT,
-        "about": about,
-        "runtime": "onnxruntime",
-        "version": version(),
-        "provider": provider,
-        "threads": threads,
-        "machine": machine(),
-    }
-    results: dict[str, Any] = {**settings, "samples": {}}
-    if out.exists():
-        old = json.loads(out.read_text())
-        if {key: old.get(key) for key in settings} == settings and old.get("digest") == digest(old):
-            results = old
+    settings = settings_of("onnxruntime", version(), provider, threads)
+    results = known(out, settings, about) or {**settings, "about": about, "samples": {}}
     dense = Network(folder / about["dense"], threads, provider)
     dense.median(inputs, 3)
     for number, name in enumerate(about["samples"], start=1):
         if name not in results["samples"]:
             results["samples"][name] = timed(folder / name, dense, inputs, threads, provider)
-            results["digest"] = digest(results)
-            unfinished = out.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(results))
-            unfinished.replace(out)
+            keep(results, out)
         if say is not None:
             say(number, len(about["samples"]))
     return results
