@@ -10,7 +10,9 @@ for all ways alike, and timed in turns with the dense network's. The ways:
 - ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
 - ``fisher``: our one-shot score, ``fit`` to the budget in latency;
-- ``fisher-macs-8``: the same to a budget in MACs, with ``round_to=8``.
+- ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
+  network; ``fisher-per-ms-macs``: over their time for a MAC there;
+- ``fisher-macs-8``: the score's choice for a budget in MACs, with ``round_to=8``.
 
 For budgets in MACs, which say nothing of time, the largest that comes to the wanted time is
 searched for: by cutting the untrained network, and timing it. What the trained one takes is in the
@@ -36,7 +38,10 @@ import l0prune
 from benchmarks import cifar, depgraph
 from benchmarks.isolation import Row
 from benchmarks.ways import SCORE_BATCHES, SETTLE, Job, classifier, macs
+from l0prune.cost.bounds import bounds
+from l0prune.cost.limits import limits
 from l0prune.exporting.onnx import collect
+from l0prune.plan.plan import Plan
 
 SECONDS = 2.0  # of a look at a file
 TRIES = 7
@@ -121,14 +126,33 @@ def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
     return l0prune.export(model).module
 
 
-def scored(model: nn.Module, share: float, job: Job, clock: Clock, macs_8: bool) -> nn.Module:
-    scores = fisher(model, job)
-    if macs_8:
-        found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
-        small = fitted(model, found, scores=scores, round_to=8)
-    else:
-        l0prune.fit(model, f"latency={share}", scores, latency=l0prune.measure(model))
-        small = l0prune.export(model).module
+def scored(model: nn.Module, share: float, job: Job, clock: Clock, per: str = "") -> nn.Module:
+    scores, table = fisher(model, job), l0prune.measure(model)
+    plan = l0prune.gates(model).plan
+    if per:
+        scores = scores / marginal(plan, f"latency={share}", table)
+    if per == "ms-macs":
+        scores = scores * marginal(plan, "macs=0.5")
+    l0prune.fit(model, f"latency={share}", scores, latency=table)
+    return trained(l0prune.export(model).module, job)
+
+
+def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
+    """What each slot takes of what is limited in the dense network, the mean of its axis."""
+    measure = bounds(plan, limits(limit), sources)[0].measure
+    open_ = torch.ones(plan.size, dtype=torch.float64, requires_grad=True)
+    measure.expected(open_).backward()
+    for axis in plan.axes:
+        open_.grad[axis.slice] = open_.grad[axis.slice].mean()
+    return open_.grad.clamp_min(1e-12)
+
+
+def scored_in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
+    cut = partial(fitted, model, scores=fisher(model, job), round_to=8)
+    return trained(cut(largest(cut, clock, share)), job)
+
+
+def trained(small: nn.Module, job: Job) -> nn.Module:
     l0prune.train_dense(small, job.data, **job.settings("train", job.epochs))
     return small
 
@@ -145,9 +169,7 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
         small.zero_grad()
         return small
 
-    small = cut(largest(cut, clock, share))
-    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs))
-    return small
+    return trained(cut(largest(cut, clock, share)), job)
 
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
@@ -155,8 +177,10 @@ WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),
-    "fisher": partial(scored, macs_8=False),
-    "fisher-macs-8": partial(scored, macs_8=True),
+    "fisher": scored,
+    "fisher-per-ms": partial(scored, per="ms"),
+    "fisher-per-ms-macs": partial(scored, per="ms-macs"),
+    "fisher-macs-8": scored_in_macs,
 }
 
 
