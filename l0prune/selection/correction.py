@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from l0prune.running.processes import of_first
 from l0prune.selection.fitting import Fitting
 
 # How many choices are looked at.
-_ROUNDS = 6
+_ROUNDS = 8
 # One of which so much of what is allowed is observed needs no more room.
 _CLOSE = 0.97
 # Where more is observed than is allowed, the next one is predicted to be smaller by this at least.
@@ -46,6 +47,30 @@ class Choice:
         return self.fullest > other.fullest if self.fullest <= 1 else self.fullest < other.fullest
 
 
+class _Between:
+    """What one bound may be predicted to take, from what was seen of earlier choices."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._met, self._exceeded = 0.0, math.inf  # as predicted: the most, and the least
+
+    def next(self, last: Choice, allowed: float) -> float:
+        """What the next choice may be predicted to take, after one that was allowed this."""
+        predicted, found = self._bound.actual(last.open_), last.seen[self._bound]
+        if found > self._bound.most:
+            self._exceeded = predicted
+            # Times stray: what was met before and is more than this may not be met again.
+            self._met = self._met if self._met < predicted else 0.0
+            wanted = min(allowed * predicted / found, (1 - _STEP) * predicted)
+        else:
+            self._met = max(self._met, predicted)
+            wanted = allowed * predicted / found
+        is_between = self._met < wanted < self._exceeded
+        if is_between or not self._met or self._exceeded == math.inf:
+            return wanted
+        return (self._met + self._exceeded) / 2
+
+
 def observed(model: nn.Module, wanted: Sequence[Bound]) -> dict[Bound, float]:
     """The real amounts of an export of this gated model, where they can be observed.
 
@@ -68,8 +93,8 @@ def corrected(
 ) -> Choice:
     """The best of a few choices, of which each is made in the light of the one before.
 
-    What a bound allows is scaled by predicted over observed. Where none of them meets its bounds
-    that is said in a warning.
+    What a bound allows is scaled by predicted over observed, between what was met and what was
+    not. Where no choice meets its bounds that is said in a warning.
 
     Args:
         fitting: makes the choices; ``most`` is what changes.
@@ -81,14 +106,12 @@ def corrected(
         UsageError: no choice was found that is predicted to meet all bounds.
     """
     best = last = _look(fitting.choose(start, fill=fill), observe)
+    between = {bound: _Between(bound) for bound in last.seen}
     for _ in range(_ROUNDS - 1):
         if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
             break
-        for bound, found in last.seen.items():
-            predicted = bound.actual(last.open_)
-            scaled = bound.most * predicted / found
-            is_over = found > bound.most
-            fitting.most[bound] = min(scaled, (1 - _STEP) * predicted) if is_over else scaled
+        for bound, each in between.items():
+            fitting.most[bound] = each.next(last, bound.most)
         try:
             open_ = fitting.choose(start, fill=fill)
         except UsageError:  # there is nothing as small as that would have to be

@@ -6,6 +6,7 @@ from residual import SIZE, gated, random_scores
 from stairs import Stairs, registered
 
 import l0prune
+from l0prune.selection.correction import corrected
 
 
 @pytest.fixture
@@ -68,3 +69,34 @@ def test_a_budget_on_some_axes_is_not_observed(observed):
     model = gated(random_scores(2, SIZE))
     l0prune.fit(model, "inner: stairs=0.5")
     assert Stairs.looked == 0
+
+
+class Slots:
+    """A bound of so many slots."""
+
+    most = 500.0
+
+    def actual(self, open_):
+        return float(open_.sum())
+
+
+class Counting:
+    """Takes as many slots as it may."""
+
+    def __init__(self, bound):
+        self.bound, self.most = bound, {bound: bound.most}
+
+    def choose(self, start, *, fill):
+        return torch.arange(len(start)) < int(self.most[self.bound])
+
+
+def test_a_step_that_was_not_predicted_is_found_from_both_sides():
+    """Up to 480 slots less is seen than predicted, beyond them more: no factor fits both."""
+    bound = Slots()
+
+    def observe(open_):
+        count = bound.actual(open_)
+        return {bound: count * (0.8 if count <= 480 else 1.1)}
+
+    choice = corrected(Counting(bound), torch.ones(1000, dtype=torch.bool), observe, fill=True)
+    assert 470 <= bound.actual(choice.open_) <= 480
