@@ -59,6 +59,14 @@ class _Unknown(Exception):
     """There is an operator that is not followed."""
 
 
+class _Missing(Exception):
+    """A node is made from another whose rows are not known yet."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node.name)
+        self.node = node
+
+
 def query_factors(analysis: Analysis) -> dict[Node, list[Factor] | None]:
     """Each attention whose scale follows the size of its heads, and what makes its queries.
 
@@ -112,37 +120,17 @@ class _Followed:
         """
         waiting = [node]
         while waiting:
-            last = waiting[-1]
-            missing = [] if last in self._known else list(self._sources(last))
-            if missing:
-                waiting += missing
-                continue
-            if last not in self._known:
-                self._known[last] = self._made(last)
-            waiting.pop()
+            try:
+                self._known[waiting[-1]] = self._made(waiting[-1])
+                waiting.pop()
+            except _Missing as missing:
+                waiting.append(missing.node)
         return self._known[node]
 
-    def _sources(self, node: Node) -> Iterator[Node]:
-        """The nodes whose rows ``_made`` asks for, as far as they are not known."""
-        name = operator_name(node.target)
-        places: Sequence[int]
-        if node.op == "placeholder":
-            places = ()
-        elif name == "aten.linear":
-            places = (1, 2)
-        elif name in _PRODUCTS or name in _NORMS:
-            places = {**_PRODUCTS, **_NORMS}[name]
-        elif name in _MOVED:
-            places = (0,)
-        elif name == "aten.cat":
-            yield from self._unknown(node.args[0])
-            return
-        else:
-            places = range(len(node.args))
-        yield from self._unknown([node.args[place] for place in places if place < len(node.args)])
-
-    def _unknown(self, operands: Any) -> list[Node]:
-        return [each for each in operands if isinstance(each, Node) and each not in self._known]
+    def _read(self, node: Node) -> Any:
+        if node not in self._known:
+            raise _Missing(node)
+        return self._known[node]
 
     def _made(self, node: Node) -> Any:
         name, captured = operator_name(node.target), self._analysis.captured
@@ -164,7 +152,7 @@ class _Followed:
         if name == "aten.cat":
             return self._joined(node)
         operands = [arg for arg in node.args if isinstance(arg, Node)]
-        found = [(arg, made) for arg in operands if (made := self.rows(arg))]
+        found = [(arg, made) for arg in operands if (made := self._read(arg))]
         if name in ("aten.add", "aten.sub"):
             every: _Rows = {}
             for _, made in found:
@@ -185,7 +173,7 @@ class _Followed:
         result: _Rows = {}
         for place in places:
             operand = node.args[place] if len(node.args) > place else None
-            made = self.rows(operand) if isinstance(operand, Node) else {}
+            made = self._read(operand) if isinstance(operand, Node) else {}
             if isinstance(operand, Node) and not made:
                 raise _Unknown
             for key, tensors in made.items():
@@ -197,7 +185,7 @@ class _Followed:
 
     def _of_columns(self, node: Node, matrix: int, added: int | None = None) -> _Rows:
         """Of a product with a weight that stands on the right, as it is or turned."""
-        found = self.rows(node.args[matrix])  # type: ignore[arg-type]
+        found = self._read(node.args[matrix])  # type: ignore[arg-type]
         if len(found) != 1 or any(each.ndim != 2 for each in next(iter(found.values()))):
             raise _Unknown
         ((key, (entries, *_)),) = found.items()
@@ -209,7 +197,7 @@ class _Followed:
         """Positions go where the entries go."""
         source, *args = node.args
         assert isinstance(source, Node)
-        made = self.rows(source)
+        made = self._read(source)
         if isinstance(made, list):  # of a call with several outputs
             return made[args[0]]  # type: ignore[index]
         call: Callable[..., Any] = node.target  # type: ignore[assignment]
@@ -232,7 +220,7 @@ class _Followed:
     def _joined(self, node: Node) -> _Rows:
         parts, dim = node.args[0], argument(node, 1, "dim", 0)
         assert isinstance(parts, list | tuple)
-        made = [(part, self.rows(part)) for part in parts if isinstance(part, Node)]
+        made = [(part, self._read(part)) for part in parts if isinstance(part, Node)]
         result: _Rows = {}
         for key in dict.fromkeys(key for _, rows in made for key in rows):
             most = max(len(rows.get(key, ())) for _, rows in made)
