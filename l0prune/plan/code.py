@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from l0prune.plan.layout import Layout, Layouts, from_json, show, to_json
 
 # Into how many equal parts code usually divides a size that it knows.
@@ -118,6 +120,17 @@ class Code:
         calls = {path: tuple(c.map(change) for c in each) for path, each in self.calls.items()}
         return Code(sizes, averages, tuple(queries), tuple(reused), calls)
 
+    def cut(self, left: Callable[[str, int], Tensor]) -> Code:
+        """The same of a model whose tensors were cut.
+
+        Args:
+            left: by the name of a tensor and a dim, which of its positions are left, bool.
+        """
+        queries = [
+            replace(q, ranges=_ranges_left(q.ranges, left(q.tensor, q.dim))) for q in self.queries
+        ]
+        return replace(self, queries=tuple(queries))
+
     def joined(self, other: Code) -> Code:
         """What both know; they speak of different modules."""
         return Code(
@@ -168,3 +181,9 @@ class Code:
             for path, each in data.get("calls", {}).items()
         }
         return Code(sizes, averages, tuple(queries), tuple(reused), calls)
+
+
+def _ranges_left(ranges: Sequence[tuple[int, int]], left: Tensor) -> tuple[tuple[int, int], ...]:
+    before = [0, *left.cumsum(0).tolist()]
+    found = ((before[start], before[stop]) for start, stop in ranges)
+    return tuple((start, stop) for start, stop in found if start < stop)

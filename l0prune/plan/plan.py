@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from l0prune.errors import UsageError
 from l0prune.plan.activations import Activation
 from l0prune.plan.code import Code
 from l0prune.plan.gate_index import gate_table
@@ -28,6 +30,7 @@ from l0prune.plan.layout import (
     substitute,
     to_json,
 )
+from l0prune.plan.narrowing import narrowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +272,42 @@ class Plan:
                 layout = layout.base
             return substitute(layout, leaf)
 
+        return self._map(axes, convert)
+
+    def narrowed(self, kept: Tensor) -> Plan:
+        """The plan of the network that is left when slots are cut out.
+
+        What its gates take away of that network is what the gates of this plan, with those of the
+        cut slots closed, take away of the whole one. ``group_size`` stays what a gate stood for
+        when it was put on.
+
+        Args:
+            kept: the slots that stay, bool, flat, with at least one of each axis; see ``kept``.
+
+        Raises:
+            UsageError: an axis loses all its slots.
+        """
+        for axis in self.axes:
+            if not kept[axis.slice].any():
+                raise UsageError(f"all slots of {axis.name} would be cut: one has to stay")
+        sizes = [int(kept[axis.slice].sum()) for axis in self.axes]
+        starts = accumulate(sizes, initial=0)
+        axes = [
+            replace(axis, start=start, size=size)
+            for axis, start, size in zip(self.axes, starts, sizes, strict=False)
+        ]
+
+        def convert(layout: Layout) -> Layout:
+            return narrowed(layout, lambda number: kept[self.axes[number].slice])[0]
+
+        def left(tensor: str, dim: int) -> Tensor:
+            return self.mask(self.tensors[tensor][dim], kept)
+
+        result = self._map(axes, convert)
+        return replace(result, code=result.code.cut(left))
+
+    def _map(self, axes: Iterable[Axis], convert: Callable[[Layout], Layout]) -> Plan:
+        """The same plan on other axes, with every layout changed."""
         sites = [replace(site, layout=convert(site.layout)) for site in self.sites]
         return replace(
             self,
