@@ -42,7 +42,7 @@ def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Ten
         case Both(base, fine):
             (coarse, of_base), (finer, of_fine) = narrowed(base, kept), narrowed(fine, kept)
             both = of_base & of_fine
-            return Both(_those(coarse, of_base, both), _those(finer, of_fine, both)), both
+            return Both(those(coarse, of_base, both), those(finer, of_fine, both)), both
         case Pick(base, index):
             own, mask = narrowed(base, kept)
             at = torch.tensor(index, dtype=torch.int64)
@@ -50,8 +50,9 @@ def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Ten
             return picked(own, _numbers(mask, at[stays])), stays
 
 
-def _those(layout: Layout, mask: Tensor, wanted: Tensor) -> Layout:
+def those(layout: Layout, mask: Tensor, wanted: Tensor) -> Layout:
     """The positions ``wanted`` of a layout of those in ``mask``; both bool over all of them."""
+    assert not (wanted & ~mask).any(), "what is wanted has been cut"
     if torch.equal(mask, wanted):
         return layout
     return picked(layout, _numbers(mask, wanted.nonzero().flatten()))

@@ -30,7 +30,7 @@ from l0prune.plan.layout import (
     substitute,
     to_json,
 )
-from l0prune.plan.narrowing import narrowed
+from l0prune.plan.narrowing import narrowed, those
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,8 +303,14 @@ class Plan:
         def left(tensor: str, dim: int) -> Tensor:
             return self.mask(self.tensors[tensor][dim], kept)
 
+        def site(of: Site) -> Site:
+            # Gates of a layer may be fewer than those that cut it: all heads but not their sizes.
+            layout, mask = narrowed(of.layout, lambda number: kept[self.axes[number].slice])
+            return replace(of, layout=those(layout, mask, left(of.tensor, of.dim)))
+
         result = self._map(axes, convert)
-        return replace(result, code=result.code.cut(left))
+        sites = tuple(map(site, self.sites))
+        return replace(result, sites=sites, code=result.code.cut(left))
 
     def _map(self, axes: Iterable[Axis], convert: Callable[[Layout], Layout]) -> Plan:
         """The same plan on other axes, with every layout changed."""

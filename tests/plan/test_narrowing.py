@@ -89,6 +89,23 @@ def test_layouts_of_what_is_left():
     assert Plan.from_json(small.to_json()) == small
 
 
+def test_gates_that_are_fewer_than_what_cuts_a_layer_meet_what_is_left_of_it():
+    """Two heads of three: one gate a head here, and the heads' positions are cut as well."""
+    heads, inner = Slots(0, 0, 2), Slots(1, 0, 3)
+    plan = Plan(
+        plan_of([2, 3], []).axes,
+        (),
+        {"out": (Prod((heads, inner)),)},
+        (Site("out", 0, Prod((heads, Const(3))), "read"),),
+        (),
+    )
+    small = plan.narrowed(torch.tensor([True, True, True, False, True]))
+    (site,) = small.sites
+    assert small.tensors["out"] == (Prod((heads, Slots(1, 0, 2))),)
+    values = torch.tensor([5, 7, 1, 1])
+    assert small.spread(site.layout, values).tolist() == [5, 5, 7, 7]
+
+
 def test_one_slot_of_each_axis_stays():
     with pytest.raises(UsageError, match="all slots of a1 would be cut"):
         plan_of([2, 2], []).narrowed(torch.tensor([True, True, False, False]))
