@@ -40,6 +40,7 @@ from benchmarks.isolation import Row
 from benchmarks.ways import SCORE_BATCHES, SETTLE, Job, classifier, macs
 from l0prune.cost.bounds import bounds
 from l0prune.cost.limits import limits
+from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
 
@@ -80,7 +81,7 @@ def largest(prune: Callable[[float], nn.Module], clock: Clock, wanted: float) ->
         middle = (low + high) / 2
         try:
             pruned = prune(middle)
-        except (l0prune.UsageError, depgraph.Unreached):
+        except (UsageError, depgraph.Unreached):
             low = middle
             continue
         if clock.share(pruned) <= wanted:
