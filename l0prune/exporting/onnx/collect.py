@@ -154,7 +154,7 @@ def timed(
 ) -> dict[str, Any]:
     """What one network took, the dense one beside it, and each of its nodes."""
     found = networks_turns(Network(path, threads, provider), dense, inputs, SECONDS)
-    times = max(RUNS, 2 * runs(typical(found["own"])))
+    times = max(RUNS, round(SECONDS * 1e3 / typical(found["own"])))
     return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
 
 
