@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -54,6 +54,7 @@ class Checkpoint:
         rng_epoch: random generators when it began, of each process; None if it has not.
         rng: random generators now, of each process.
         records: the epochs that are done.
+        before: what was measured before the first step.
     """
 
     settings: dict[str, str]
@@ -71,6 +72,7 @@ class Checkpoint:
     rng_epoch: list[dict[str, Any]] | None
     rng: list[dict[str, Any]]
     records: list[dict[str, Any]]
+    before: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """Write it into ``folder``, whole or not at all.

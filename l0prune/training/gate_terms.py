@@ -23,6 +23,7 @@ from l0prune.training.phases import Phases
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
 ALWAYS = (Params, Macs)  # what is recorded of every run
 _TRAVEL = 120.0
+BINS = 20  # of open probabilities, from 0 to 1
 _FASTEST = 0.3
 
 
@@ -146,7 +147,8 @@ class GateTerms:
             fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
 
     def record(self) -> dict[str, Any]:
-        """Expected and actual amounts, open slots by axis, and axes without an open gate."""
+        """Expected and actual amounts, open slots by axis, axes without an open gate, and how many
+        gates there are in each bin of P(z ≠ 0)."""
         p = self.gates.open_probability().detach()
         opened = self.gates.open().cpu()
         counts: dict[str, Any] = {}
@@ -158,6 +160,7 @@ class GateTerms:
         axes = self.gates.axes
         counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
         counts["dead"] = [axis.name for axis in axes if not opened[axis.slice].any()]
+        counts["gates"] = [int(n) for n in torch.histc(p.float().cpu(), BINS, 0, 1)]
         return counts
 
 

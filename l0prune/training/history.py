@@ -16,7 +16,7 @@ from l0prune.files.atomic import write_whole
 from l0prune.running.notebook import as_html
 from l0prune.training.description import describe, table
 
-NAME = "metrics.jsonl"
+NAME, FACTS = "metrics.jsonl", "run.json"
 
 Record = dict[str, Any]
 
@@ -35,20 +35,27 @@ class History:
     the same three of whatever else the budget is about (``expected_latency``, …),
     ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
-    it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``doctor``
-    says what is wrong, and what helps, where something is. The model measured is the averaged one
-    with its gates as in eval mode: the one that ``finetune`` leaves behind.
+    it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``gates`` is
+    how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. ``doctor`` says what is
+    wrong, and what helps, where something is. The model measured is the averaged one with its
+    gates as in eval mode: the one that ``finetune`` leaves behind. The first record has under
+    ``before`` what was measured on the test data before the first step, with all gates out of the
+    way.
 
     Attributes:
         records: the records.
         metric: name of the metric by which records compare; where they have none, the test loss
             counts, and without test data the training loss.
         larger_is_better: of the metric.
+        facts: what is known of the run before its first step: its settings as text, its phases in
+            steps, the command, versions and the machine. ``run.json`` holds them where there is
+            a folder.
     """
 
     records: list[Record] = field(default_factory=list)
     metric: str = "error"
     larger_is_better: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> Record:
@@ -68,6 +75,11 @@ class History:
         sign = -1 if self.larger_is_better and key == self.metric else 1
         of_phase = (record for record in self.records if record["phase"] == phase)
         return min(of_phase, key=lambda record: sign * float(record[key]))
+
+    @property
+    def all_facts(self) -> dict[str, Any]:
+        """``facts``, and by which metric records compare."""
+        return {"metric": self.metric, "larger_is_better": self.larger_is_better, **self.facts}
 
     @property
     def complaints(self) -> dict[str, str]:
@@ -91,12 +103,13 @@ class History:
 class Log:
     """Writes records into a folder as they come."""
 
-    def __init__(self, folder: Path, records: list[Record], tensorboard: bool | None) -> None:
+    def __init__(self, folder: Path, history: History, tensorboard: bool | None) -> None:
         self._path = folder / NAME
-        text = "".join(map(_line, records))
+        text = "".join(map(_line, history.records))
         # A run that was killed between two epochs may have written one record too many.
         write_whole(self._path, text)
-        self._curves = _curves(folder, len(records), tensorboard)
+        write_whole(folder / FACTS, json.dumps(history.all_facts, indent=2))
+        self._curves = _curves(folder, len(history), tensorboard)
 
     def write(self, record: Record) -> None:
         """Append one record.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import DataError, Interrupted
+from l0prune.gating.attaching import bypass
 from l0prune.running import rng
 from l0prune.running.batch import Batch
 from l0prune.running.evaluate import measure
@@ -23,6 +24,7 @@ from l0prune.running.shards import local, whole_state
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
 from l0prune.training.diverged import diverged
+from l0prune.training.facts import facts_of
 from l0prune.training.history import History, Log, Record
 from l0prune.training.interrupt import Interrupt
 from l0prune.training.meter import Meter, NotFinite
@@ -73,6 +75,7 @@ class Loop:
         self._started_from = started_from
         self._fingerprint = fingerprint
         self._epoch, self._step, self._seconds = 0, 0, 0.0
+        self._before: dict[str, float] = {}
         self._meter = self._new_meter()
         self._rng_of_epoch: rng.State | None = None
 
@@ -90,7 +93,7 @@ class Loop:
         rank = self._world.rank
         self._rng_of_epoch = None if state.rng_epoch is None else state.rng_epoch[rank]
         rng.restore(state.rng[rank], self._device, self._feed.generators())
-        self.history.records = state.records
+        self.history.records, self._before = state.records, state.before
         if self._pruner is not None:
             self._pruner.doctor.go_on_from(state.records)
         self._started_from = state.models[0]
@@ -108,12 +111,17 @@ class Loop:
             FileError: the checkpoint or the metrics cannot be written.
         """
         folder, curves = self._folder, self._settings.tensorboard
+        phases = self._stepper.phases
+        fingerprint = self._fingerprint
+        self.history.facts = facts_of(self._settings, fingerprint, phases, self._device)
         if folder is not None:
-            self._log = self._world.first_alone(lambda: Log(folder, self.history.records, curves))
+            self._log = self._world.first_alone(lambda: Log(folder, self.history, curves))
         self._display.start(self._done)
         if not self._done:
             self._examine()
         try:
+            if not self._done:
+                self._before = self._measured_before()
             while self._epoch < self._settings.epochs:
                 self._train_epoch()
                 self._finish_epoch(self._measured())
@@ -198,18 +206,30 @@ class Loop:
         with rng.undisturbed(self._device, own), self._averaged():
             if self._recalibrates:
                 self._recalibrate()
-            if self._task.test is not None:
-                feed, autocast = self._feed, self._settings.autocast
-                batches = test_batches(self._task, feed.batch_size, self._device, feed.part)
-                between, world = self._interrupt.check, self._world
-                record |= measure(
-                    self._model, batches, self._task, self._device, autocast, between, world
-                )
+            record |= self._tested()
+            if self._before and not self.history.records:
+                record["before"] = self._before
             if self._pruner is not None:
                 record |= self._pruner.record()
                 if complaints := self._pruner.doctor.after(record):
                     record["doctor"] = complaints
         return self._world.from_first(record)
+
+    def _measured_before(self) -> dict[str, float]:
+        """What the test says of the model with its gates out of the way; empty without gates."""
+        if self._pruner is None:
+            return {}
+        with rng.undisturbed(self._device, self._feed.generators()), bypass(self._model):
+            return self._tested()
+
+    def _tested(self) -> dict[str, float]:
+        """Loss and metric on the test data, where there are some."""
+        if self._task.test is None:
+            return {}
+        feed, autocast = self._feed, self._settings.autocast
+        batches = test_batches(self._task, feed.batch_size, self._device, feed.part)
+        between, world = self._interrupt.check, self._world
+        return measure(self._model, batches, self._task, self._device, autocast, between, world)
 
     def _complain(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():
@@ -298,6 +318,7 @@ class Loop:
             rng_epoch=None if self._rng_of_epoch is None else gather(self._rng_of_epoch),
             rng=gather(rng.capture(self._device, self._feed.generators())),
             records=self.history.records,
+            before=self._before,
         )
         self._world.first_alone(lambda: state.write(folder))
 

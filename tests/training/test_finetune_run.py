@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -373,3 +374,18 @@ def test_a_regression_is_learned_and_reported_by_its_loss(tmp_path, capsys):
     told = capsys.readouterr().err
     assert f"test loss {history.last['test_loss']:.4g}" in told
     assert "error" not in told
+
+
+def test_what_was_measured_before_the_first_step_is_of_the_network_without_its_gates(tmp_path):
+    model = gated()
+    plain = evaluate(l0prune.ungate(copy.deepcopy(model)), data(), batch_size=30)
+    l0prune.gates(model).put(torch.zeros(l0prune.gates(model).plan.size, dtype=torch.bool))
+    history = finetune(model, data(), epochs=2, out=tmp_path, learn=False, **QUIET)
+    first, second = history.records
+    assert first["before"] == pytest.approx(plain, rel=1e-6)
+    assert first["test_loss"] != pytest.approx(plain["test_loss"], rel=0.01)
+    assert "before" not in second
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts == history.all_facts
+    assert (facts["steps"], facts["settle"], facts["epochs"]) == (16, 16, 2)
+    assert facts["settings"]["lr"] == "0.001"

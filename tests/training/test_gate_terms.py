@@ -79,6 +79,9 @@ def test_the_record_counts_what_an_export_would_keep():
         assert record[f"dense_{unit}"] == cost.dense(unit)
     assert record["open"] == {axis.name: int(axis.open.sum()) for axis in gates.axes}
     assert record["dead"] == []
+    bins = [((p >= k / 20) & (p < (k + 1) / 20)).sum().item() for k in range(20)]
+    assert record["gates"] == bins
+    assert sum(bins) == gates.plan.size
 
 
 def test_an_axis_without_an_open_gate_is_dead():

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import sys
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_notebook_shows_a_table_of_it():
 
 
 def test_each_record_is_a_line_as_soon_as_it_is_there(tmp_path):
-    log = Log(tmp_path, [], tensorboard=False)
+    log = Log(tmp_path, History(), tensorboard=False)
     assert lines(tmp_path) == []
     for epoch in (1, 2):
         log.write(record(epoch, open={"fc": 3}))
@@ -86,42 +87,41 @@ def test_each_record_is_a_line_as_soon_as_it_is_there(tmp_path):
 
 
 def test_a_run_that_goes_on_drops_lines_after_its_checkpoint(tmp_path):
-    log = Log(tmp_path, [], tensorboard=False)
+    log = Log(tmp_path, History(), tensorboard=False)
     log.write(record(1))
     log.write(record(2))
-    Log(tmp_path, [record(1)], tensorboard=False).write(record(2, again=True))
+    Log(tmp_path, History([record(1)]), tensorboard=False).write(record(2, again=True))
     assert lines(tmp_path) == [record(1), record(2, again=True)]
 
 
 def test_what_is_no_number_is_null(tmp_path):
-    Log(tmp_path, [], tensorboard=False).write(record(1, error=math.nan, worse=math.inf))
+    Log(tmp_path, History(), tensorboard=False).write(record(1, error=math.nan, worse=math.inf))
     assert lines(tmp_path) == [record(1, error=None, worse=None)]
 
 
 def test_a_folder_that_has_gone_is_said(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    log = Log(folder, [], tensorboard=False)
-    (folder / "metrics.jsonl").unlink()
-    folder.rmdir()
+    log = Log(folder, History(), tensorboard=False)
+    shutil.rmtree(folder)
     with pytest.raises(FileError, match="cannot be written"):
         log.write(record(1))
 
 
 def test_tensorboard_is_used_where_installed_and_missed_where_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    log = Log(tmp_path, [], tensorboard=None)
+    log = Log(tmp_path, History(), tensorboard=None)
     log.write(record(1))
     log.close()
     with pytest.raises(UsageError, match=r"pip install 'l0prune\[tensorboard\]'"):
-        Log(tmp_path, [], tensorboard=True)
+        Log(tmp_path, History(), tensorboard=True)
 
 
 def test_curves_hold_every_number(tmp_path):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = Log(tmp_path, [], tensorboard=True)
+    log = Log(tmp_path, History(), tensorboard=True)
     log.write(record(1, open={"fc": 3}))
     log.write(record(2, open={"fc": 2}))
     log.close()

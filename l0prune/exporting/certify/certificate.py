@@ -42,6 +42,7 @@ class Check:
         error: largest absolute difference over the largest absolute output.
         tolerance: what it must not exceed.
         part: the submodule that was compared, where not the whole model was.
+        inputs: the shapes of the tensors that both were given.
     """
 
     what: Compared
@@ -50,6 +51,7 @@ class Check:
     error: float
     tolerance: float
     part: str = ""
+    inputs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -152,7 +154,8 @@ def compare_in_parts(
         calls, others = (_calls(model, paths, given, exact) for model in (first, second))
         error = difference([c.output for c in calls], [c.output for c in others])
         name = name_of(exact)
-        checks.append(Check("dense", name, examples_given(given), error, TOLERANCE[name]))
+        size, allowed = examples_given(given), TOLERANCE[name]
+        checks.append(Check("dense", name, size, error, allowed, inputs=_shapes(given)))
         for call in calls[:-1]:
             received[call.path].append(filled(call.inputs))
     answers = {path: answers_of(gated, of, path) for path, of in received.items()}
@@ -190,6 +193,10 @@ def _tensors(inputs: Inputs) -> list[Any]:
     return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
 
 
+def _shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in _tensors(inputs))
+
+
 def compare_onnx(
     answers: Sequence[Answer],
     run: Callable[[list[Tensor]], list[Tensor]],
@@ -214,7 +221,8 @@ def compare_onnx(
 def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part: str = "") -> Check:
     error = difference(answer.at(dtype), found)
     allowed = _allowed(answer, error, dtype)
-    return Check(what, name_of(dtype), examples_in(answer.inputs), error, allowed, part)
+    size, shapes = examples_in(answer.inputs), _shapes(answer.inputs)
+    return Check(what, name_of(dtype), size, error, allowed, part, shapes)
 
 
 def _allowed(answer: Answer, error: float, dtype: torch.dtype) -> float:

@@ -33,6 +33,7 @@ class Times:
         batch: examples in a call.
         runtime: with its version.
         processor: that they ran on.
+        dense_bytes: size of the dense network's file with its weights; None where nobody looked.
     """
 
     dense: tuple[float, ...]
@@ -41,6 +42,7 @@ class Times:
     batch: int
     runtime: str
     processor: str
+    dense_bytes: int | None = None
 
     @property
     def share(self) -> float:
@@ -103,6 +105,7 @@ def times_of(
         subject = subject_of(gated)
         _, single = class_programs(subject.plain, subject.dtypes, subject.example, subject.free)
         write_runnable(single, dense, Path(folder) / _DATA, sizes)
+        size = sum(file.stat().st_size for file in Path(folder).iterdir())
         networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]
         given, batch = _one(inputs, sizes)
         names = [each.name for each in networks[0].session.get_inputs()]
@@ -116,6 +119,7 @@ def times_of(
         batch=batch,
         runtime=f"onnxruntime {collect.version()}",
         processor=collect.processor(),
+        dense_bytes=size,
     )
 
 
