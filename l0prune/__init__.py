@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from l0prune.gating.kinds.hard_concrete import HardConcrete
     from l0prune.objective.budget import Budget
     from l0prune.objective.penalty import param_groups, penalty
+    from l0prune.report.report import Report
     from l0prune.report.survey import Survey, survey
     from l0prune.running.answers import answered
     from l0prune.running.evaluate import evaluate
@@ -55,6 +56,7 @@ _HOMES = {
     "LatencyTable": "timing.table",
     "Measure": "cost.measures",
     "Pruner": "training.pruner",
+    "Report": "report.report",
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
@@ -97,6 +99,7 @@ __all__ = [
     "LatencyTable",
     "Measure",
     "Pruner",
+    "Report",
     "Settings",
     "Survey",
     "Task",

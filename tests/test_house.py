@@ -18,8 +18,8 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
-    "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Settings",
-    "Survey", "Task",
+    "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Report",
+    "Settings", "Survey", "Task",
     "__version__", "answered", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
     "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups", "penalty",
     "read_info", "resize", "save", "score", "scores", "survey", "train_dense", "ungate",

@@ -18,6 +18,7 @@ from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate
 from l0prune.cli.measure import measure
+from l0prune.cli.report import report
 from l0prune.cli.survey import survey
 
 _HELP = """\
@@ -32,7 +33,7 @@ Or all of it on embedded data: l0prune run digits-lenet
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-for command in (survey, gate, measure, fit, finetune, export, recipes.run):
+for command in (survey, gate, measure, fit, finetune, export, recipes.run, report):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say
-from l0prune.cli.options import Json, TrustPickle
+from l0prune.cli.options import LATENCY, Json, TrustPickle
 from l0prune.cli.project import newest, output_path
+from l0prune.cli.report import NoReport
 from l0prune.cli.stages import shown
 from l0prune.errors import FileError, UsageError
 
@@ -47,6 +48,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,
+    report: NoReport = True,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -85,6 +87,9 @@ def export(
     result = {"files": [str(f) for f in files], **dense.to_dict()}
     if pretrained:
         result["loads"] = said
+    if report:
+        result["page"] = str(_report(dense, model, path, stem))
+        say(f"the report is {result['page']}")
     emit(result, json, dense)
     if dense.times is not None and dense.times.warning:
         say(f"warning: {dense.times.warning}")
@@ -92,6 +97,20 @@ def export(
         say("written: " + ", ".join(map(str, files)))
         if pretrained:
             say(said)
+
+
+def _report(dense: l0prune.Export, model: Any, path: Path, stem: Path) -> Path:
+    """Write the report into the folder of the model's run, or else beside the files."""
+    from l0prune.report.gathered import with_trainings
+    from l0prune.report.run_folder import trainings_in
+
+    folder, times = output_path(None, str(path), ".run"), output_path(None, str(path), LATENCY)
+    table = l0prune.LatencyTable.load(times) if times.exists() else None
+    found = l0prune.Report.of(dense, model=model, latency=table)
+    if folder.is_dir():
+        found = l0prune.Report(with_trainings(found.content, trainings_in(folder)))
+    target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
+    return found.titled(path.name).save(target)[0]
 
 
 def _built_by(path: Path, trust_pickle: bool) -> str:

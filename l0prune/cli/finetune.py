@@ -20,6 +20,7 @@ from l0prune.cli.options import (
     recorded_data,
 )
 from l0prune.cli.project import defaults, newest, output_path
+from l0prune.cli.report import NoReport
 from l0prune.cli.setting_options import with_settings
 from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
@@ -47,6 +48,7 @@ def finetune(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the run folder's checkpoint.")] = True,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.tuned.pt.")] = None,
+    report: NoReport = True,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -94,4 +96,9 @@ def finetune(
     if world.is_first:
         say(f"checkpoints and metrics are in {folder}")
         result = {"file": str(target), "run": str(folder), **history.last}
+        if report:
+            found = l0prune.Report.of(history=history, model=model, latency=table)
+            page, _ = found.titled(path.name).save(folder / "report.html")
+            result["page"] = str(page)
+            say(f"the report is {page}")
         emit({**result, "doctor": history.complaints}, json, f"{target} written")

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from l0prune.cli.edge import emit, out
+from l0prune.cli.edge import emit, out, say
 from l0prune.cli.options import DataRoot, Json
+from l0prune.cli.report import NoReport
 from l0prune.errors import UsageError
 from l0prune.running.launcher import is_launched
 
@@ -26,6 +27,7 @@ def run(
         Path | None, typer.Option("--out", help="Folder of the run; default runs/NAME.")
     ] = None,
     data_root: DataRoot = None,
+    report: NoReport = True,
     json: Json = False,
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
@@ -44,8 +46,10 @@ def run(
     loaded = recipes.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
-    result = recipes.run(loaded, target, root)
+    result = recipes.run(loaded, target, root, report=report)
     emit(result, json, _table(result))
+    if report:
+        say(f"the report is {result['page']}")
 
 
 def _table(result: dict) -> Table:

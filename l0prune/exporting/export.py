@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from l0prune.capture.provenance import within
+from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
@@ -38,6 +39,7 @@ def export(model: nn.Module) -> Export:
     """
     gated, _ = holder(model)
     subject = subject_of(gated)
+    weights = weights_of(subject.plain)
     cut = _as_class(subject) or _as_graph(subject)
     plan, proven = cut.chosen.plan, cut.proven
     cost = cost_of(plan)
@@ -58,6 +60,9 @@ def export(model: nn.Module) -> Export:
             for axis in plan.axes
             if axis.name in subject.plan.names
         },
+        plan=plan,
+        kept=cut.chosen.kept,
+        weights=weights,
         _made=cut.made,
         _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused)))),
         _state=cut.state,

@@ -20,7 +20,9 @@ from rich.text import Text
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+import l0prune
 from l0prune.capture.copying import copied
+from l0prune.capture.weights import Weight
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.notes import note_on_batches, note_on_sizes
@@ -34,6 +36,7 @@ from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.pretrained.stored import as_text
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
+from l0prune.plan.plan import Plan
 from l0prune.running.notebook import as_html
 from l0prune.running.stages import stage
 
@@ -53,6 +56,10 @@ class Export:
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
         times: milliseconds of the ONNX file and of the dense network's, once they were taken.
+        files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
+        plan: of the network before the cut: where its gates acted, and what stayed whole and why.
+        kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
+        weights: the layers of the network before the cut.
     """
 
     module: nn.Module
@@ -63,11 +70,15 @@ class Export:
     params_before: int
     macs_before: int
     widths: dict[str, tuple[int, int]]
+    plan: Plan = field(repr=False)
+    kept: Tensor = field(repr=False)
+    weights: tuple[Weight, ...] = field(repr=False)
     _made: Whole | InParts = field(repr=False)
     _note: str = field(repr=False)
     _state: Mapping[str, Tensor] = field(repr=False)
     _manifest: dict[str, Any] = field(repr=False)
     times: Times | None = None
+    files: tuple[Path, ...] = ()
 
     @property
     def note(self) -> str:
@@ -135,6 +146,7 @@ class Export:
             self,
             certificate=self.certificate.without("onnx"),
             times=None,
+            files=(),
             _made=self._made.of(module),
             _state={name: state.get(name, tensor) for name, tensor in known.items()},
         )
@@ -192,9 +204,10 @@ class Export:
             for unfinished in written.values():
                 onnx_file.describe(unfinished, facts)
         self.certificate = certificate
+        self.files = (*written, *data_files)
         if self.times is not None and self.times.warning:
             warnings.warn(f"l0prune: {self.times.warning}", UserWarning, stacklevel=2)
-        return (*written, *data_files)
+        return self.files
 
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
@@ -281,6 +294,16 @@ class Export:
         form = f"-{piece.form}" if piece.form > 1 else ""
         part = re.sub(r"[/\\\0]", "_", piece.path)  # a name in a ModuleDict may hold anything
         return whole.with_stem(f"{whole.stem}.{part}{form}") if part else whole
+
+    def report(self, history: Any = None) -> l0prune.Report:
+        """One page that shows what came of it: ``dense.report(history).save("report.html")``.
+
+        A notebook shows it by itself.
+
+        Args:
+            history: what ``finetune`` returned; several in a list.
+        """
+        return l0prune.Report.of(self, history)
 
     def to_dict(self) -> dict[str, Any]:
         """Sizes and certificate as plain data."""

@@ -26,6 +26,7 @@ from l0prune.files.atomic import write_whole
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
+from l0prune.recipes.page import write_page
 from l0prune.recipes.schema import (
     DataSection,
     FitSection,
@@ -114,8 +115,16 @@ def _placed(spec: str, folder: Path) -> str:
     return spec
 
 
-def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str, Any]:
+def run(
+    recipe: Recipe, folder: Path, data_root: str | None = None, *, report: bool = True
+) -> dict[str, Any]:
     """Do what the recipe says, in ``folder``; stages that are done there are not done again.
+
+    Args:
+        recipe: what to do.
+        folder: of the run.
+        data_root: where the data lies.
+        report: whether ``report.html`` is written into the folder.
 
     Returns:
         What came of it, as plain data: sizes, errors, the certificate, the files.
@@ -140,7 +149,7 @@ def run(recipe: Recipe, folder: Path, data_root: str | None = None) -> dict[str,
         network = exports[-1].module
     tuned = _pruned(recipe, recipe, network, dense, data, folder)
     exports.append(l0prune.export(tuned))
-    return _export(recipe, data, tuned, exports, dense, folder)
+    return _export(recipe, data, tuned, exports, dense, folder, report=report)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -312,8 +321,10 @@ def _export(
     exports: Sequence[Export],
     dense: nn.Module,
     folder: Path,
+    *,
+    report: bool,
 ) -> dict[str, Any]:
-    """The files and ``result.json``, where sizes before are those of the first round."""
+    """The files, ``result.json`` and the report; sizes before are those of the first round."""
     first, small = exports[0], exports[-1]
     history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
@@ -324,10 +335,9 @@ def _export(
     first_round = folder / "round-1" if recipe.rounds else folder
     before = l0prune.load(first_round / "gated.pt", copied(dense))
     small.save_onnx(file, beside=before, threads=recipe.latency.threads if recipe.latency else 1)
-    if recipe.export.pt2:
-        small.save(folder / f"{recipe.name}.pt2")
-    if recipe.export.state:
-        small.save(folder / f"{recipe.name}.state.pt")
+    files = list(small.files)
+    for wanted, ending in ((recipe.export.pt2, "pt2"), (recipe.export.state, "state.pt")):
+        files += small.save(folder / f"{recipe.name}.{ending}") if wanted else ()
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(tuned).axes}
     result = {
         "recipe": recipe.name,
@@ -341,5 +351,8 @@ def _export(
         "onnx": str(file),
         "training": history,
     }
+    if report:
+        page = write_page(recipe, result, [*exports[:-1], small], tuned, files, folder)
+        result["page"] = str(page)
     write_whole(folder / "result.json", json.dumps(result, indent=2))
     return result

@@ -6,20 +6,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
-
+from l0prune.capture.weights import Weight
 from l0prune.cost.model import reachable
 from l0prune.plan.gate_index import constant_positions
 from l0prune.plan.layout import Const, Layout, leaves, outer, size_of
 from l0prune.plan.plan import Cost, Plan
 
 UNUSED = "not used in eval mode"
-_KINDS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(nn.Linear, nn.Embedding, nn.EmbeddingBag),
-)
+UNKNOWN = "no operator that l0prune knows reads or writes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,68 +63,27 @@ class Layer:
     used: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """What is known of a layer before any analysis.
+def layers_of(
+    plan: Plan, weights: Sequence[Weight], unused: Collection[str], otherwise: str = UNKNOWN
+) -> tuple[Layer, ...]:
+    """What the plan says of each layer.
 
-    ``tensors`` are its parameters, those first that are shaped like its weight. ``dims`` are the
-    weight's input and output dims, None where only the graph can tell.
+    Args:
+        plan: of the model.
+        weights: its layers.
+        unused: parameters that the eval-mode forward never touches.
+        otherwise: why a side stays whole of which the plan says nothing.
     """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    tensors: tuple[str, ...]
-    dims: tuple[int, int] | None
-    groups: int = 1
+    costs = costs_of(plan, weights)
+    return tuple(_layer(plan, w, costs[w.name], unused, otherwise) for w in weights)
 
 
-def weights_of(model: nn.Module) -> tuple[Weight, ...]:
-    """Every Linear, convolution and embedding of the model, and every other matrix in it."""
-    found: list[Weight] = []
-    claimed: set[str] = set()
-    for name, module in model.named_modules():
-        kind = next((kind for kind in _KINDS if isinstance(module, kind)), None)
-        if kind is not None:
-            weight = _weight(name, module, kind)
-            claimed.update(weight.tensors)
-            found.append(weight)
-    for name, parameter in model.named_parameters():
-        if name not in claimed and sum(size > 1 for size in parameter.shape) > 1:
-            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-            found.append(Weight(name, f"weight of {owner}", tuple(parameter.shape), (name,), None))
-    return tuple(found)
-
-
-def _weight(name: str, module: nn.Module, kind: type[nn.Module]) -> Weight:
-    """A module as a weight; one that is computed in forward has the module's own sizes."""
-    if isinstance(module, _ConvNd):
-        pair = (module.in_channels, module.out_channels)
-        dims = (0, 1) if isinstance(module, _ConvTransposeNd) else (1, 0)
-        sizes = {dims[0]: pair[0], dims[1]: pair[1]}
-        sizes[1] //= module.groups
-        shape, groups = (sizes[0], sizes[1], *module.kernel_size), module.groups
-    elif isinstance(module, nn.Linear):
-        shape, dims, groups = (module.out_features, module.in_features), (1, 0), 1
-    else:
-        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        shape, dims, groups = (module.num_embeddings, module.embedding_dim), (0, 1), 1
-    path = f"{name}." if name else ""
-    named = [(path + leaf, p) for leaf, p in module.named_parameters()]
-    named.sort(key=lambda each: tuple(each[1].shape) != shape)
-    return Weight(name, kind.__name__, shape, tuple(n for n, _ in named), dims, groups)
-
-
-def layers_of(plan: Plan, weights: Sequence[Weight], unused: Collection[str]) -> tuple[Layer, ...]:
-    """What the plan says of each layer."""
-    costs = _costs(plan, weights)
-    return tuple(_layer(plan, weight, costs[weight.name], unused) for weight in weights)
-
-
-def _layer(plan: Plan, weight: Weight, costs: list[Cost], unused: Collection[str]) -> Layer:
+def _layer(
+    plan: Plan, weight: Weight, costs: list[Cost], unused: Collection[str], otherwise: str
+) -> Layer:
     names = [plan.aliases.get(name, name) for name in weight.tensors]
     used = not names or names[0] not in unused
-    sides = _Sides(plan, weight, names).both() if used else (_unused(weight),) * 2
+    sides = Sides(plan, weight, otherwise).both() if used else (_unused(weight),) * 2
     params = [cost for cost in costs if cost.unit == "params"]
     macs = [cost for cost in costs if cost.unit == "macs"]
     return Layer(
@@ -154,7 +107,7 @@ def _count(costs: list[Cost]) -> int:
     return round(sum(cost.scale * prod(map(size_of, cost.dims)) for cost in costs))
 
 
-def _costs(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
+def costs_of(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
     """The costs of each layer, each cost with one layer at most.
 
     Where two layers share a weight, work is with the layer that does it.
@@ -173,12 +126,12 @@ def _costs(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
     return costs
 
 
-class _Sides:
-    """The two sides of a layer whose parameters have these names in the plan."""
+class Sides:
+    """The two sides of a layer in a plan."""
 
-    def __init__(self, plan: Plan, weight: Weight, names: list[str]) -> None:
-        self.plan = plan
-        self.weight = weight
+    def __init__(self, plan: Plan, weight: Weight, otherwise: str = UNKNOWN) -> None:
+        self.plan, self.weight, self._otherwise = plan, weight, otherwise
+        names = [plan.aliases.get(name, name) for name in weight.tensors]
         # a weight that the forward computes is no parameter: one of its shape speaks for it
         alike = [n for n in names if len(plan.tensors.get(n, ())) == len(weight.shape)]
         missing = (n for n in names[:1] if n not in plan.tensors)  # what no part captured
@@ -189,15 +142,23 @@ class _Sides:
 
     def both(self) -> tuple[Side, Side]:
         """The input side and the output side."""
+        reads, writes = self._dims()
+        return self._side(reads), self._side(writes)
+
+    def layouts(self) -> tuple[list[Layout], list[Layout]]:
+        """Of the input side and of the output side, whose sizes are the products of theirs."""
+        reads, writes = self._dims()
+        return self._layouts(reads), self._layouts(writes)
+
+    def _dims(self) -> tuple[list[int], list[int]]:
+        """The dims that each side lies on; the groups of dim 0 come with dim 1."""
         if self.weight.dims is None:
-            reads, writes = self._by_role()
-            return self._side(reads), self._side(writes)
+            return self._by_role()
         read, write = self.weight.dims
         if self.weight.groups == 1:
-            return self._side([read]), self._side([write])
+            return [read], [write]
         # dim 0 holds the groups, of inputs in a transposed convolution, else of outputs
-        sides = [self._side([0]), self._side([1], grouped=True)]
-        return (sides[0], sides[1]) if read == 0 else (sides[1], sides[0])
+        return ([0], [1, 0]) if read == 0 else ([1, 0], [0])
 
     def _by_role(self) -> tuple[list[int], list[int]]:
         """Which dims of a bare parameter are read and written: both all of them if none says.
@@ -216,11 +177,13 @@ class _Sides:
         where = f"{self.tensor} dim {dim}"
         return any(leaves(self._layout(dim))) or any(pin.where == where for pin in self.plan.pins)
 
-    def _side(self, dims: list[int], grouped: bool = False) -> Side:
-        layouts = [self._layout(dim) for dim in dims]
-        if grouped:
-            layouts.insert(0, outer(self._layout(0), self.weight.groups))
-            dims = [*dims, 0]
+    def _layouts(self, dims: list[int]) -> list[Layout]:
+        if self.weight.groups > 1 and dims == [1, 0]:
+            return [outer(self._layout(0), self.weight.groups), self._layout(1)]
+        return [self._layout(dim) for dim in dims]
+
+    def _side(self, dims: list[int]) -> Side:
+        layouts = self._layouts(dims)
         size, whole = (prod(map(count, layouts)) for count in (size_of, constant_positions))
         numbers = dict.fromkeys(leaf.axis for each in layouts for leaf in leaves(each))
         names = tuple(self.plan.axes[number].name for number in numbers)
@@ -238,7 +201,7 @@ class _Sides:
         reasons = {pin.where: pin.reason for pin in reversed(self.plan.pins)}
         return next(
             (reasons[place] for place in places if place in reasons),
-            "no operator that l0prune knows reads or writes it",
+            self._otherwise,
         )
 
     def _places(self, dims: list[int]) -> Iterator[str]:

@@ -13,12 +13,13 @@ from torch import nn
 
 from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
+from l0prune.capture.weights import weights_of
 from l0prune.capture.wrappers import inside
 from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
-from l0prune.report.layers import Layer, layers_of, weights_of
+from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
 from l0prune.running.notebook import as_html
 

@@ -1,0 +1,66 @@
+"""The report of a recipe's run, written into its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import l0prune
+from l0prune.exporting.result import Export
+from l0prune.recipes.schema import Recipe
+from l0prune.report.content import Metric
+from l0prune.report.gathered import of_export, repeated, time_by_layer, with_trainings
+from l0prune.report.report import HTML, Report
+from l0prune.report.run_folder import trainings_in
+
+
+def write_page(
+    recipe: Recipe,
+    result: dict[str, Any],
+    exports: Sequence[Export],
+    tuned: nn.Module,
+    files: Sequence[Path],
+    folder: Path,
+) -> Path:
+    """Write ``report.html`` and ``report.json``.
+
+    Args:
+        recipe: of the run.
+        result: what it came to.
+        exports: of each round.
+        tuned: the gated model of the last one.
+        files: that were written.
+        folder: of the run.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        FileError: they cannot be written, or what was measured cannot be read.
+    """
+    content = of_export(exports[-1], exports[0])
+    content = with_trainings(content, trainings_in(folder))
+    name, old = result["metric"], content.gain.metric
+    metric = Metric(
+        name=name,
+        larger_is_better=old is not None and old.larger_is_better,
+        before=old.before if old is not None and old.name == name else None,
+        after=result[f"test_{name}"],
+        of_file=result[f"onnx_test_{name}"],
+    )
+    seen = content.repeat
+    repeat = repeated(files, recipe.model_dump(mode="json"))
+    repeat = repeat.model_copy(update={"seed": recipe.seed, "device": seen.device})
+    update = {
+        "title": recipe.name,
+        "gain": content.gain.model_copy(update={"metric": metric}),
+        "repeat": repeat,
+    }
+    if recipe.latency is not None and not recipe.rounds:
+        table = l0prune.LatencyTable.load(folder / "latency.json")
+        update["time"] = time_by_layer(table, tuned)
+    page, _ = Report(content.model_copy(update=update)).save(folder / HTML)
+    return page

@@ -1,0 +1,365 @@
+"""What a report says, as data: the schema of ``report.json``.
+
+All of it is plain JSON. A section that a run did not record is absent (``null`` or empty), and the
+page leaves it out. Amounts are numbers in the unit that their name says; shares are from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from l0prune.files.checked_json import Strict, checked
+
+VERSION = 1  # raised when older versions cannot read what this one writes
+
+
+class Section(Strict):
+    """A part of the report."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Pair(Section):
+    """An amount before and after; ``before`` is null where nobody took it."""
+
+    before: float | None
+    after: float
+
+    @property
+    def share(self) -> float | None:
+        """After over before."""
+        return self.after / self.before if self.before else None
+
+
+class Time(Section):
+    """Milliseconds of one call: lower quartiles of turns that the two networks took alternately.
+
+    Attributes:
+        before, after: of the dense network's file and of the small one's.
+        spread: how far the middle half of the turns lie apart, in shares of their median.
+        threads: that a call may use.
+        batch: examples in a call.
+        runtime, processor: where.
+    """
+
+    before: float
+    after: float
+    spread: float
+    threads: int
+    batch: int
+    runtime: str
+    processor: str
+
+    @property
+    def share(self) -> float | None:
+        """After over before."""
+        return self.after / self.before if self.before else None
+
+
+class Metric(Section):
+    """What the test data say of the network.
+
+    Attributes:
+        name: ``error``, ``accuracy``, ``test_loss``, …
+        larger_is_better: of it.
+        before: of the network before its gates, null where it was not tested.
+        after: of the small network.
+        of_file: of the ONNX file, null where it was not tested.
+    """
+
+    name: str
+    larger_is_better: bool = False
+    before: float | None = None
+    after: float
+    of_file: float | None = None
+
+
+class Gain(Section):
+    """What was gained and what it cost; each is null where it was not recorded.
+
+    Attributes:
+        params: parameters.
+        macs: multiply-accumulates of one example (1 MAC = 2 FLOPs).
+        bytes: of the ONNX file, with its weights.
+        time: of a call.
+        metric: on the test data.
+        seconds: of training, all stages together.
+    """
+
+    params: Pair | None = None
+    macs: Pair | None = None
+    bytes: Pair | None = None
+    time: Time | None = None
+    metric: Metric | None = None
+    seconds: float | None = None
+
+
+class Asked(Section):
+    """A budget.
+
+    Attributes:
+        text: as the user gave it, such as ``macs=0.5``.
+        limit: the share of the dense amount that it allows.
+        share: the share that is left.
+    """
+
+    text: str
+    limit: float
+    share: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is met."""
+        return self.share <= self.limit * (1 + 1e-9)
+
+
+class Comparison(Section):
+    """One comparison of the certificate.
+
+    Attributes:
+        what: ``dense`` (the sliced graph), ``class`` (the user's class at the new sizes) or
+            ``onnx`` (the file in ONNX Runtime), each beside the gated model; or ``program`` (the
+            exported program beside the class).
+        dtype: that both computed in.
+        batch: examples.
+        error: largest absolute difference over the largest absolute output.
+        tolerance: what it must not exceed.
+        part: the submodule that was compared, where not the whole model was.
+        inputs: shapes of the tensors that both were given.
+    """
+
+    what: str
+    dtype: str
+    batch: int
+    error: float
+    tolerance: float
+    part: str = ""
+    inputs: list[list[int]] = Field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+class Axis(Section):
+    """A set of slots that live or die together, wherever they occur.
+
+    Attributes:
+        name, kind: as the survey has them.
+        before, after: slots.
+        kept: of heads, the numbers of those that stayed.
+    """
+
+    name: str
+    kind: str
+    before: int
+    after: int
+    kept: list[int] | None = None
+
+
+class Side(Section):
+    """The input or the output side of a layer.
+
+    Attributes:
+        before, after: neurons or channels.
+        axes: numbers of the axes (in ``Content.axes``) that can take some away. Layers whose
+            sides have the same one are cut together.
+        reason: why all or some of it stays whole; empty where nothing has to.
+    """
+
+    before: int
+    after: int
+    axes: list[int] = Field(default_factory=list)
+    reason: str = ""
+
+
+class Layer(Section):
+    """A Linear, a convolution, an embedding, or a parameter that acts as one."""
+
+    name: str
+    kind: str
+    input: Side
+    output: Side
+    params: Pair
+    macs: Pair
+
+
+class Amount(Section):
+    """Of one measure: what is expected over the gates' noise, what an export has, all of it."""
+
+    expected: float
+    actual: float
+    dense: float
+
+
+class BudgetState(Section):
+    """A budget at the end of an epoch, in shares of the dense amount.
+
+    Attributes:
+        limit: what is asked for.
+        target: what has come down to it so far.
+        share: what an export would have.
+        multiplier: Lagrange's λ.
+    """
+
+    limit: float
+    target: float
+    share: float
+    multiplier: float
+
+
+class Epoch(Section):
+    """What was measured at the end of an epoch; see ``l0prune.History``.
+
+    Attributes:
+        gates: how many gates there are in each bin of P(z ≠ 0), of equal width, from 0 to 1.
+        doctor: what was wrong, by what it is about.
+    """
+
+    epoch: int
+    step: int
+    phase: str
+    seconds: float | None = None
+    lr: float | None = None
+    train_loss: float | None = None
+    penalty: float | None = None
+    test_loss: float | None = None
+    metric: float | None = None
+    amounts: dict[str, Amount] = Field(default_factory=dict)
+    budgets: dict[str, BudgetState] = Field(default_factory=dict)
+    gates: list[int] = Field(default_factory=list)
+    doctor: dict[str, str] = Field(default_factory=dict)
+
+
+class Training(Section):
+    """One stage of training.
+
+    Attributes:
+        name: ``dense``, ``finetune``, ``recover``, ``round-1/finetune``, …
+        metric, larger_is_better: what was tested beside the loss.
+        planned: epochs that it was to have; null where that was not recorded.
+        steps, warmup, settle: all of its steps, and those of its first and last phase.
+        before: what the test said before the first step, with all gates out of the way.
+        epochs: those that are done.
+        facts: settings, seed, device, command and versions of that time.
+    """
+
+    name: str
+    metric: str = ""
+    larger_is_better: bool = False
+    planned: int | None = None
+    steps: int | None = None
+    warmup: int | None = None
+    settle: int | None = None
+    before: dict[str, float] = Field(default_factory=dict)
+    epochs: list[Epoch]
+    facts: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its epochs are done, as far as is known."""
+        return self.planned is None or len(self.epochs) >= self.planned
+
+
+class OwnerTime(Section):
+    """Milliseconds of one module, or of what is no module's, as a latency table predicts them."""
+
+    name: str
+    before: float
+    after: float
+
+
+class TimeByLayer(Section):
+    """Where the time goes, by a latency table.
+
+    Attributes:
+        setting: runtime, threads and batch that the table is of.
+        measured: milliseconds of the dense network when the table was made.
+        quality: how well the table predicts, in words.
+        owners: every module's part; together the whole time.
+    """
+
+    setting: str
+    measured: float
+    quality: str
+    owners: list[OwnerTime]
+
+
+class Stored(Section):
+    """A file that came of it: its name without folders, its size in bytes, its SHA-256."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Repeat(Section):
+    """What it takes to do it again.
+
+    Attributes:
+        command: as it was typed; empty where none was.
+        versions: of Python and packages.
+        machine, device: that it ran on.
+        seed: of training; null where nothing was trained.
+        recipe: the recipe of the run, where it had one.
+        files: that were written.
+    """
+
+    command: str = ""
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine: str = ""
+    device: str = ""
+    seed: int | None = None
+    recipe: dict[str, Any] | None = None
+    files: list[Stored] = Field(default_factory=list)
+
+
+class Content(Section):
+    """All that a page is made from.
+
+    Attributes:
+        version: of this format.
+        kind: what the file is.
+        title: the recipe's or the model's name.
+        made: when, in UTC, as ISO 8601.
+        gain: what came of it.
+        budgets: asked and met.
+        certificate: every comparison; empty where nothing was exported.
+        notes: what else has to be known of the export.
+        axes: that had gates.
+        layers: in network order.
+        trainings: in the order in which they were done.
+        time: by layer.
+        repeat: how to do it again.
+    """
+
+    version: int = VERSION
+    kind: Literal["l0prune report"] = "l0prune report"
+    title: str
+    made: str
+    gain: Gain = Field(default_factory=Gain)
+    budgets: list[Asked] = Field(default_factory=list)
+    certificate: list[Comparison] = Field(default_factory=list)
+    notes: str = ""
+    axes: list[Axis] = Field(default_factory=list)
+    layers: list[Layer] = Field(default_factory=list)
+    trainings: list[Training] = Field(default_factory=list)
+    time: TimeByLayer | None = None
+    repeat: Repeat = Field(default_factory=Repeat)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no training in it still goes on."""
+        return all(training.finished for training in self.trainings)
+
+
+def parsed(text: str | bytes, where: object) -> Content:
+    """The content of a ``report.json``.
+
+    Raises:
+        FileError: it is none, or damaged, or of a newer version.
+    """
+    return checked(text, Content, VERSION, where, ", or no report of l0prune")

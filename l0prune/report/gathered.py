@@ -1,0 +1,225 @@
+"""What goes into a report, from what a run leaves: exports, histories, tables of times, files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.capture.weights import weights_of
+from l0prune.cost.model import cost_of
+from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.result import Export
+from l0prune.gating.attaching import gates_of, holder
+from l0prune.report.content import (
+    Axis,
+    Comparison,
+    Content,
+    Gain,
+    Layer,
+    OwnerTime,
+    Pair,
+    Repeat,
+    Side,
+    Stored,
+    Time,
+    TimeByLayer,
+    Training,
+)
+from l0prune.report.cut import axes_of, layers_before_and_after
+from l0prune.report.trainings import budgets_of, metric_of, seconds_of
+from l0prune.running.environment import environment
+from l0prune.timing.table import LatencyTable
+
+_CHUNK = 1 << 20
+
+
+def now() -> str:
+    """The time as a report has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def of_export(dense: Export, first: Export | None = None) -> Content:
+    """What an export says.
+
+    Args:
+        dense: the export.
+        first: that of the first of several rounds, whose network is what there was before.
+    """
+    first = first or dense
+    layers = layers_before_and_after(dense.plan, dense.kept, dense.weights)
+    axes = axes_of(dense.plan, dense.kept)
+    if first is not dense:
+        earlier = layers_before_and_after(first.plan, first.kept, first.weights)
+        layers, axes = _since(earlier, layers), _axes_since(axes_of(first.plan, first.kept), axes)
+    size, times = sum(file.stat().st_size for file in dense.files), dense.times
+    before = None if times is None else times.dense_bytes
+    return Content(
+        title=type(dense.module).__name__,
+        made=now(),
+        gain=Gain(
+            params=Pair(before=first.params_before, after=dense.params),
+            macs=Pair(before=first.macs_before, after=dense.macs),
+            bytes=Pair(before=before, after=size) if size else None,
+            time=None if times is None else _time(times),
+        ),
+        certificate=[
+            Comparison(**asdict(check) | {"inputs": list(map(list, check.inputs))})
+            for check in dense.certificate.checks
+        ],
+        notes=dense.note,
+        axes=axes,
+        layers=layers,
+        repeat=repeated(dense.files),
+    )
+
+
+def of_model(model: nn.Module) -> Content:
+    """What an export of a gated model would have, as its gates stand now.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gated, gates = holder(model)
+    plan, open_ = gates.plan, gates.open().cpu()
+    kept, cost = plan.kept(open_), cost_of(plan)
+    return Content(
+        title=type(gated).__name__,
+        made=now(),
+        gain=Gain(
+            params=Pair(before=cost.dense("params"), after=cost.actual(open_, "params")),
+            macs=Pair(before=cost.dense("macs"), after=cost.actual(open_, "macs")),
+        ),
+        axes=axes_of(plan, kept),
+        layers=layers_before_and_after(plan, kept, weights_of(gated)),
+        repeat=repeated(()),
+    )
+
+
+def with_trainings(content: Content, trainings: Sequence[Training]) -> Content:
+    """The report with these stages of training, and what follows from them."""
+    found = {"seconds": seconds_of(trainings), "metric": metric_of(trainings)}
+    last = trainings[-1].facts if trainings else {}
+    repeat = {
+        "seed": last.get("seed", content.repeat.seed),
+        "device": last.get("device", content.repeat.device),
+    }
+    return content.model_copy(
+        update={
+            "trainings": list(trainings),
+            "budgets": budgets_of(trainings),
+            "gain": content.gain.model_copy(
+                update={name: value for name, value in found.items() if value is not None}
+            ),
+            "repeat": content.repeat.model_copy(update=repeat),
+        }
+    )
+
+
+def time_by_layer(table: LatencyTable, model: nn.Module) -> TimeByLayer | None:
+    """What a latency table predicts of a gated model; None where the table is of another one.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gates = gates_of(model)
+    try:
+        measure = table.of(gates.plan)
+    except UsageError:
+        return None
+    kept = gates.plan.kept(gates.open())
+    before = measure.by_owner(torch.ones(len(kept), dtype=torch.float64))
+    after = measure.by_owner(kept.to(torch.float64))
+    return TimeByLayer(
+        setting=str(table.setting),
+        measured=table.dense,
+        quality=str(table.quality),
+        owners=[
+            OwnerTime(name=name, before=before.get(name, 0.0), after=after.get(name, 0.0))
+            for name in dict.fromkeys((*before, *after))
+        ],
+    )
+
+
+def repeated(files: Sequence[Path], recipe: Mapping[str, Any] | None = None) -> Repeat:
+    """What it takes to do it again in this environment.
+
+    Raises:
+        FileError: a file cannot be read.
+    """
+    return Repeat(
+        **environment(),
+        recipe=None if recipe is None else dict(recipe),
+        files=[stored(file) for file in files],
+    )
+
+
+def stored(path: Path) -> Stored:
+    """A file's size and checksum.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+        return Stored(name=path.name, bytes=path.stat().st_size, sha256=digest.hexdigest())
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _time(times: Times) -> Time:
+    return Time(
+        before=collect.typical(times.dense),
+        after=collect.typical(times.small),
+        spread=times.spread,
+        threads=times.threads,
+        batch=times.batch,
+        runtime=times.runtime,
+        processor=times.processor,
+    )
+
+
+def _since(first: Sequence[Layer], last: Sequence[Layer]) -> list[Layer]:
+    """The last round's layers with what they were before the first one."""
+    earlier = {layer.name: layer for layer in first}
+
+    def since(layer: Layer) -> Layer:
+        if layer.name not in earlier:
+            return layer
+        old = earlier[layer.name]
+        return layer.model_copy(
+            update={
+                "input": _side_since(old.input, layer.input),
+                "output": _side_since(old.output, layer.output),
+                "params": Pair(before=old.params.before, after=layer.params.after),
+                "macs": Pair(before=old.macs.before, after=layer.macs.after),
+            }
+        )
+
+    return [since(layer) for layer in last]
+
+
+def _side_since(old: Side, new: Side) -> Side:
+    return new.model_copy(update={"before": old.before})
+
+
+def _axes_since(first: Sequence[Axis], last: Sequence[Axis]) -> list[Axis]:
+    """The last round's axes at their first sizes; which heads stayed is numbered anew each time."""
+    sizes = {axis.name: axis.before for axis in first}
+    return [
+        axis
+        if sizes.get(axis.name, axis.before) == axis.before
+        else axis.model_copy(update={"before": sizes[axis.name], "kept": None})
+        for axis in last
+    ]

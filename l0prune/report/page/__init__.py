@@ -1,0 +1,1 @@
+"""The page: one file of HTML, from the content of a report alone."""

@@ -1,0 +1,160 @@
+"""How a training went: its curves, and where its gates stood at the end of each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import ceil, sqrt
+
+from markupsafe import Markup
+
+from l0prune.cost.measures import kind_of, names
+from l0prune.report.content import Epoch, Training
+from l0prune.report.page.elements import drawing, element, text, titled
+from l0prune.report.page.panel import Curve, Point, panel
+from l0prune.training.description import IN_PERCENT
+
+_COLUMNS = 60  # epochs that are shown at most
+_SHADES = 9
+_UNDECIDED = (0.1, 0.9)  # P(z ≠ 0) of a gate that has not decided
+_LEFT, _CELL = 52, 7.0
+
+
+def remarks(training: Training) -> list[tuple[float, str]]:
+    """What the doctor said, each with the step."""
+    return [(float(e.step), text) for e in training.epochs for text in e.doctor.values()]
+
+
+def curves(training: Training, width: int) -> list[Markup]:
+    """A panel for each thing that was measured.
+
+    Args:
+        training: with one epoch at least.
+        width: of the pictures.
+    """
+    epochs = training.epochs
+    said = [step for step, _ in remarks(training)]
+    losses = _curves(
+        training, train=[e.train_loss for e in epochs], test=[e.test_loss for e in epochs]
+    )
+    found = []
+    if losses:
+        title = "Loss of the task"
+        found.append(panel(title, losses, training, width, marks=said, from_zero=True))
+    metric = _curves(training, **{training.metric: [_scaled(e.metric, training) for e in epochs]})
+    if metric and training.metric != "test_loss":
+        unit = ", %" if training.metric in IN_PERCENT else ""
+        title = f"{training.metric.capitalize()} on the test data{unit}"
+        is_error = training.metric in IN_PERCENT and not training.larger_is_better
+        found.append(panel(title, metric, training, width, from_zero=is_error))
+    for measure in dict.fromkeys(name for epoch in epochs for name in epoch.amounts):
+        of = _cost(training, measure)
+        found.append(
+            panel(
+                f"{_label(measure)}, % of the dense network’s", of, training, width, from_zero=True
+            )
+        )
+    for budget in dict.fromkeys(asked for epoch in epochs for asked in epoch.budgets):
+        of = _curves(
+            training,
+            λ=[e.budgets[budget].multiplier if budget in e.budgets else None for e in epochs],
+        )
+        found.append(panel(f"Multiplier of {budget}", of, training, width, from_zero=True))
+    return found
+
+
+def _label(measure: str) -> str:
+    """What people call a measure; one that is not registered here has its own name."""
+    return kind_of(measure).label if measure in names() else measure
+
+
+def _scaled(value: float | None, training: Training) -> float | None:
+    return value if value is None or training.metric not in IN_PERCENT else 100 * value
+
+
+def _cost(training: Training, measure: str) -> list[Curve]:
+    """What is expected of a measure, what an export would have, and what a budget aims at."""
+    expected, actual, target = [], [], []
+    for epoch in training.epochs:
+        of = epoch.amounts.get(measure)
+        dense = 0.0 if of is None else of.dense
+        expected.append(None if of is None or not dense else 100 * of.expected / dense)
+        actual.append(None if of is None or not dense else 100 * of.actual / dense)
+        aims = [b.target for text, b in epoch.budgets.items() if text.startswith(f"{measure}=")]
+        target.append(100 * aims[0] if aims else None)
+    return _curves(training, actual=actual, expected=expected, target=target)
+
+
+def _curves(training: Training, **series: Sequence[float | None]) -> list[Curve]:
+    """The series of which anything was recorded."""
+    steps = [float(epoch.step) for epoch in training.epochs]
+    return [
+        Curve(name, points)
+        for name, values in series.items()
+        if (points := tuple(_known(zip(steps, values, strict=True))))
+    ]
+
+
+def _known(pairs: Iterable[tuple[float, float | None]]) -> Iterable[Point]:
+    return ((step, value) for step, value in pairs if value is not None)
+
+
+def undecided(counts: Sequence[int]) -> int:
+    """How many gates are neither open nor closed, out of counts by bin of P(z ≠ 0)."""
+    bins = len(counts)
+    low, high = (round(edge * bins) for edge in _UNDECIDED)
+    return sum(counts[low:high])
+
+
+def gates(training: Training, width: int) -> Markup:
+    """The distribution of P(z ≠ 0) at the end of each epoch: the darker, the more gates.
+
+    Args:
+        training: with an epoch that has counted its gates.
+        width: of the picture.
+    """
+    shown = _some([epoch for epoch in training.epochs if epoch.gates])
+    bins = len(shown[-1].gates)
+    top, height = 24.0, _CELL * bins
+    column = (width - _LEFT - 8) / len(shown)
+    drawn = [text(0, 13, "Gates by the probability that they are open", class_="heading")]
+    rest = f"{undecided(shown[-1].gates):,} of {sum(shown[-1].gates):,} undecided at the end"
+    if width > 600:
+        drawn.append(text(width - 8, 13, rest, class_="tick", text_anchor="end"))
+    for number, epoch in enumerate(shown):
+        x = _LEFT + column * number
+        cells = [
+            element(
+                "rect",
+                x=x,
+                y=top + _CELL * (bins - 1 - bin),
+                width=column,
+                height=_CELL,
+                class_=f"s{shade}",
+            )
+            for bin, count in enumerate(epoch.gates)
+            if (shade := ceil(_SHADES * sqrt(count / max(sum(epoch.gates), 1))))
+        ]
+        drawn.append(titled(_said(epoch), *cells))
+    for share in (0.0, 0.5, 1.0):
+        y = top + height * (1 - share)
+        drawn.append(text(_LEFT - 6, y + 4, f"{share:g}", class_="tick", text_anchor="end"))
+        drawn.append(element("line", x1=_LEFT, x2=width - 8, y1=y, y2=y, class_="grid"))
+    ends = {0: ("start", 0.0), len(shown) // 2: ("middle", 0.5), len(shown) - 1: ("end", 1.0)}
+    for number, (anchor, part) in ends.items():
+        x, label = _LEFT + column * (number + part), f"epoch {shown[number].epoch:,}"
+        drawn.append(text(x, top + height + 18, label, class_="tick", text_anchor=anchor))
+    return drawing(width, top + height + 26, _said(shown[-1]), *drawn)
+
+
+def _said(epoch: Epoch) -> str:
+    total, open_ = sum(epoch.gates), round(len(epoch.gates) * _UNDECIDED[1])
+    return (
+        f"Epoch {epoch.epoch}: of {total:,} gates {sum(epoch.gates[open_:]):,} are open, "
+        f"{undecided(epoch.gates):,} undecided"
+    )
+
+
+def _some(epochs: Sequence[Epoch]) -> list[Epoch]:
+    """No more than can be shown, the last one among them."""
+    every = max(1, ceil(len(epochs) / _COLUMNS))
+    return list(epochs[::-every][::-1])

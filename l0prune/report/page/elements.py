@@ -1,0 +1,69 @@
+"""Elements of SVG and HTML as text, in which everything that is not an element is escaped."""
+
+from __future__ import annotations
+
+from markupsafe import Markup, escape
+
+Attribute = str | int | float | None
+
+_ELLIPSIS = "…"
+
+
+def element(name: str, *children: str, **attributes: Attribute) -> Markup:
+    """``<name attribute="…">children</name>``.
+
+    Args:
+        name: of the element.
+        *children: elements, or text.
+        **attributes: ``class_`` is ``class``, and ``text_anchor`` is ``text-anchor``. Those that
+            are None are left out.
+    """
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_number(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    content = Markup("").join(children)
+    return Markup(f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>")
+
+
+def text(x: float, y: float, content: str, **attributes: Attribute) -> Markup:
+    """A line of text."""
+    return element("text", plain(content), x=x, y=y, **attributes)
+
+
+def titled(title: str, *children: str, **attributes: Attribute) -> Markup:
+    """A group that says what it is when one points at it."""
+    return element("g", element("title", plain(title)), *children, **attributes)
+
+
+def drawing(width: float, height: float, label: str, *children: str) -> Markup:
+    """A picture, which scales to the width that it is given; ``label`` is what is read out."""
+    return element(
+        "svg",
+        element("title", plain(label)),
+        *children,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+    )
+
+
+def plain(content: str) -> str:
+    """Text without what turns its direction or cannot be seen."""
+    return "".join(c if c.isprintable() else " " for c in content)
+
+
+def short(content: str, most: int) -> str:
+    """Text of at most so many letters: the middle of a longer one is left out."""
+    if len(content) <= most:
+        return content
+    head = (most - 1) // 3
+    return content[:head] + _ELLIPSIS + content[len(content) - (most - 1 - head) :]
+
+
+def _number(value: Attribute) -> str:
+    """A number with no more digits than a picture can show."""
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return str(value)

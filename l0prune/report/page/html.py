@@ -1,0 +1,100 @@
+"""The page as HTML, from the content of a report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from l0prune.report.content import Content, Training
+from l0prune.report.page import numbers
+from l0prune.report.page.certificate import certificate, grouped
+from l0prune.report.page.curves import curves, gates, remarks
+from l0prune.report.page.elements import element
+from l0prune.report.page.network import heads, network
+from l0prune.report.page.time import time_by_layer
+from l0prune.report.page.verdict import cards, verdict
+
+_FOLDER = Path(__file__).parent
+_WIDE, _NARROW = 1000, 360  # pictures are drawn for both: text that is scaled down cannot be read
+_REFRESH = 20  # seconds
+
+
+def html(content: Content, *, live: bool = False) -> str:
+    """The page.
+
+    Args:
+        content: what it shows.
+        live: whether the run goes on, so that the page has to be looked at again.
+    """
+    page = _environment().get_template("page.html")
+    return page.render(
+        content=content,
+        verdict=verdict(content),
+        cards=cards(content),
+        pictures=_pictures(content),
+        trainings=[_shown(training) for training in content.trainings if training.epochs],
+        comparisons=grouped(content.certificate),
+        refresh=_REFRESH if live else None,
+        style=Markup((_FOLDER / "page.css").read_text()),
+        script=Markup((_FOLDER / "page.js").read_text()),
+    )
+
+
+def _pictures(content: Content) -> dict[str, Markup]:
+    """By name, those of what was recorded."""
+    found: dict[str, Markup] = {}
+    of_heads = [axis for axis in content.axes if axis.kept is not None]
+    if content.certificate:
+        found["certificate"] = _both(lambda width: certificate(content.certificate, width))
+    if content.layers:
+        found["network"] = _both(lambda width: network(content.layers, content.axes, width))
+    if of_heads:
+        found["heads"] = _both(lambda width: heads(of_heads, width))
+    if content.time is not None and content.time.owners:
+        time = content.time
+        found["time"] = _both(lambda width: time_by_layer(time, width))
+    return found
+
+
+def _shown(training: Training) -> dict[str, Any]:
+    """A training with its pictures and what the doctor said."""
+    panels = zip(curves(training, _WIDE), curves(training, _NARROW), strict=True)
+    pictures = [_pair(wide, narrow) for wide, narrow in panels]
+    if any(epoch.gates for epoch in training.epochs):
+        pictures.append(_both(lambda width: gates(training, width)))
+    return {"of": training, "pictures": pictures, "remarks": remarks(training)}
+
+
+def _both(draw: Callable[[int], Markup]) -> Markup:
+    """A picture for wide and for narrow screens, of which one is shown."""
+    return _pair(draw(_WIDE), draw(_NARROW))
+
+
+def _pair(wide: Markup, narrow: Markup) -> Markup:
+    return element("div", wide, class_="wide") + element("div", narrow, class_="narrow")
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "count": numbers.count,
+        "percent": numbers.percent,
+        "size": numbers.size,
+        "error": numbers.error,
+        "ms": numbers.milliseconds,
+        "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
+    }
+    return made

@@ -1,0 +1,174 @@
+"""The network as a picture: a bar for each layer, as wide as it was, filled as wide as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from markupsafe import Markup
+
+from l0prune.report.content import Axis, Layer, Side
+from l0prune.report.page import numbers
+from l0prune.report.page.elements import drawing, element, short, text, titled
+
+_LANE, _MOST_LANES = 9, 6
+_NAME, _VALUE, _REASON = 225, 105, 270  # widths of the columns beside the bars
+_SHORTEST = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A bar: the output side of a layer, or an input side that has an axis of its own."""
+
+    name: str
+    kind: str
+    side: Side
+
+
+def network(layers: Sequence[Layer], axes: Sequence[Axis], width: int) -> Markup:
+    """The picture. The bars' lengths grow with the square root of the layers' widths.
+
+    Args:
+        layers: at least one, in network order.
+        axes: those that they name by number.
+        width: of the picture.
+    """
+    rows, is_narrow = rows_of(layers), width < 600
+    lanes = _lanes(rows)
+    height_of_row = 36 if is_narrow else 24
+    left = 8 + _LANE * (1 + max(lanes.values(), default=0)) if lanes else 0
+    start, end = left + (0 if is_narrow else _NAME), width - (0 if is_narrow else _VALUE + _REASON)
+    widest = max(row.side.before for row in rows)
+    drawn = []
+    for number, row in enumerate(rows):
+        y = height_of_row * number
+        full = max(_SHORTEST, (end - start) * sqrt(row.side.before / widest))
+        draw = _narrow if is_narrow else _wide
+        drawn.append(draw(row, y, left, start, full, width))
+    ties = [_tie(axes, rows, axis, lane, height_of_row) for axis, lane in lanes.items()]
+    cut = sum(row.side.after < row.side.before for row in rows)
+    said = f"{len(layers)} layers in network order; {cut} of {len(rows)} bars were cut"
+    return drawing(width, height_of_row * len(rows) + 4, said, *ties, *drawn)
+
+
+def rows_of(layers: Sequence[Layer]) -> list[Row]:
+    """The bars, in network order."""
+    written = {axis for layer in layers for axis in layer.output.axes}
+    rows = []
+    for layer in layers:
+        if any(axis not in written for axis in layer.input.axes):
+            rows.append(Row(f"{layer.name} (inputs)", layer.kind, layer.input))
+        rows.append(Row(layer.name, layer.kind, layer.output))
+    return rows
+
+
+def said_of(row: Row) -> str:
+    """A bar in words."""
+    side = row.side
+    widths = f"{numbers.count(side.before)} → {numbers.count(side.after)}"
+    reason = f"; stays whole: {side.reason}" if side.reason else ""
+    return f"{row.name}, {row.kind}: {widths}{reason}"
+
+
+def _wide(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
+    side = row.side
+    reason = short(side.reason, 46) if side.after == side.before else ""
+    return titled(
+        said_of(row),
+        text(left, y + 16, short(row.name, 30), class_="label"),
+        *_bar(side, start, y + 6, full, 13),
+        text(width - _REASON - 12, y + 16, _widths(side), class_="value", text_anchor="end"),
+        text(width - _REASON, y + 16, reason, class_="aside"),
+    )
+
+
+def _narrow(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
+    side = row.side
+    return titled(
+        said_of(row),
+        text(left, y + 13, short(row.name, 30), class_="label"),
+        text(width, y + 13, _widths(side), class_="value", text_anchor="end"),
+        *_bar(side, start, y + 19, full, 10),
+    )
+
+
+def _bar(side: Side, x: float, y: float, full: float, height: float) -> list[Markup]:
+    filled = full * side.after / side.before if side.before else 0.0
+    kind = "whole" if side.reason and side.after == side.before else "kept"
+    return [
+        element("rect", x=x, y=y, width=full, height=height, rx=2, class_="was"),
+        element("rect", x=x, y=y, width=filled, height=height, rx=2, class_=kind),
+    ]
+
+
+def _widths(side: Side) -> str:
+    if side.after == side.before:
+        return numbers.count(side.before)
+    return f"{numbers.count(side.before)} → {numbers.count(side.after)}"
+
+
+def _members(rows: Sequence[Row]) -> dict[int, list[int]]:
+    """For each axis on several bars the numbers of these."""
+    found: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        for axis in dict.fromkeys(row.side.axes):
+            found.setdefault(axis, []).append(number)
+    return {axis: numbers for axis, numbers in found.items() if len(numbers) > 1}
+
+
+def _lanes(rows: Sequence[Row]) -> dict[int, int]:
+    """For each axis that ties bars together a lane beside them that is free all along."""
+    lanes: dict[int, int] = {}
+    ends: list[int] = []
+    for axis, members in sorted(_members(rows).items(), key=lambda each: each[1][0]):
+        lane = next((n for n, end in enumerate(ends) if end < members[0]), len(ends))
+        if lane == _MOST_LANES:
+            continue
+        ends[lane : lane + 1] = [members[-1]]
+        lanes[axis] = lane
+    return lanes
+
+
+def _tie(axes: Sequence[Axis], rows: Sequence[Row], axis: int, lane: int, height: float) -> Markup:
+    members, x = _members(rows)[axis], 4 + _LANE * lane
+    middle = 12.5 if height < 30 else 13.0
+    name = axes[axis].name if axis < len(axes) else str(axis)
+    ys = [height * number + middle for number in members]
+    return titled(
+        f"{len(members)} layers share the axis {name}",
+        element("line", x1=x, x2=x, y1=ys[0], y2=ys[-1], class_="tie"),
+        *(element("circle", cx=x, cy=y, r=2.5, class_="knot") for y in ys),
+    )
+
+
+def heads(axes: Sequence[Axis], width: int) -> Markup:
+    """Grids of attention heads: a filled square for each that stayed.
+
+    Args:
+        axes: those of heads, with what was kept.
+        width: of the picture.
+    """
+    side, gap = 12, 4
+    label = 0 if width < 600 else 290
+    columns = int((width - label) // (side + gap))
+    drawn, y = [], 4.0
+    for axis in axes:
+        kept = set(axis.kept or ())
+        shown = min(axis.before, 512)
+        said = f"{axis.name}: {axis.after} of {axis.before} heads"
+        squares = [
+            element(
+                "rect",
+                x=label + (side + gap) * (slot % columns),
+                y=y + (16 if not label else 0) + (side + gap) * (slot // columns),
+                width=side,
+                height=side,
+                rx=2,
+                class_="kept" if slot in kept else "was",
+            )
+            for slot in range(shown)
+        ]
+        drawn.append(titled(said, text(0, y + 10, short(said, 42), class_="label"), *squares))
+        y += (side + gap) * -(-shown // columns) + (16 if not label else 0) + 8
+    return drawing(width, y, f"Attention heads of {len(axes)} layers", *drawn)

@@ -1,0 +1,143 @@
+"""What came of it in one line, and in cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from l0prune.report.content import Content, Gain, Metric, Pair, Time
+from l0prune.report.page import numbers
+
+
+@dataclass(frozen=True)
+class Card:
+    """An amount before and after.
+
+    Attributes:
+        label: what it is.
+        before: empty where it is not known.
+        after: the same of the small network.
+        change: in words.
+        share: that is left, where less is better; None where that says nothing.
+        note: what the amount is of.
+    """
+
+    label: str
+    before: str
+    after: str
+    change: str = ""
+    share: float | None = None
+    note: str = ""
+
+
+def verdict(content: Content) -> str:
+    """What was gained, what it cost, and whether it is the same function, in plain words."""
+    gain = content.gain
+    parts = list(_sizes(gain))
+    if gain.time is not None and gain.time.share:
+        parts.append(_speed(gain.time))
+    if gain.metric is not None:
+        parts.append(_metric(gain.metric))
+    lines = [_sentence(parts)] if parts else []
+    if content.certificate:
+        worst = max(check.error for check in content.certificate)
+        passed = all(check.passed for check in content.certificate)
+        lines.append(
+            "It computes the same function as the network with its gates: the largest difference "
+            f"in {len(content.certificate)} comparisons is {numbers.error(worst)} of the output's "
+            "scale."
+            if passed
+            else "It does not compute the same function as the network with its gates."
+        )
+    lines += [
+        f"The training “{t.name}” has done {len(t.epochs)} of {t.planned} epochs."
+        for t in content.trainings
+        if not t.finished
+    ]
+    return " ".join(lines) or "Nothing was recorded yet."
+
+
+def _sentence(parts: list[str]) -> str:
+    *first, last = parts
+    joined = f"{', '.join(first)}, and {last}" if first else last
+    return f"The network {joined}."
+
+
+def _sizes(gain: Gain) -> Iterator[str]:
+    shares = [
+        f"{numbers.percent(pair.share)} of its {label}"
+        for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
+        if pair is not None and pair.share is not None
+    ]
+    if shares:
+        yield f"keeps {' and '.join(shares)}"
+
+
+def _speed(time: Time) -> str:
+    return f"{'is' if time.after <= time.before else 'takes'} {_pace(time)}"
+
+
+def _pace(time: Time) -> str:
+    if time.after <= time.before:
+        return f"{time.before / time.after:.3g} times as fast" if time.after else "at once"
+    return f"{time.after / time.before:.3g} times as long"
+
+
+def _metric(metric: Metric) -> str:
+    name, after = metric.name.replace("_", " "), numbers.metric(metric.name, metric.after)
+    if metric.before is None:
+        return f"has {after} {name} on the test data"
+    before = numbers.metric(metric.name, metric.before)
+    if before == after:
+        return f"stays at {after} {name} on the test data"
+    return f"goes from {before} to {after} {name} on the test data"
+
+
+def cards(content: Content) -> list[Card]:
+    """Those of what was recorded, the most important first."""
+    gain = content.gain
+    found = [
+        _card("Parameters", gain.params, numbers.count),
+        _card("MACs of one example", gain.macs, numbers.brief),
+        _card("ONNX file", gain.bytes, numbers.size),
+        None if gain.time is None else _time_card(gain.time),
+        None if gain.metric is None else _metric_card(gain.metric),
+    ]
+    if gain.seconds is not None:
+        epochs = sum(len(training.epochs) for training in content.trainings)
+        spent = numbers.duration(gain.seconds)
+        note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all"
+        found.append(Card("Training", "", spent, note=note))
+    return [card for card in found if card is not None]
+
+
+def _card(label: str, pair: Pair | None, show: Callable[[float], str]) -> Card | None:
+    if pair is None:
+        return None
+    before = "" if pair.before is None else show(pair.before)
+    change = "" if pair.share is None else f"{numbers.percent(pair.share)} kept"
+    return Card(label, before, show(pair.after), change, pair.share)
+
+
+def _time_card(time: Time) -> Card:
+    threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
+    return Card(
+        "Time of a call",
+        numbers.milliseconds(time.before),
+        numbers.milliseconds(time.after),
+        _pace(time),
+        time.share,
+        f"{time.runtime}, {threads}, batch {time.batch}, {time.processor}; half of the "
+        f"turns within {time.spread:.1%}",
+    )
+
+
+def _metric_card(metric: Metric) -> Card:
+    def show(value: float) -> str:
+        return numbers.metric(metric.name, value)
+
+    of_file = "" if metric.of_file is None else f"of the ONNX file: {show(metric.of_file)}"
+    before = "" if metric.before is None else show(metric.before)
+    better = "more is better" if metric.larger_is_better else "less is better"
+    label = f"{metric.name.replace('_', ' ').capitalize()} on the test data"
+    return Card(label, before, show(metric.after), better, note=of_file)

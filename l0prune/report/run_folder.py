@@ -1,0 +1,136 @@
+"""A report of what lies in the folder of a run, also of one that wrote none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from l0prune.errors import FileError
+from l0prune.report.content import (
+    Comparison,
+    Content,
+    Gain,
+    Metric,
+    Pair,
+    Stored,
+    Training,
+)
+from l0prune.report.gathered import now, stored, with_trainings
+from l0prune.report.report import JSON, Report
+from l0prune.report.trainings import training_in
+from l0prune.training.history import NAME
+
+RESULT = "result.json"
+_STAGES = ("dense", "finetune", "recover")  # of a recipe's last round
+
+
+def report_of(path: Path) -> Report:
+    """The report of a run's folder, or of its ``report.json``.
+
+    A folder without one is looked through: for the result of a recipe, and for what its trainings
+    measured.
+
+    Raises:
+        FileError: there is no run, or what is there is damaged.
+    """
+    if path.is_file():
+        return Report.load(path)
+    if not path.is_dir():
+        raise FileError(f"there is no {path}. Give the folder of a run, or its {JSON}.")
+    if (path / JSON).is_file():
+        return Report.load(path / JSON)
+    found = trainings_in(path)
+    result = _result(path / RESULT)
+    if not found and result is None:
+        raise FileError(
+            f"{path} is no run's folder: it has neither {JSON} nor {NAME}. `l0prune run` and "
+            "`l0prune finetune` write such folders."
+        )
+    content = Content(title=path.resolve().name, made=now())
+    content = with_trainings(content, found)
+    content = (
+        _with_counts(content, found) if result is None else _with_result(content, result, path)
+    )
+    return Report(content)
+
+
+def trainings_in(folder: Path) -> list[Training]:
+    """What was trained in a run's folder, in the order in which it was done.
+
+    Raises:
+        FileError: records are damaged.
+    """
+    if (folder / NAME).exists():
+        alone = training_in(folder, "finetune")
+        return [] if alone is None else [alone]
+    rounds = sorted(folder.glob("round-*/finetune"), key=lambda each: (len(each.parent.name), each))
+    first, *rest = (folder / name for name in _STAGES)
+    stages = [first, *rounds, *rest]
+    found = (training_in(each, str(each.relative_to(folder))) for each in stages)
+    return [training for training in found if training is not None]
+
+
+def _with_counts(content: Content, trainings: list[Training]) -> Content:
+    """What an export would have had at the end of the last training with gates."""
+    last = next(
+        (t.epochs[-1] for t in reversed(trainings) if t.epochs[-1:] and t.epochs[-1].amounts), None
+    )
+    amounts = {} if last is None else last.amounts
+    pairs: dict[str, Any] = {
+        name: Pair(before=amounts[name].dense, after=amounts[name].actual)
+        for name in ("params", "macs")
+        if name in amounts
+    }
+    return content.model_copy(update={"gain": content.gain.model_copy(update=pairs)})
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """What a recipe's run came to; None where it did not come to an end."""
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, RecursionError, ValueError) as error:
+        raise FileError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise FileError(f"{path} is damaged: it is no table of results.")
+    return found
+
+
+def _with_result(content: Content, result: dict[str, Any], folder: Path) -> Content:
+    """The report with what a recipe's run came to."""
+    try:
+        name = str(result["metric"])
+        old = content.gain.metric
+        metric = Metric(
+            name=name,
+            larger_is_better=bool(old and old.larger_is_better),
+            before=old.before if old and old.name == name else None,
+            after=result[f"test_{name}"],
+            of_file=result.get(f"onnx_test_{name}"),
+        )
+        file = folder / Path(str(result["onnx"])).name
+        gain = Gain(
+            params=Pair(before=result["params_before"], after=result["params"]),
+            macs=Pair(before=result["macs_before"], after=result["macs"]),
+            bytes=Pair(before=None, after=file.stat().st_size) if file.is_file() else None,
+            metric=metric,
+            seconds=content.gain.seconds,
+        )
+        certificate = [Comparison(**check) for check in result["certificate"]]
+        files: list[Stored] = [stored(file)] if file.is_file() else []
+        return content.model_copy(
+            update={
+                "title": str(result["recipe"]),
+                "gain": gain,
+                "certificate": certificate,
+                "notes": str(result.get("note", "")),
+                "repeat": content.repeat.model_copy(update={"files": files}),
+            }
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        reason = "of the wrong form" if isinstance(error, ValidationError) else repr(error)
+        raise FileError(f"{folder / RESULT} is damaged: {reason}") from error

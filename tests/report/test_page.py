@@ -1,0 +1,199 @@
+"""The page: what was recorded is on it, as it was recorded, and nothing can break out."""
+
+import re
+import time
+from html.parser import HTMLParser
+
+import pytest
+from browser import BROWSER, browser
+from reported import content, epoch, layer
+
+import l0prune
+from l0prune.report.content import Content, Training
+from l0prune.report.page import numbers
+from l0prune.report.page.verdict import verdict
+
+HOSTILE = {
+    "tag": "<script>alert(1)</script><svg onload=alert(1)>",
+    "attribute": '" onmouseover="alert(1)" x=\'',
+    "template": "{{ 7 * 7 }}{% raw %}",
+    "long": "encoder." * 400,
+    "right to left": "שלום\u202eevil\u202c",
+    "control": "a\x00b\x1b[31m\nc",
+}
+
+
+class Reader(HTMLParser):
+    """The elements, their attributes, and the text of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.words, self.open = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] not in (["style"], ["script"]):
+            self.words.append(data)
+
+
+def read(page):
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []  # every element is closed
+    return reader
+
+
+def page(*given, **changes):
+    return l0prune.Report(content(*given, **changes)).html()
+
+
+def test_every_section_is_there_with_its_numbers():
+    text = re.sub(r"\s+", " ", " ".join(read(page()).words))
+    for said in (
+        "keeps 28 % of its parameters and 40 % of its MACs",
+        "3.2 times as fast",
+        "goes from 12.50 % to 16.67 % error",
+        "345,678", "1,234,567", "1.25 MB", "5 MB", "2.5 ms", "8 ms", "4.5 s",
+        "✓ met", "budget macs=0.5 : 40 % is left, at most 50 % was asked for",
+        "3.0e-07 of 1.0e-05", "8 → 3", "it feeds conv1", "−4 ms", "4 ms",
+        "At step 20: conv1", "warm-up", "settle", "1 of 10 undecided at the end",
+        "seed 7", "l0prune run conv1", "ab" * 32,
+    ):  # fmt: skip
+        assert said in text, said
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_names_are_text(name):
+    reader = read(page(name))
+    assert [tag for tag, _ in reader.elements].count("script") == 1
+    assert not any(key.startswith("on") for _, found in reader.elements for key in found)
+    assert "49" not in re.findall(r"<h1>(.*?)</h1>", page(name))
+    words = [t for t in reader.words if t.strip()]
+    assert any(t == name or t.replace("\x00", "") == name.replace("\x00", "") for t in words)
+
+
+def test_nothing_comes_from_elsewhere():
+    for tag, attributes in read(page()).elements:
+        for key in ("src", "href", "srcset", "action", "data"):
+            assert attributes.get(key, "data:,") == "data:,", (tag, attributes)
+    assert "@import" not in page()
+    assert "url(" not in page()
+
+
+def test_every_picture_says_what_it_shows():
+    pictures = re.findall(r"<svg.*?</svg>", page(), re.DOTALL)
+    assert len(pictures) >= 12
+    for each in pictures:
+        assert re.match(r'<svg xmlns="[^"]+" viewBox="[^"]+" role="img"><title>[^<]{9,}', each)
+
+
+def test_what_was_not_recorded_leaves_no_hole():
+    bare = Content(title="x", made="", trainings=[Training(name="t", epochs=[])])
+    text = l0prune.Report(bare).html()
+    assert "<svg" not in text
+    assert "How it got there" not in text
+    short = Training(name="t", planned=4, metric="error", epochs=[epoch(1)])
+    assert "has done 1 of 4 epochs" in verdict(content(trainings=[short]))
+    read(page(trainings=[short]))
+
+
+def test_only_a_page_of_a_run_that_goes_on_looks_again():
+    report = l0prune.Report(content())
+    assert 'http-equiv="refresh"' in report.html(live=True)
+    assert 'http-equiv="refresh"' not in report.html()
+
+
+def test_a_large_network_is_a_small_file_made_at_once():
+    layers = [layer(f"layer{n // 50}.{n}.conv", 512, 100 + n, (n % 7,)) for n in range(160)]
+    epochs = [epoch(n) for n in range(1, 301)]
+    start = time.perf_counter()
+    training = content().trainings[0].model_copy(update={"epochs": epochs, "steps": 3000})
+    assert len(page(layers=layers, trainings=[training]).encode()) < 1_000_000
+    assert time.perf_counter() - start < 5
+
+
+def test_saved_beside_its_data(tmp_path):
+    report = l0prune.Report(content())
+    found = report.save(tmp_path)
+    assert found == (tmp_path / "report.html", tmp_path / "report.json")
+    assert l0prune.Report.load(found[1]).content == report.content
+    assert report.save(tmp_path / "a.report.html")[1] == tmp_path / "a.report.json"
+    with pytest.raises(l0prune.errors.FileError, match="page's path"):
+        report.save(tmp_path / "report.json")
+    assert 'srcdoc="&lt;!DOCTYPE html&gt;' in report._repr_html_()
+
+
+def test_numbers_are_written_for_people():
+    assert numbers.ticks(0, 100) == [0, 50, 100]
+    assert numbers.ticks(0, 0.27) == pytest.approx([0, 0.1, 0.2])
+    assert numbers.ticks(-3, 5) == [-2, 0, 2, 4]
+    assert [numbers.size(n) for n in (12, 57_400, 2e9)] == ["12 bytes", "57.4 kB", "2 GB"]
+    assert [numbers.brief(n) for n in (7, 999.6, 91776)] == ["7", "1 k", "91.8 k"]
+    assert [numbers.duration(s) for s in (4.5, 600, 12000)] == ["4.5 s", "10 min", "3 h 20 min"]
+    assert [numbers.percent(p) for p in (0.10839, 1.0, 1.034)] == ["10.8 %", "100 %", "103.4 %"]
+
+
+NAMES = [
+    pytest.param("conv1", (400, 1440), id="plain"),
+    *(
+        pytest.param(name, (400, 1440, 3840), id=kind, marks=pytest.mark.slow)
+        for kind, name in HOSTILE.items()
+    ),
+]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
+@pytest.mark.parametrize(("name", "widths"), NAMES)
+def test_in_a_browser(name, widths, tmp_path):
+    path, _ = l0prune.Report(content(name)).save(tmp_path)
+    with browser() as opened:
+        for width in widths:
+            for dark in (False, True):
+                opened.open(path, width, dark=dark)
+                assert opened.complaints() == []
+                assert opened.requested() == []
+                assert opened.evaluate("document.documentElement.scrollWidth") <= width
+                assert opened.evaluate(_LOWEST_CONTRAST) >= 4.5
+        opened.evaluate("document.querySelector('th:nth-child(5) button').click()")
+        found = opened.evaluate(
+            "[...document.querySelectorAll('.sortable td:nth-child(5)')].map(c => c.dataset.value)"
+        )
+        assert found == ["3", "3", "10"]
+
+
+# Of all text that is shown, by the formula of WCAG 2: (L1 + 0.05) / (L2 + 0.05).
+_LOWEST_CONTRAST = """
+(() => {
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
+    const [r, g, b] = numbers(color).slice(0, 3).map((v) => v / 255)
+      .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if ((numbers(color)[3] ?? 1) > 0) return color;
+    }
+  };
+  let lowest = 99;
+  for (const node of document.body.querySelectorAll("*")) {
+    const own = [...node.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!own || !node.getClientRects().length || node.matches("svg .number, title")) continue;
+    const style = getComputedStyle(node);
+    const pair = [light(node.closest("svg") ? style.fill : style.color), light(ground(node))];
+    lowest = Math.min(lowest, (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05));
+  }
+  return lowest;
+})()
+"""

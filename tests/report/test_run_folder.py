@@ -1,0 +1,147 @@
+"""Runs leave a report, and one can be made of what older ones have left."""
+
+import hashlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_task import data, gated
+
+import l0prune
+from l0prune.cost import measures
+from l0prune.errors import FileError, UsageError
+from l0prune.report.content import Pair
+from l0prune.report.run_folder import report_of
+
+QUIET = {"progress": False, "batch_size": 30, "epochs": 3}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A gated model that has learned, its history, and the run's folder."""
+    model, folder = gated(), tmp_path_factory.mktemp("run")
+    history = l0prune.finetune(model, data(), budget="params=0.5", out=folder, **QUIET)
+    return model, history, folder
+
+
+def test_in_memory_and_from_the_folder_the_training_is_the_same(trained):
+    _, history, folder = trained
+    (of_history,) = l0prune.Report.of(history=history).content.trainings
+    (of_folder,) = report_of(folder).content.trainings
+    assert of_history == of_folder
+    assert [e.train_loss for e in of_folder.epochs] == [r["train_loss"] for r in history.records]
+    assert of_folder.before == history.records[0]["before"]
+    assert (of_folder.planned, of_folder.steps, of_folder.metric) == (3, 24, "error")
+
+
+def test_an_export_with_its_history_says_all_of_it(trained, tmp_path):
+    model, history, _ = trained
+    dense = l0prune.export(model)
+    (tmp_path / "small.onnx").write_bytes(b"onnx")
+    dense.files = (tmp_path / "small.onnx",)  # as save_onnx leaves it
+    found = dense.report(history).content
+    assert found.gain.params == Pair(before=dense.params_before, after=dense.params)
+    assert found.gain.bytes == Pair(before=None, after=4)
+    assert found.gain.metric.before == history.records[0]["before"]["error"]
+    assert found.gain.metric.after == history.last["error"]
+    assert found.gain.seconds == pytest.approx(sum(r["seconds"] for r in history.records))
+    assert [c.error for c in found.certificate] == [c.error for c in dense.certificate.checks]
+    (budget,) = found.budgets
+    assert budget.met
+    assert budget.share == history.last["budget"]["params=0.5"]["share"]
+    assert found.repeat.files[0].sha256 == hashlib.sha256(b"onnx").hexdigest()
+    assert l0prune.Report(found).html().count("<svg") >= 14
+
+
+def test_a_run_from_before_there_were_reports(trained, tmp_path):
+    _, history, folder = trained
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    old = [json.loads(line) for line in lines]
+    for record in old:
+        record.pop("gates")
+        record.pop("before", None)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in old))
+    found = report_of(tmp_path).content
+    assert found.gain.params.after == history.last["params"]
+    assert found.trainings[0].metric == "error"
+    assert found.trainings[0].finished
+    assert "Gates by" not in l0prune.Report(found).html()
+
+
+def test_a_run_that_diverged_has_no_points_where_there_were_no_numbers(tmp_path):
+    records = [
+        {"epoch": n, "step": n, "phase": "prune", "train_loss": loss}
+        for n, loss in ((1, 0.5), (2, None))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    epochs = report_of(tmp_path).content.trainings[0].epochs
+    assert [e.train_loss for e in epochs] == [0.5, None]
+    assert "Loss of the task" in report_of(tmp_path).html()
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(FileError, match="there is no"):
+        report_of(tmp_path / "nothing")
+    with pytest.raises(FileError, match="no run's folder"):
+        report_of(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": "x"}\n')
+    with pytest.raises(FileError, match="is damaged"):
+        report_of(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "result.json").write_text('{"metric": "error"}')
+    with pytest.raises(FileError, match=r"result\.json is damaged"):
+        report_of(tmp_path)
+
+
+def test_commands_leave_a_report_and_say_where(command, tmp_path, trained):
+    model, _, folder = trained
+    l0prune.save(model, tmp_path / "model.tuned.pt")
+    (tmp_path / "model.run").mkdir()
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / "model.run" / name).write_text((folder / name).read_text())
+    code, out, err = command("export", "--no-time", "--json")
+    assert code == 0, err
+    page = tmp_path / json.loads(out)["page"]
+    assert page == tmp_path / "model.run" / "report.html"
+    assert str(page.relative_to(tmp_path)) in err
+    found = report_of(page.parent).content
+    assert found.title == "model.tuned.pt"
+    assert len(found.certificate) == len(json.loads(out)["certificate"])
+    assert len(found.trainings[0].epochs) == 3
+
+    before = page.read_text()
+    page.unlink()
+    code, out, err = command("report")
+    assert (code, out.strip()) == (0, "model.run/report.html written"), err
+    assert page.read_text() == before
+
+    code, _, err = command("export", "--no-time", "--no-report", "--out", "b", "--json")
+    assert code == 0, err
+    assert "report" not in err
+    assert command("report", "missing")[0] == 1
+
+
+def test_without_a_run_the_command_says_what_to_name(command, tmp_path):
+    code, _, err = command("report")
+    assert code == 2
+    assert "no run here" in err
+
+
+def test_a_table_of_another_model_is_left_out(trained):
+    def refuse(plan):
+        raise UsageError("of another model")
+
+    table = SimpleNamespace(of=refuse)
+    assert l0prune.Report.of(model=trained[0], latency=table).content.time is None
+
+
+def test_time_by_layer_adds_up_to_the_whole(trained):
+    model = trained[0]
+    gates = l0prune.gates(model)
+    measure = measures.Macs(gates.plan)
+    table = SimpleNamespace(of=lambda plan: measure, setting="here", dense=3.0, quality="fine")
+    time = l0prune.Report.of(model=model, latency=table).content.time
+    everything = torch.ones(gates.plan.size, dtype=torch.bool)
+    assert sum(o.before for o in time.owners) == pytest.approx(measure.actual(everything))
+    assert sum(o.after for o in time.owners) == pytest.approx(measure.actual(gates.open()))
