@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,8 @@ def finetune(
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
-    from l0prune.running.processes import joined  # loads torch
+    from l0prune.report.live import live_page  # loads torch, as does the next one
+    from l0prune.running.processes import joined
 
     with joined() as world:
         info = l0prune.read_info(path)
@@ -89,7 +91,8 @@ def finetune(
         table = latency_table(latency, path, settings.get("budget"))
         if table is not None:
             chosen_settings["latency"] = table
-        with announced(say):
+        live = live_page(folder, path.name) if report else nullcontext()
+        with announced(say), live:
             history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
         info = {**info, "data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))

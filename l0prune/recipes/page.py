@@ -51,9 +51,8 @@ def write_page(
         after=result[f"test_{name}"],
         of_file=result[f"onnx_test_{name}"],
     )
-    seen = content.repeat
-    repeat = repeated(files, recipe.model_dump(mode="json"))
-    repeat = repeat.model_copy(update={"seed": recipe.seed, "device": seen.device})
+    seen = {"seed": recipe.seed, "device": content.repeat.device}
+    repeat = repeated(files, recipe.model_dump(mode="json")).model_copy(update=seen)
     update = {
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),

@@ -7,6 +7,7 @@ import os
 import shutil
 import tomllib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -35,6 +36,7 @@ from l0prune.recipes.schema import (
     Recipe,
     RoundSection,
 )
+from l0prune.report.live import live_page
 from l0prune.running.feed import example
 from l0prune.running.sources import load_data
 from l0prune.running.task import LOSS, Task
@@ -135,6 +137,12 @@ def run(
         L0pruneError: a stage failed; what earlier stages made stays.
     """
     _claim(folder, recipe)
+    with live_page(folder, recipe.name) if report else nullcontext():
+        return _run(recipe, folder, data_root, report=report)
+
+
+def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -> dict[str, Any]:
+    """All stages that are left, in a folder that is the recipe's."""
     source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
     if data.test is None:

@@ -334,6 +334,7 @@ class Content(Section):
         trainings: in the order in which they were done.
         time: by layer.
         repeat: how to do it again.
+        stopped: why it did not come to its end; empty where it did, or goes on.
     """
 
     version: int = VERSION
@@ -349,11 +350,7 @@ class Content(Section):
     trainings: list[Training] = Field(default_factory=list)
     time: TimeByLayer | None = None
     repeat: Repeat = Field(default_factory=Repeat)
-
-    @property
-    def finished(self) -> bool:
-        """Whether no training in it still goes on."""
-        return all(training.finished for training in self.trainings)
+    stopped: str = ""
 
 
 def parsed(text: str | bytes, where: object) -> Content:

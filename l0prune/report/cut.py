@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from l0prune.capture.weights import Weight
-from l0prune.plan.layout import Layout
+from l0prune.plan.layout import Layout, leaves, size_of
 from l0prune.plan.plan import Cost, Plan
 from l0prune.report.content import Axis, Layer, Pair, Side
 from l0prune.report.layers import Layer as Found
@@ -73,7 +73,7 @@ def _layer(
 ) -> Layer:
     layouts = Sides(plan, weight).layouts() if found.used else ([], [])
     sides = [
-        _side(side, _left(plan, kept, of) if of else side.size, numbers)
+        _side(plan, kept, side, of, numbers)
         for side, of in zip((found.input, found.output), layouts, strict=True)
     ]
     return Layer(
@@ -86,9 +86,16 @@ def _layer(
     )
 
 
-def _side(side: FoundSide, left: int, numbers: dict[str, int]) -> Side:
+def _side(
+    plan: Plan, kept: Tensor, side: FoundSide, layouts: Sequence[Layout], numbers: dict[str, int]
+) -> Side:
+    """A side that lies on several dims (positions × channels) is as wide as those with an axis."""
+    cut = [layout for layout in layouts if any(leaves(layout))]
+    before, after = side.size, side.size
+    if cut:
+        before, after = prod(map(size_of, cut)), _left(plan, kept, cut)
     axes = [numbers[name] for name in side.axes]
-    return Side(before=side.size, after=left, axes=axes, reason=side.reason)
+    return Side(before=before, after=after, axes=axes, reason=side.reason)
 
 
 def _left(plan: Plan, kept: Tensor, layouts: Sequence[Layout]) -> int:

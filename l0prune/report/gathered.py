@@ -40,6 +40,7 @@ from l0prune.running.environment import environment
 from l0prune.timing.table import LatencyTable
 
 _CHUNK = 1 << 20
+_ENVIRONMENT = ("command", "versions", "machine", "seed", "device")
 
 
 def now() -> str:
@@ -107,11 +108,7 @@ def of_model(model: nn.Module) -> Content:
 def with_trainings(content: Content, trainings: Sequence[Training]) -> Content:
     """The report with these stages of training, and what follows from them."""
     found = {"seconds": seconds_of(trainings), "metric": metric_of(trainings)}
-    last = trainings[-1].facts if trainings else {}
-    repeat = {
-        "seed": last.get("seed", content.repeat.seed),
-        "device": last.get("device", content.repeat.device),
-    }
+    repeat = _filled(content.repeat, trainings[-1].facts if trainings else {})
     return content.model_copy(
         update={
             "trainings": list(trainings),
@@ -119,9 +116,16 @@ def with_trainings(content: Content, trainings: Sequence[Training]) -> Content:
             "gain": content.gain.model_copy(
                 update={name: value for name, value in found.items() if value is not None}
             ),
-            "repeat": content.repeat.model_copy(update=repeat),
+            "repeat": repeat,
         }
     )
+
+
+def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
+    """With what a training knows of its environment, where nothing else is said of it."""
+    known = repeat.model_dump()
+    empty = {name: facts[name] for name in _ENVIRONMENT if name in facts and not known[name]}
+    return Repeat.model_validate(known | empty)
 
 
 def time_by_layer(table: LatencyTable, model: nn.Module) -> TimeByLayer | None:

@@ -49,12 +49,14 @@ def report_of(path: Path) -> Report:
             f"{path} is no run's folder: it has neither {JSON} nor {NAME}. `l0prune run` and "
             "`l0prune finetune` write such folders."
         )
-    content = Content(title=path.resolve().name, made=now())
-    content = with_trainings(content, found)
-    content = (
-        _with_counts(content, found) if result is None else _with_result(content, result, path)
-    )
-    return Report(content)
+    content = of_trainings(path.resolve().name, found)
+    return Report(content if result is None else _with_result(content, result, path))
+
+
+def of_trainings(title: str, trainings: list[Training]) -> Content:
+    """What trainings alone say: their curves, and what an export would have had at the end."""
+    content = with_trainings(Content(title=title, made=now()), trainings)
+    return _with_counts(content, trainings)
 
 
 def trainings_in(folder: Path) -> list[Training]:

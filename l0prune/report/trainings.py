@@ -16,6 +16,7 @@ from l0prune.running.amounts import amounts, keys
 from l0prune.running.task import LOSS, TAKEN
 from l0prune.training.history import FACTS, NAME, History, Record
 
+_OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a place
 _PLAIN = ("seconds", "lr", "train_loss", "penalty", LOSS)  # numbers of a record
 
 
@@ -52,7 +53,7 @@ def training_in(folder: Path, name: str) -> Training | None:
 def _training(name: str, records: Sequence[Record], facts: Mapping[str, Any]) -> Training:
     metric = str(facts.get("metric") or _metric(records))
     is_gated = any("open" in record for record in records)
-    rest = {k: v for k, v in facts.items() if k in ("seed", "device", "settings", "command")}
+    rest = {name: value for name, value in facts.items() if name not in _OWN}
     return Training(
         name=name,
         metric=metric,

@@ -21,6 +21,7 @@ from l0prune.running.feed import Feed, test_batches
 from l0prune.running.processes import World
 from l0prune.running.recalibrate import recalibrate
 from l0prune.running.shards import local, whole_state
+from l0prune.training import epochs
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
 from l0prune.training.diverged import diverged
@@ -280,6 +281,7 @@ class Loop:
         self._meter = self._new_meter()
         self._rng_of_epoch = None
         self._save(leaves_it=self._epoch == self._settings.epochs)
+        self._world.first_alone(lambda: epochs.done(self.history))
 
     def _leave(self) -> str:
         """Write the checkpoint, leave the averaged model, and say how to go on."""

@@ -70,6 +70,24 @@ def test_what_has_no_gate_and_no_pin_says_so():
     assert "output" in layers["head"].output.reason
 
 
+def test_positions_do_not_count_as_width():
+    class Embedded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+            self.positions = nn.Parameter(torch.randn(1, 5, 8))
+
+        def forward(self, x):
+            return self.down((self.up(x) + self.positions).relu())
+
+    model = l0prune.gate(Embedded(), torch.randn(2, 5, 4))
+    gates = l0prune.gates(model)
+    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    layers = {layer.name: layer for layer in l0prune.Report.of(model=model).content.layers}
+    side = layers["positions"].output
+    assert (side.before, side.after) == (8, layers["up"].output.after)
+
+
 def test_heads_are_counted_and_numbered():
     torch.manual_seed(0)
     network = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)

@@ -9,8 +9,9 @@ from browser import BROWSER, browser
 from reported import content, epoch, layer
 
 import l0prune
-from l0prune.report.content import Content, Training
+from l0prune.report.content import Content, OwnerTime, Training
 from l0prune.report.page import numbers
+from l0prune.report.page.time import by_block, steps_of
 from l0prune.report.page.verdict import verdict
 
 HOSTILE = {
@@ -141,6 +142,22 @@ def test_numbers_are_written_for_people():
     assert [numbers.brief(n) for n in (7, 999.6, 91776)] == ["7", "1 k", "91.8 k"]
     assert [numbers.duration(s) for s in (4.5, 600, 12000)] == ["4.5 s", "10 min", "3 h 20 min"]
     assert [numbers.percent(p) for p in (0.10839, 1.0, 1.034)] == ["10.8 %", "100 %", "103.4 %"]
+
+
+def test_the_waterfall_shows_blocks_where_there_are_many_modules():
+    owners = [
+        OwnerTime(name=f"layer{n // 10}.{n % 10}.conv{k}", before=2, after=1)
+        for n in range(20)
+        for k in (1, 2)
+    ]
+    blocks = by_block(owners)
+    assert [each.name for each in blocks[:2]] == ["layer0.0", "layer0.1"]
+    assert {(each.before, each.after) for each in blocks} == {(4, 2)}
+    flat = by_block([OwnerTime(name=str(n), before=2, after=n / 40) for n in range(40)])
+    assert len(flat) == 24
+    steps = steps_of(flat)
+    assert steps[0].after == 80
+    assert steps[-1].after == pytest.approx(sum(n / 40 for n in range(40)))
 
 
 NAMES = [

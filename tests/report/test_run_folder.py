@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,11 @@ from small_task import data, gated
 
 import l0prune
 from l0prune.cost import measures
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError, TrainingError, UsageError
 from l0prune.report.content import Pair
+from l0prune.report.live import live_page
 from l0prune.report.run_folder import report_of
+from l0prune.running.environment import environment
 
 QUIET = {"progress": False, "batch_size": 30, "epochs": 3}
 
@@ -33,6 +36,8 @@ def test_in_memory_and_from_the_folder_the_training_is_the_same(trained):
     assert [e.train_loss for e in of_folder.epochs] == [r["train_loss"] for r in history.records]
     assert of_folder.before == history.records[0]["before"]
     assert (of_folder.planned, of_folder.steps, of_folder.metric) == (3, 24, "error")
+    repeat = report_of(folder).content.repeat
+    assert (repeat.versions, repeat.seed) == (environment()["versions"], 0)
 
 
 def test_an_export_with_its_history_says_all_of_it(trained, tmp_path):
@@ -145,3 +150,43 @@ def test_time_by_layer_adds_up_to_the_whole(trained):
     everything = torch.ones(gates.plan.size, dtype=torch.bool)
     assert sum(o.before for o in time.owners) == pytest.approx(measure.actual(everything))
     assert sum(o.after for o in time.owners) == pytest.approx(measure.actual(gates.open()))
+
+
+def test_the_page_is_renewed_while_a_run_goes_on(tmp_path):
+    seen = []
+
+    def loss(outputs, targets):
+        page = tmp_path / "report.html"
+        seen.append(page.read_text() if page.exists() else "")
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    with live_page(tmp_path, "mine"):
+        l0prune.finetune(gated(), data(), out=tmp_path, loss=loss, **QUIET)
+    assert seen[0] == ""
+    assert 'http-equiv="refresh"' in seen[-1]
+    assert "has done 1 of 3 epochs" in seen[-1]
+
+
+def test_a_run_that_stops_says_where_and_why(tmp_path):
+    calls = []
+
+    def loss(outputs, targets):
+        calls.append(1)
+        mean = torch.nn.functional.cross_entropy(outputs, targets)
+        return mean * math.nan if len(calls) > 40 else mean
+
+    with pytest.raises(TrainingError), live_page(tmp_path, "mine"):
+        l0prune.finetune(gated(), data(), out=tmp_path, loss=loss, **QUIET | {"epochs": 30})
+    found = report_of(tmp_path).content
+    assert "nan" in found.stopped
+    page = (tmp_path / "report.html").read_text()
+    assert f"has done {len(found.trainings[0].epochs)} of 30 epochs" in page
+    assert "It stopped: " in page
+    assert 'http-equiv="refresh"' not in page
+
+
+def test_where_nothing_is_trained_the_page_is_left_alone(tmp_path):
+    (tmp_path / "report.html").write_text("old")
+    with pytest.raises(RuntimeError), live_page(tmp_path, "mine"):
+        raise RuntimeError
+    assert (tmp_path / "report.html").read_text() == "old"

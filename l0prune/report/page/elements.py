@@ -54,12 +54,14 @@ def plain(content: str) -> str:
     return "".join(c if c.isprintable() else " " for c in content)
 
 
-def short(content: str, most: int) -> str:
-    """Text of at most so many letters: the middle of a longer one is left out."""
-    if len(content) <= most:
-        return content
-    head = (most - 1) // 3
-    return content[:head] + _ELLIPSIS + content[len(content) - (most - 1 - head) :]
+def short(name: str, most: int) -> str:
+    """A name in at most so many letters: the end of a path says most."""
+    return name if len(name) <= most else _ELLIPSIS + name[len(name) - most + 1 :]
+
+
+def clipped(sentence: str, most: int) -> str:
+    """A sentence in at most so many letters."""
+    return sentence if len(sentence) <= most else sentence[: most - 1] + _ELLIPSIS
 
 
 def _number(value: Attribute) -> str:

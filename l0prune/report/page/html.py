@@ -40,10 +40,17 @@ def html(content: Content, *, live: bool = False) -> str:
         pictures=_pictures(content),
         trainings=[_shown(training) for training in content.trainings if training.epochs],
         comparisons=grouped(content.certificate),
+        commands=_commands(content),
         refresh=_REFRESH if live else None,
         style=Markup((_FOLDER / "page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
     )
+
+
+def _commands(content: Content) -> list[str]:
+    """Those of the trainings and the one that came last, each once."""
+    given = [str(training.facts.get("command", "")) for training in content.trainings]
+    return [each for each in dict.fromkeys([*given, content.repeat.command]) if each]
 
 
 def _pictures(content: Content) -> dict[str, Markup]:

@@ -10,10 +10,11 @@ from markupsafe import Markup
 
 from l0prune.report.content import Axis, Layer, Side
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import drawing, element, short, text, titled
+from l0prune.report.page.elements import clipped, drawing, element, short, text, titled
 
 _LANE, _MOST_LANES = 9, 6
-_NAME, _VALUE, _REASON = 225, 105, 270  # widths of the columns beside the bars
+_NAME, _VALUE = 320, 115  # widths of the columns beside the bars
+_LETTER = 6.2  # width of one of a reason
 _SHORTEST = 10.0
 
 
@@ -38,7 +39,7 @@ def network(layers: Sequence[Layer], axes: Sequence[Axis], width: int) -> Markup
     lanes = _lanes(rows)
     height_of_row = 36 if is_narrow else 24
     left = 8 + _LANE * (1 + max(lanes.values(), default=0)) if lanes else 0
-    start, end = left + (0 if is_narrow else _NAME), width - (0 if is_narrow else _VALUE + _REASON)
+    start, end = left + (0 if is_narrow else _NAME), width - (0 if is_narrow else _VALUE)
     widest = max(row.side.before for row in rows)
     drawn = []
     for number, row in enumerate(rows):
@@ -73,14 +74,23 @@ def said_of(row: Row) -> str:
 
 def _wide(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
     side = row.side
-    reason = short(side.reason, 46) if side.after == side.before else ""
     return titled(
         said_of(row),
-        text(left, y + 16, short(row.name, 30), class_="label"),
-        *_bar(side, start, y + 6, full, 13),
-        text(width - _REASON - 12, y + 16, _widths(side), class_="value", text_anchor="end"),
-        text(width - _REASON, y + 16, reason, class_="aside"),
+        text(left, y + 16, short(row.name, 44), class_="label"),
+        *_bar(side, start, y + 6, full, 14),
+        *_reason(side, start, y + 16.5, full, width - _VALUE),
+        text(width, y + 16.5, _widths(side), class_="value", text_anchor="end"),
     )
+
+
+def _reason(side: Side, start: float, y: float, full: float, end: float) -> list[Markup]:
+    """Why a bar is whole, beside it or on it, where there is more room."""
+    if side.after != side.before or not side.reason:
+        return []
+    beside, on = end - start - full - 8, full - 12
+    x, room = (start + full + 8, beside) if beside >= on else (start + 6, on)
+    kind = "aside" if beside >= on else "on"
+    return [text(x, y, clipped(side.reason, int(room / _LETTER)), class_=kind)]
 
 
 def _narrow(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
@@ -150,18 +160,19 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
         width: of the picture.
     """
     side, gap = 12, 4
-    label = 0 if width < 600 else 290
-    columns = int((width - label) // (side + gap))
+    is_narrow, label = width < 600, 0 if width < 600 else _NAME
+    columns = int((width - label - 80) // (side + gap))
     drawn, y = [], 4.0
     for axis in axes:
         kept = set(axis.kept or ())
         shown = min(axis.before, 512)
-        said = f"{axis.name}: {axis.after} of {axis.before} heads"
+        said = f"{axis.after} of {axis.before}"
+        top, rows = y + (18 if is_narrow else 0), -(-shown // columns)
         squares = [
             element(
                 "rect",
                 x=label + (side + gap) * (slot % columns),
-                y=y + (16 if not label else 0) + (side + gap) * (slot // columns),
+                y=top + (side + gap) * (slot // columns),
                 width=side,
                 height=side,
                 rx=2,
@@ -169,6 +180,14 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
             )
             for slot in range(shown)
         ]
-        drawn.append(titled(said, text(0, y + 10, short(said, 42), class_="label"), *squares))
-        y += (side + gap) * -(-shown // columns) + (16 if not label else 0) + 8
+        end = label + (side + gap) * min(shown, columns) + 6
+        drawn.append(
+            titled(
+                f"{axis.name}: {said} heads",
+                text(0, y + 10, short(axis.name.removesuffix(".heads"), 44), class_="label"),
+                text(end, top + 10, said, class_="value"),
+                *squares,
+            )
+        )
+        y = top + (side + gap) * rows + 8
     return drawing(width, y, f"Attention heads of {len(axes)} layers", *drawn)

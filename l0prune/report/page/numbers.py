@@ -34,7 +34,7 @@ def size(amount: float) -> str:
 
 def milliseconds(amount: float) -> str:
     """``12.3 ms``, or µs where it is less than a tenth of one."""
-    return f"{amount:.3g} ms" if amount >= 0.1 else f"{1000 * amount:.3g} µs"
+    return f"{amount:.3g} ms" if amount >= 0.1 or not amount else f"{1000 * amount:.3g} µs"
 
 
 def duration(seconds: float) -> str:

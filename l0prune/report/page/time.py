@@ -11,7 +11,7 @@ from l0prune.report.content import OwnerTime, TimeByLayer
 from l0prune.report.page import numbers
 from l0prune.report.page.elements import drawing, element, short, text, titled
 
-_MOST = 16  # modules that are shown one by one
+_MOST = 24  # bars beside the first and the last
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         time: with one module at least.
         width: of the picture.
     """
-    steps, is_narrow = steps_of(time.owners), width < 600
+    steps, is_narrow = steps_of(by_block(time.owners)), width < 600
     row = 38 if is_narrow else 26
-    label, right = (0, 0) if is_narrow else (290, 110)
+    label, right = (0, 0) if is_narrow else (320, 115)
     most = max(max(step.before, step.after) for step in steps) or 1.0
 
     def at(ms: float) -> float:
@@ -44,12 +44,17 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         y = row * number
         said = _said(step)
         low, high = sorted((at(step.before), at(step.after)))
-        bar_y = y + (20 if is_narrow else 6)
+        line, bar_y = (y + 14, y + 20) if is_narrow else (y + 17, y + 6)
         drawn.append(
             titled(
                 f"{step.name}: {said}",
-                text(0, y + (14 if is_narrow else 17), short(step.name, 30), class_="label"),
-                text(width, y + (14 if is_narrow else 17), said, class_="value", text_anchor="end"),
+                text(
+                    0,
+                    line,
+                    short(step.name, 30 if is_narrow else 44),
+                    class_="label",
+                ),
+                text(width, line, said, class_="value", text_anchor="end"),
                 element(
                     "rect",
                     x=low,
@@ -65,17 +70,33 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
     return drawing(width, row * len(steps) + 4, f"{said}, by layer", *drawn)
 
 
+def by_block(owners: Sequence[OwnerTime]) -> list[OwnerTime]:
+    """Modules in network order, those of one block together where there are too many to show."""
+    depth = max(of.name.count(".") + 1 for of in owners)
+    while depth and len({_block(of.name, depth) for of in owners}) > _MOST:
+        depth -= 1
+    if not depth:  # a flat model of many modules
+        ranked = sorted(owners, key=lambda of: of.after - of.before)
+        shown = {id(of) for of in ranked[: _MOST - 1]}
+        names = [of.name if id(of) in shown else "all others" for of in owners]
+    else:
+        names = [_block(of.name, depth) for of in owners]
+    sums: dict[str, tuple[float, float]] = {}
+    for name, of in zip(names, owners, strict=True):
+        before, after = sums.get(name, (0.0, 0.0))
+        sums[name] = (before + of.before, after + of.after)
+    return [OwnerTime(name=name, before=b, after=a) for name, (b, a) in sums.items()]
+
+
+def _block(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
 def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
-    """The bars: all of the dense network, what each module saves, and what is left."""
-    ranked = sorted(owners, key=lambda of: of.after - of.before)
-    shown, rest = ranked[:_MOST], ranked[_MOST:]
-    if rest:
-        before, after = sum(of.before for of in rest), sum(of.after for of in rest)
-        name = f"{len(rest)} others"
-        shown = [*shown, OwnerTime(name=name, before=before, after=after)]
+    """The bars: all of the dense network, what each of these saves, and what is left."""
     total = sum(of.before for of in owners)
     steps = [Step("dense network", 0.0, total, "was")]
-    for of in shown:
+    for of in owners:
         change = of.after - of.before
         steps.append(Step(of.name, total, total + change, "saved" if change <= 0 else "lost"))
         total += change
@@ -86,5 +107,5 @@ def _said(step: Step) -> str:
     if step.kind in ("was", "kept"):
         return numbers.milliseconds(step.after)
     change = step.after - step.before
-    sign = "−" if change <= 0 else "+"
+    sign = "−" if change < 0 else "+" if change else ""
     return sign + numbers.milliseconds(abs(change))

@@ -54,6 +54,7 @@ def verdict(content: Content) -> str:
         for t in content.trainings
         if not t.finished
     ]
+    lines += [f"It stopped: {content.stopped}"] if content.stopped else []
     return " ".join(lines) or "Nothing was recorded yet."
 
 
