@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 import l0prune
-from l0prune.cli.edge import emit
+from l0prune.cli.edge import emit, say
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
@@ -29,18 +34,26 @@ def survey(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write this page of it, and its data as JSON beside it.")
+    ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
     """Show what can be cut out of each layer of a model, and why the rest cannot.
 
-    Nothing is changed or written. Example:
+    The model stays as it is. Example:
 
         l0prune survey torchvision:resnet18 --input 1x3x224x224
     """
-    _, module = open_model(model, model_option, weights, trust_pickle)
+    spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
     source = l0prune.load_data(spec, chosen(data_root, "data_root")) if spec else None
     example, shapes = example_inputs(input, source), free_dims(dynamic)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
-    emit(found.to_dict(), json, found)
+    result = found.to_dict()
+    if html is not None:
+        page, _ = l0prune.Report.of_survey(found).titled(spec_of_model).save(html)
+        result["page"] = str(page)
+        say(f"the report is {page}")
+    emit(result, json, found)

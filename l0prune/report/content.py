@@ -334,6 +334,7 @@ class Content(Section):
         trainings: in the order in which they were done.
         time: by layer.
         repeat: how to do it again.
+        about: of a ``run``; or of a ``survey``, where ``after`` is what gates can take away.
         stopped: why it did not come to its end; empty where it did, or goes on.
     """
 
@@ -350,6 +351,7 @@ class Content(Section):
     trainings: list[Training] = Field(default_factory=list)
     time: TimeByLayer | None = None
     repeat: Repeat = Field(default_factory=Repeat)
+    about: Literal["run", "survey"] = "run"
     stopped: str = ""
 
 

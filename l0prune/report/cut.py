@@ -35,17 +35,20 @@ def axes_of(plan: Plan, kept: Tensor) -> list[Axis]:
     return found
 
 
-def layers_before_and_after(plan: Plan, kept: Tensor, weights: Sequence[Weight]) -> list[Layer]:
+def layers_before_and_after(
+    plan: Plan, kept: Tensor, weights: Sequence[Weight], otherwise: str = UNGATED
+) -> list[Layer]:
     """Widths, params and MACs of each layer before the cut and after it.
 
     Args:
         plan: of the network before the cut.
         kept: as for ``axes_of``.
         weights: its layers.
+        otherwise: why a side stays whole of which the plan says nothing.
     """
     counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
     of_all = {plan.aliases.get(name, name) for weight in weights for name in weight.tensors}
-    found = layers_of(plan, weights, of_all - counted, UNGATED)
+    found = layers_of(plan, weights, of_all - counted, otherwise)
     costs = costs_of(plan, weights)
     numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
     pairs = zip(weights, found, strict=True)

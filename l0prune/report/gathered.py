@@ -35,6 +35,8 @@ from l0prune.report.content import (
     Training,
 )
 from l0prune.report.cut import axes_of, layers_before_and_after
+from l0prune.report.layers import UNKNOWN
+from l0prune.report.survey import Survey
 from l0prune.report.trainings import budgets_of, metric_of, seconds_of
 from l0prune.running.environment import environment
 from l0prune.timing.table import LatencyTable
@@ -103,6 +105,40 @@ def of_model(model: nn.Module) -> Content:
         layers=layers_before_and_after(plan, kept, weights_of(gated)),
         repeat=repeated(()),
     )
+
+
+def of_survey(survey: Survey) -> Content:
+    """What could be cut: ``after`` is what gates can take away."""
+    plan = survey.plan
+    nothing = torch.zeros(plan.size, dtype=torch.bool)
+    totals = {"params": survey.params, "macs": survey.macs}
+    gone = {
+        name: Pair(before=total, after=round(total * survey.reachable(name)))
+        for name, total in totals.items()
+    }
+    layers = layers_before_and_after(plan, nothing, survey.weights, UNKNOWN)
+    return Content(
+        title="Survey",
+        made=now(),
+        about="survey",
+        gain=Gain(params=gone["params"], macs=gone["macs"]),
+        axes=axes_of(plan, torch.ones(plan.size, dtype=torch.bool)),
+        layers=[_reached(layer) for layer in layers],
+        repeat=repeated(()),
+    )
+
+
+def _reached(layer: Layer) -> Layer:
+    """With what can go in the place of what has to stay."""
+    sides = {
+        name: side.model_copy(update={"after": side.before - side.after})
+        for name, side in (("input", layer.input), ("output", layer.output))
+    }
+    pairs = {
+        name: Pair(before=pair.before, after=(pair.before or 0) - pair.after)
+        for name, pair in (("params", layer.params), ("macs", layer.macs))
+    }
+    return layer.model_copy(update={**sides, **pairs})
 
 
 def with_trainings(content: Content, trainings: Sequence[Training]) -> Content:

@@ -14,8 +14,16 @@ from l0prune.errors import FileError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.report.content import Content, parsed
-from l0prune.report.gathered import now, of_export, of_model, time_by_layer, with_trainings
+from l0prune.report.gathered import (
+    now,
+    of_export,
+    of_model,
+    of_survey,
+    time_by_layer,
+    with_trainings,
+)
 from l0prune.report.page.html import html
+from l0prune.report.survey import Survey
 from l0prune.report.trainings import training_of
 from l0prune.timing.table import LatencyTable
 from l0prune.training.history import History
@@ -66,6 +74,15 @@ class Report:
         if latency is not None and model is not None:
             content = content.model_copy(update={"time": time_by_layer(latency, model)})
         return Report(content)
+
+    @staticmethod
+    def of_survey(survey: Survey) -> Report:
+        """The report of what could be cut out of a model, before anything is trained.
+
+        Args:
+            survey: what ``l0prune.survey`` gave.
+        """
+        return Report(of_survey(survey))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:

@@ -13,7 +13,7 @@ from torch import nn
 
 from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
-from l0prune.capture.weights import weights_of
+from l0prune.capture.weights import Weight, weights_of
 from l0prune.capture.wrappers import inside
 from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
@@ -36,6 +36,7 @@ class Survey:
             on its two sides or the reason why they stay whole.
         draws: operators that draw random numbers in eval mode, each with its source line.
         fixed: of the sizes that were asked to be free those that cannot be, by name, and why.
+        weights: what the layers were found by.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Survey:
     layers: tuple[Layer, ...] = ()
     draws: tuple[str, ...] = ()
     fixed: Mapping[str, str] = field(default_factory=dict)
+    weights: tuple[Weight, ...] = field(default=(), repr=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -177,9 +179,10 @@ def survey(
     if isinstance(model, nn.Module):
         model = inside(model)
     parts = inferred(model, args, kwargs)
-    layers = layers_of(parts.plan, weights_of(model), parts.unused)
+    weights = weights_of(model)
+    layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)
     fixed = fixed_sizes(model, parts.example, free)
     if dynamic_shapes is not None and parts.plan.parts == ("",):
         fixed = fixed_batch(model, parts.example) | fixed
-    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws, fixed)
+    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws, fixed, weights)

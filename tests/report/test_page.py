@@ -5,8 +5,10 @@ import time
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from browser import BROWSER, browser
 from reported import content, epoch, layer
+from torch import nn
 
 import l0prune
 from l0prune.report.content import Content, OwnerTime, Training
@@ -158,6 +160,22 @@ def test_the_waterfall_shows_blocks_where_there_are_many_modules():
     steps = steps_of(flat)
     assert steps[0].after == 80
     assert steps[-1].after == pytest.approx(sum(n / 40 for n in range(40)))
+
+
+def test_a_survey_says_what_could_be_cut():
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 5))
+    survey = l0prune.survey(network, torch.zeros(2, 3, 5, 5))
+    report = l0prune.Report.of_survey(survey)
+    found = report.content
+    assert found.gain.params.after == pytest.approx(
+        survey.params * survey.reachable("params"), abs=1
+    )
+    assert [layer.output.after for layer in found.layers] == [8, 0]
+    text = " ".join(read(report.html()).words)
+    assert "What could be cut" in text
+    assert f"{survey.plan.size} gates" in text
+    assert "can go" in text
+    assert "→" not in text
 
 
 NAMES = [

@@ -181,7 +181,7 @@ def test_a_run_that_stops_says_where_and_why(tmp_path):
     assert "nan" in found.stopped
     page = (tmp_path / "report.html").read_text()
     assert f"has done {len(found.trainings[0].epochs)} of 30 epochs" in page
-    assert "It stopped: " in page
+    assert "It stopped." in page
     assert 'http-equiv="refresh"' not in page
 
 

@@ -16,7 +16,7 @@ from l0prune.report.page import numbers
 from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.curves import curves, gates, remarks
 from l0prune.report.page.elements import element
-from l0prune.report.page.network import heads, network
+from l0prune.report.page.network import Row, heads, network
 from l0prune.report.page.time import time_by_layer
 from l0prune.report.page.verdict import cards, verdict
 
@@ -40,6 +40,7 @@ def html(content: Content, *, live: bool = False) -> str:
         pictures=_pictures(content),
         trainings=[_shown(training) for training in content.trainings if training.epochs],
         comparisons=grouped(content.certificate),
+        widths=lambda side: Row("", "", side, content.about == "survey").widths,
         commands=_commands(content),
         refresh=_REFRESH if live else None,
         style=Markup((_FOLDER / "page.css").read_text()),
@@ -60,7 +61,8 @@ def _pictures(content: Content) -> dict[str, Markup]:
     if content.certificate:
         found["certificate"] = _both(lambda width: certificate(content.certificate, width))
     if content.layers:
-        found["network"] = _both(lambda width: network(content.layers, content.axes, width))
+        layers, axes, is_survey = content.layers, content.axes, content.about == "survey"
+        found["network"] = _both(lambda width: network(layers, axes, width, is_survey=is_survey))
     if of_heads:
         found["heads"] = _both(lambda width: heads(of_heads, width))
     if content.time is not None and content.time.owners:

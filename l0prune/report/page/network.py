@@ -25,17 +25,34 @@ class Row:
     name: str
     kind: str
     side: Side
+    is_survey: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was cut, or could be."""
+        return self.side.after == (0 if self.is_survey else self.side.before)
+
+    @property
+    def widths(self) -> str:
+        """How wide it was and is; in a survey, how much of it can go."""
+        before, after = numbers.count(self.side.before), numbers.count(self.side.after)
+        if self.is_survey:
+            return before if self.side.after in (0, self.side.before) else f"{after} of {before}"
+        return before if self.is_whole else f"{before} → {after}"
 
 
-def network(layers: Sequence[Layer], axes: Sequence[Axis], width: int) -> Markup:
+def network(
+    layers: Sequence[Layer], axes: Sequence[Axis], width: int, *, is_survey: bool = False
+) -> Markup:
     """The picture. The bars' lengths grow with the square root of the layers' widths.
 
     Args:
         layers: at least one, in network order.
         axes: those that they name by number.
         width: of the picture.
+        is_survey: whether ``after`` is what can go, not what is left.
     """
-    rows, is_narrow = rows_of(layers), width < 600
+    rows, is_narrow = rows_of(layers, is_survey), width < 600
     lanes = _lanes(rows)
     height_of_row = 36 if is_narrow else 24
     left = 8 + _LANE * (1 + max(lanes.values(), default=0)) if lanes else 0
@@ -48,74 +65,68 @@ def network(layers: Sequence[Layer], axes: Sequence[Axis], width: int) -> Markup
         draw = _narrow if is_narrow else _wide
         drawn.append(draw(row, y, left, start, full, width))
     ties = [_tie(axes, rows, axis, lane, height_of_row) for axis, lane in lanes.items()]
-    cut = sum(row.side.after < row.side.before for row in rows)
-    said = f"{len(layers)} layers in network order; {cut} of {len(rows)} bars were cut"
+    cut = sum(not row.is_whole for row in rows)
+    done = "can be" if is_survey else "were"
+    said = f"{len(layers)} layers in network order; {cut} of {len(rows)} bars {done} cut"
     return drawing(width, height_of_row * len(rows) + 4, said, *ties, *drawn)
 
 
-def rows_of(layers: Sequence[Layer]) -> list[Row]:
+def rows_of(layers: Sequence[Layer], is_survey: bool = False) -> list[Row]:
     """The bars, in network order."""
     written = {axis for layer in layers for axis in layer.output.axes}
     rows = []
     for layer in layers:
         if any(axis not in written for axis in layer.input.axes):
-            rows.append(Row(f"{layer.name} (inputs)", layer.kind, layer.input))
-        rows.append(Row(layer.name, layer.kind, layer.output))
+            rows.append(Row(f"{layer.name} (inputs)", layer.kind, layer.input, is_survey))
+        rows.append(Row(layer.name, layer.kind, layer.output, is_survey))
     return rows
 
 
 def said_of(row: Row) -> str:
     """A bar in words."""
     side = row.side
-    widths = f"{numbers.count(side.before)} → {numbers.count(side.after)}"
     reason = f"; stays whole: {side.reason}" if side.reason else ""
-    return f"{row.name}, {row.kind}: {widths}{reason}"
+    return f"{row.name}, {row.kind}: {row.widths}{reason}"
 
 
 def _wide(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
-    side = row.side
     return titled(
         said_of(row),
         text(left, y + 16, short(row.name, 44), class_="label"),
-        *_bar(side, start, y + 6, full, 14),
-        *_reason(side, start, y + 16.5, full, width - _VALUE),
-        text(width, y + 16.5, _widths(side), class_="value", text_anchor="end"),
+        *_bar(row, start, y + 6, full, 14),
+        *_reason(row, start, y + 16.5, full, width - _VALUE),
+        text(width, y + 16.5, row.widths, class_="value", text_anchor="end"),
     )
 
 
-def _reason(side: Side, start: float, y: float, full: float, end: float) -> list[Markup]:
+def _reason(row: Row, start: float, y: float, full: float, end: float) -> list[Markup]:
     """Why a bar is whole, beside it or on it, where there is more room."""
-    if side.after != side.before or not side.reason:
+    if not row.is_whole or not row.side.reason:
         return []
     beside, on = end - start - full - 8, full - 12
     x, room = (start + full + 8, beside) if beside >= on else (start + 6, on)
     kind = "aside" if beside >= on else "on"
-    return [text(x, y, clipped(side.reason, int(room / _LETTER)), class_=kind)]
+    return [text(x, y, clipped(row.side.reason, int(room / _LETTER)), class_=kind)]
 
 
 def _narrow(row: Row, y: float, left: float, start: float, full: float, width: float) -> Markup:
-    side = row.side
     return titled(
         said_of(row),
         text(left, y + 13, short(row.name, 30), class_="label"),
-        text(width, y + 13, _widths(side), class_="value", text_anchor="end"),
-        *_bar(side, start, y + 19, full, 10),
+        text(width, y + 13, row.widths, class_="value", text_anchor="end"),
+        *_bar(row, start, y + 19, full, 10),
     )
 
 
-def _bar(side: Side, x: float, y: float, full: float, height: float) -> list[Markup]:
-    filled = full * side.after / side.before if side.before else 0.0
-    kind = "whole" if side.reason and side.after == side.before else "kept"
+def _bar(row: Row, x: float, y: float, full: float, height: float) -> list[Markup]:
+    side = row.side
+    is_pinned = row.is_whole and bool(side.reason)
+    filled = full if is_pinned else full * side.after / max(side.before, 1)
+    kind = "whole" if is_pinned else "kept"
     return [
         element("rect", x=x, y=y, width=full, height=height, rx=2, class_="was"),
         element("rect", x=x, y=y, width=filled, height=height, rx=2, class_=kind),
     ]
-
-
-def _widths(side: Side) -> str:
-    if side.after == side.before:
-        return numbers.count(side.before)
-    return f"{numbers.count(side.before)} → {numbers.count(side.after)}"
 
 
 def _members(rows: Sequence[Row]) -> dict[int, list[int]]:

@@ -33,6 +33,8 @@ class Card:
 def verdict(content: Content) -> str:
     """What was gained, what it cost, and whether it is the same function, in plain words."""
     gain = content.gain
+    if content.about == "survey":
+        return _reach(content)
     parts = list(_sizes(gain))
     if gain.time is not None and gain.time.share:
         parts.append(_speed(gain.time))
@@ -54,8 +56,20 @@ def verdict(content: Content) -> str:
         for t in content.trainings
         if not t.finished
     ]
-    lines += [f"It stopped: {content.stopped}"] if content.stopped else []
     return " ".join(lines) or "Nothing was recorded yet."
+
+
+def _reach(content: Content) -> str:
+    """How much of a network gates could take away."""
+    pairs = (("parameters", content.gain.params), ("MACs", content.gain.macs))
+    shares = [
+        f"{numbers.percent(pair.share)} of the {label}"
+        for label, pair in pairs
+        if pair is not None and pair.share is not None
+    ]
+    gates = sum(axis.before for axis in content.axes)
+    where = f"{gates:,} gates on {len(content.axes)} axes"
+    return f"{where} can reach {' and '.join(shares) or 'nothing'}. Nothing is cut yet."
 
 
 def _sentence(parts: list[str]) -> str:
@@ -85,7 +99,7 @@ def _pace(time: Time) -> str:
 
 
 def _metric(metric: Metric) -> str:
-    name, after = metric.name.replace("_", " "), numbers.metric(metric.name, metric.after)
+    name, after = _name(metric), numbers.metric(metric.name, metric.after)
     if metric.before is None:
         return f"has {after} {name} on the test data"
     before = numbers.metric(metric.name, metric.before)
@@ -94,9 +108,15 @@ def _metric(metric: Metric) -> str:
     return f"goes from {before} to {after} {name} on the test data"
 
 
+def _name(metric: Metric) -> str:
+    return metric.name.removeprefix("test_").replace("_", " ")
+
+
 def cards(content: Content) -> list[Card]:
     """Those of what was recorded, the most important first."""
     gain = content.gain
+    if content.about == "survey":
+        return _survey_cards(gain)
     found = [
         _card("Parameters", gain.params, numbers.count),
         _card("MACs of one example", gain.macs, numbers.brief),
@@ -120,6 +140,19 @@ def _card(label: str, pair: Pair | None, show: Callable[[float], str]) -> Card |
     return Card(label, before, show(pair.after), change, pair.share)
 
 
+def _survey_cards(gain: Gain) -> list[Card]:
+    """All of it, and the share that can go."""
+    pairs = (
+        ("Parameters", gain.params, numbers.count),
+        ("MACs of one example", gain.macs, numbers.brief),
+    )
+    return [
+        Card(label, "", show(pair.before), f"{numbers.percent(pair.share)} can go", pair.share)
+        for label, pair, show in pairs
+        if pair is not None and pair.before and pair.share is not None
+    ]
+
+
 def _time_card(time: Time) -> Card:
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
     return Card(
@@ -140,5 +173,5 @@ def _metric_card(metric: Metric) -> Card:
     of_file = "" if metric.of_file is None else f"of the ONNX file: {show(metric.of_file)}"
     before = "" if metric.before is None else show(metric.before)
     better = "more is better" if metric.larger_is_better else "less is better"
-    label = f"{metric.name.replace('_', ' ').capitalize()} on the test data"
+    label = f"{_name(metric).capitalize()} on the test data"
     return Card(label, before, show(metric.after), better, note=of_file)
