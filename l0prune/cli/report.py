@@ -31,8 +31,8 @@ def report(
 ) -> None:
     """Write the page of a run: what was gained, whether it is right, where it was taken, and how.
 
-    It is one file that needs no network, and is made from report.json alone, or from what an older
-    run has left. Example:
+    Of a folder of several runs it compares them. It is one file that needs no network, made from
+    report.json alone, or from what an older run has left. Example:
 
         l0prune report runs/digits-lenet
     """

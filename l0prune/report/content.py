@@ -288,6 +288,22 @@ class TimeByLayer(Section):
     owners: list[OwnerTime]
 
 
+class Run(Section):
+    """One of several runs that are compared.
+
+    Attributes:
+        name: of its folder.
+        page: its own report, as a link from this one.
+        metric: what it is worth.
+        costs: what it costs: ``params``, ``macs``, ``time`` (milliseconds).
+    """
+
+    name: str
+    page: str
+    metric: Metric | None = None
+    costs: dict[str, Pair] = Field(default_factory=dict)
+
+
 class Stored(Section):
     """A file that came of it: its name without folders, its size in bytes, its SHA-256."""
 
@@ -334,7 +350,9 @@ class Content(Section):
         trainings: in the order in which they were done.
         time: by layer.
         repeat: how to do it again.
-        about: of a ``run``; or of a ``survey``, where ``after`` is what gates can take away.
+        about: of a ``run``; of a ``survey``, where ``after`` is what gates can take away; or of a
+            ``sweep``, which has ``runs`` and nothing else.
+        runs: those that a sweep compares.
         stopped: why it did not come to its end; empty where it did, or goes on.
     """
 
@@ -351,7 +369,8 @@ class Content(Section):
     trainings: list[Training] = Field(default_factory=list)
     time: TimeByLayer | None = None
     repeat: Repeat = Field(default_factory=Repeat)
-    about: Literal["run", "survey"] = "run"
+    about: Literal["run", "survey", "sweep"] = "run"
+    runs: list[Run] = Field(default_factory=list)
     stopped: str = ""
 
 

@@ -20,6 +20,7 @@ from l0prune.report.content import (
 )
 from l0prune.report.gathered import now, stored, with_trainings
 from l0prune.report.report import JSON, Report
+from l0prune.report.sweep import sweep_of
 from l0prune.report.trainings import training_in
 from l0prune.training.history import NAME
 
@@ -30,8 +31,8 @@ _STAGES = ("dense", "finetune", "recover")  # of a recipe's last round
 def report_of(path: Path) -> Report:
     """The report of a run's folder, or of its ``report.json``.
 
-    A folder without one is looked through: for the result of a recipe, and for what its trainings
-    measured.
+    A folder without one is looked through: for the result of a recipe, for what its trainings
+    measured, and for several runs, which are then compared.
 
     Raises:
         FileError: there is no run, or what is there is damaged.
@@ -41,9 +42,13 @@ def report_of(path: Path) -> Report:
     if not path.is_dir():
         raise FileError(f"there is no {path}. Give the folder of a run, or its {JSON}.")
     if (path / JSON).is_file():
-        return Report.load(path / JSON)
+        written = Report.load(path / JSON)
+        if written.content.about != "sweep":  # there may be more runs by now
+            return written
     found = trainings_in(path)
     result = _result(path / RESULT)
+    if not found and result is None and (runs := _runs_in(path)):
+        return Report(sweep_of(path.resolve().name, runs))
     if not found and result is None:
         raise FileError(
             f"{path} is no run's folder: it has neither {JSON} nor {NAME}. `l0prune run` and "
@@ -51,6 +56,15 @@ def report_of(path: Path) -> Report:
         )
     content = of_trainings(path.resolve().name, found)
     return Report(content if result is None else _with_result(content, result, path))
+
+
+def _runs_in(path: Path) -> list[tuple[Path, Content]]:
+    """The runs in the folders of a folder, where there are several."""
+    found = []
+    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+        if any((folder / name).is_file() for name in (JSON, RESULT, NAME)):
+            found.append((folder.relative_to(path), report_of(folder).content))
+    return found if len(found) > 1 else []
 
 
 def of_trainings(title: str, trainings: list[Training]) -> Content:

@@ -160,6 +160,13 @@ def test_the_waterfall_shows_blocks_where_there_are_many_modules():
     steps = steps_of(flat)
     assert steps[0].after == 80
     assert steps[-1].after == pytest.approx(sum(n / 40 for n in range(40)))
+    same = [
+        *owners,
+        OwnerTime(name="norm", before=3, after=3),
+        OwnerTime(name="x", before=1, after=1),
+    ]
+    assert steps_of(same)[-2].name == "2 that hardly changed"
+    assert steps_of(same)[-1].after == 44
 
 
 def test_a_survey_says_what_could_be_cut():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from markupsafe import Markup, escape
 
 Attribute = str | int | float | None
@@ -57,6 +59,11 @@ def plain(content: str) -> str:
 def short(name: str, most: int) -> str:
     """A name in at most so many letters: the end of a path says most."""
     return name if len(name) <= most else _ELLIPSIS + name[len(name) - most + 1 :]
+
+
+def column(names: Iterable[str], most: int = 44) -> float:
+    """How wide a column has to be for these names, none of them longer than so many letters."""
+    return 7.0 * min(most, max(map(len, names), default=0)) + 18
 
 
 def clipped(sentence: str, most: int) -> str:

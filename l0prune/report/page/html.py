@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.curves import curves, gates, remarks
 from l0prune.report.page.elements import element
 from l0prune.report.page.network import Row, heads, network
+from l0prune.report.page.sweep import shown_costs, sweep
 from l0prune.report.page.time import time_by_layer
 from l0prune.report.page.verdict import cards, verdict
 
@@ -58,6 +59,8 @@ def _pictures(content: Content) -> dict[str, Markup]:
     """By name, those of what was recorded."""
     found: dict[str, Markup] = {}
     of_heads = [axis for axis in content.axes if axis.kept is not None]
+    for cost in shown_costs(content.runs):
+        found[f"sweep {cost}"] = _both(partial(sweep, content.runs, cost))
     if content.certificate:
         found["certificate"] = _both(lambda width: certificate(content.certificate, width))
     if content.layers:
@@ -103,6 +106,7 @@ def _environment() -> Environment:
         "percent": numbers.percent,
         "size": numbers.size,
         "error": numbers.error,
+        "metric": lambda metric, value: numbers.metric(metric.name, value),
         "ms": numbers.milliseconds,
         "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }

@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from l0prune.report.content import Axis, Layer, Side
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import clipped, drawing, element, short, text, titled
+from l0prune.report.page.elements import clipped, column, drawing, element, short, text, titled
 
 _LANE, _MOST_LANES = 9, 6
-_NAME, _VALUE = 320, 115  # widths of the columns beside the bars
+_VALUE = 115  # width of the column behind the bars
 _LETTER = 6.2  # width of one of a reason
 _SHORTEST = 10.0
 
@@ -56,7 +56,10 @@ def network(
     lanes = _lanes(rows)
     height_of_row = 36 if is_narrow else 24
     left = 8 + _LANE * (1 + max(lanes.values(), default=0)) if lanes else 0
-    start, end = left + (0 if is_narrow else _NAME), width - (0 if is_narrow else _VALUE)
+    start, end = (
+        left + (0 if is_narrow else column(row.name for row in rows)),
+        width - (0 if is_narrow else _VALUE),
+    )
     widest = max(row.side.before for row in rows)
     drawn = []
     for number, row in enumerate(rows):
@@ -171,10 +174,11 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
         width: of the picture.
     """
     side, gap = 12, 4
-    is_narrow, label = width < 600, 0 if width < 600 else _NAME
+    names, is_narrow = [axis.name.removesuffix(".heads") for axis in axes], width < 600
+    label = 0 if is_narrow else column(names)
     columns = int((width - label - 80) // (side + gap))
     drawn, y = [], 4.0
-    for axis in axes:
+    for axis, name in zip(axes, names, strict=True):
         kept = set(axis.kept or ())
         shown = min(axis.before, 512)
         said = f"{axis.after} of {axis.before}"
@@ -195,7 +199,7 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
         drawn.append(
             titled(
                 f"{axis.name}: {said} heads",
-                text(0, y + 10, short(axis.name.removesuffix(".heads"), 44), class_="label"),
+                text(0, y + 10, short(name, 44), class_="label"),
                 text(end, top + 10, said, class_="value"),
                 *squares,
             )

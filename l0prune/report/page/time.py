@@ -9,8 +9,9 @@ from markupsafe import Markup
 
 from l0prune.report.content import OwnerTime, TimeByLayer
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import drawing, element, short, text, titled
+from l0prune.report.page.elements import column, drawing, element, short, text, titled
 
+_SLIGHT = 0.002  # of the whole time
 _MOST = 24  # bars beside the first and the last
 
 
@@ -33,7 +34,7 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
     """
     steps, is_narrow = steps_of(by_block(time.owners)), width < 600
     row = 38 if is_narrow else 26
-    label, right = (0, 0) if is_narrow else (320, 115)
+    label, right = (0, 0) if is_narrow else (column(step.name for step in steps), 115)
     most = max(max(step.before, step.after) for step in steps) or 1.0
 
     def at(ms: float) -> float:
@@ -95,8 +96,13 @@ def _block(name: str, depth: int) -> str:
 def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
     """The bars: all of the dense network, what each of these saves, and what is left."""
     total = sum(of.before for of in owners)
+    changed = [of for of in owners if abs(of.after - of.before) > _SLIGHT * total]
+    if rest := [of for of in owners if of not in changed]:
+        name = f"{len(rest)} that hardly changed"
+        before, after = sum(of.before for of in rest), sum(of.after for of in rest)
+        changed.append(OwnerTime(name=name, before=before, after=after))
     steps = [Step("dense network", 0.0, total, "was")]
-    for of in owners:
+    for of in changed:
         change = of.after - of.before
         steps.append(Step(of.name, total, total + change, "saved" if change <= 0 else "lost"))
         total += change

@@ -35,6 +35,8 @@ def verdict(content: Content) -> str:
     gain = content.gain
     if content.about == "survey":
         return _reach(content)
+    if content.about == "sweep":
+        return f"{len(content.runs)} runs, compared by what they cost and what they are worth."
     parts = list(_sizes(gain))
     if gain.time is not None and gain.time.share:
         parts.append(_speed(gain.time))

@@ -1,0 +1,92 @@
+"""A sweep as a picture: each run a point, its metric over its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from l0prune.report.content import Run
+from l0prune.report.page import numbers
+from l0prune.report.page.elements import drawing, element, text, titled
+from l0prune.report.sweep import COSTS, front
+from l0prune.training.description import IN_PERCENT
+
+_LABELS = {"macs": "MACs", "params": "parameters", "time": "the time of a call"}
+_TOP, _PLOT, _BOTTOM, _LEFT, _RIGHT = 30, 260, 44, 56, 16
+
+
+def shown_costs(runs: Sequence[Run]) -> list[str]:
+    """Of what a picture can be made: known of two runs at least."""
+    return [name for name in COSTS if len(_points(runs, name)) > 1]
+
+
+def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
+    """The picture. Points are numbered as the runs are, from 1; a line joins those of the front.
+
+    Args:
+        runs: two at least of which the metric is known, and this cost before and after.
+        cost: of ``shown_costs``.
+        width: of the picture.
+    """
+    points = _points(runs, cost)
+    metric = next(run.metric for run in runs if run.metric is not None)
+    better = front(list(points.values()), metric.larger_is_better)
+    front_of = [list(points)[place] for place in better]
+    values = [value for _, value in points.values()]
+    dense = metric.before
+    if dense is not None:
+        values.append(_scaled(metric.name, dense))
+    low, high = min(values), max(values)
+    low, high = low - (high - low) * 0.1 - 1e-9, high + (high - low) * 0.1 + 1e-9
+    end = max(100.0, *(share for share, _ in points.values()))
+
+    def at(share: float, value: float) -> tuple[float, float]:
+        x = _LEFT + (width - _LEFT - _RIGHT) * share / end
+        return x, _TOP + _PLOT * (high - value) / (high - low)
+
+    name = metric.name.removeprefix("test_").replace("_", " ").capitalize()
+    unit = " in %" if metric.name in IN_PERCENT else ""
+    title = f"{name}{unit} over {_LABELS[cost]} in % of the dense network’s"
+    drawn = [text(0, 13, title, class_="heading")]
+    for value in numbers.ticks(low, high):
+        _, y = at(0, value)
+        drawn.append(element("line", x1=_LEFT, x2=width - _RIGHT, y1=y, y2=y, class_="grid"))
+        drawn.append(text(_LEFT - 6, y + 4, numbers.tick(value), class_="tick", text_anchor="end"))
+    for share in numbers.ticks(0, end):
+        x, _ = at(share, low)
+        label = numbers.tick(share)
+        drawn.append(text(x, _TOP + _PLOT + 18, label, class_="tick", text_anchor="middle"))
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*points[number]) for number in front_of))
+    drawn.append(element("polyline", points=line, class_="curve c0"))
+    if dense is not None:
+        x, y = at(100.0, _scaled(metric.name, dense))
+        dot = element("circle", cx=x, cy=y, r=6, class_="hollow")
+        label = text(x - 10, y - 10, "dense", class_="tick", text_anchor="end")
+        drawn.append(titled("the dense network", dot, label))
+    for number, (share, value) in points.items():
+        x, y = at(share, value)
+        said = f"{runs[number].name}: {numbers.tick(value)} at {numbers.percent(share / 100)}"
+        kind = "remark" if number in front_of else "beaten"
+        dot = element("circle", cx=x, cy=y, r=9, class_=kind)
+        drawn.append(
+            titled(
+                said, dot, text(x, y + 4, str(number + 1), class_="number", text_anchor="middle")
+            )
+        )
+    said = f"{len(points)} runs, of which {len(front_of)} are on the Pareto front"
+    return drawing(width, _TOP + _PLOT + _BOTTOM, f"{title}: {said}", *drawn)
+
+
+def _points(runs: Sequence[Run], cost: str) -> dict[int, tuple[float, float]]:
+    """For each run that knows both, by number, the share of the cost in % and the metric."""
+    found = {}
+    for number, run in enumerate(runs):
+        pair = run.costs.get(cost)
+        if run.metric is not None and pair is not None and pair.share is not None:
+            found[number] = (100 * pair.share, _scaled(run.metric.name, run.metric.after))
+    return found
+
+
+def _scaled(name: str, value: float) -> float:
+    return 100 * value if name in IN_PERCENT else value
