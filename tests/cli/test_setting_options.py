@@ -16,7 +16,7 @@ FLAGS = {
     "--checkpointing", "--no-checkpointing", "--compile", "--no-compile", "--channels-last",
     "--no-channels-last", "--distributed", "--set", "--run", "--resume", "--no-resume", "--out",
     "--trust-pickle", "--json", "--loss", "--metric", "--measure",
-    "--latency",
+    "--latency", "--report", "--no-report",
 }  # fmt: skip
 
 

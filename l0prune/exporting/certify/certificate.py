@@ -109,8 +109,11 @@ class Certificate:
         ]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """The checks as plain data."""
-        return [asdict(check) for check in self.checks]
+        """The checks as plain data, as JSON reads it back."""
+        return [
+            {**asdict(check), "inputs": [list(shape) for shape in check.inputs]}
+            for check in self.checks
+        ]
 
 
 def compare(
