@@ -10,6 +10,7 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.result import Export
+from l0prune.files.consent import is_code
 from l0prune.recipes.schema import Recipe
 from l0prune.report.content import Metric
 from l0prune.report.gathered import of_export, repeated, time_by_layer, with_trainings
@@ -52,7 +53,7 @@ def write_page(
         of_file=result[f"onnx_test_{name}"],
     )
     seen = {"seed": recipe.seed, "device": content.repeat.device}
-    repeat = repeated(files, recipe.model_dump(mode="json")).model_copy(update=seen)
+    repeat = repeated(files, _shown(recipe)).model_copy(update=seen)
     update = {
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),
@@ -63,3 +64,13 @@ def write_page(
         update["time"] = time_by_layer(table, tuned)
     page, _ = Report(content.model_copy(update=update)).save(folder / HTML)
     return page
+
+
+def _shown(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without the folders that its Python files lie in: pages are there to be mailed."""
+    data = recipe.model_dump(mode="json")
+    for place, name in ((data["model"], "source"), (data["data"], "source"), (data, "report")):
+        if place[name] is not None and is_code(place[name]):
+            path, _, function = place[name].rpartition(":")
+            place[name] = f"{Path(path).name}:{function}"
+    return data

@@ -3,6 +3,7 @@
 import re
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from reported import content, epoch, layer
 from torch import nn
 
 import l0prune
+from benchmarks import pictures
 from l0prune.report.content import Content, OwnerTime, Training
 from l0prune.report.page import numbers
 from l0prune.report.page.time import by_block, steps_of
@@ -123,6 +125,15 @@ def test_a_large_network_is_a_small_file_made_at_once():
     training = content().trainings[0].model_copy(update={"epochs": epochs, "steps": 3000})
     assert len(page(layers=layers, trainings=[training]).encode()) < 1_000_000
     assert time.perf_counter() - start < 5
+
+
+def test_the_pictures_of_the_documentation_are_those_of_the_committed_run(tmp_path):
+    docs = Path(__file__).parents[2] / "docs"
+    pictures.write(docs / "digits-lenet.report.json", tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (docs / path.name).read_text(), (
+            "python -m benchmarks.pictures docs/digits-lenet.report.json docs"
+        )
 
 
 def test_saved_beside_its_data(tmp_path):
