@@ -272,7 +272,8 @@ class Plan:
                 layout = layout.base
             return substitute(layout, leaf)
 
-        return self._map(axes, convert)
+        sites = (replace(site, layout=convert(site.layout)) for site in self.sites)
+        return self._map(axes, (site for site in sites if axes_of(site.layout)), convert)
 
     def narrowed(self, kept: Tensor) -> Plan:
         """The plan of the network that is left when slots are cut out.
@@ -297,29 +298,28 @@ class Plan:
             for axis, start, size in zip(self.axes, starts, sizes, strict=False)
         ]
 
-        def convert(layout: Layout) -> Layout:
-            return narrowed(layout, lambda number: kept[self.axes[number].slice])[0]
+        def stays(layout: Layout) -> tuple[Layout, Tensor]:
+            return narrowed(layout, lambda number: kept[self.axes[number].slice])
 
         def left(tensor: str, dim: int) -> Tensor:
             return self.mask(self.tensors[tensor][dim], kept)
 
         def site(of: Site) -> Site:
             # Gates of a layer may be fewer than those that cut it: all heads but not their sizes.
-            layout, mask = narrowed(of.layout, lambda number: kept[self.axes[number].slice])
-            return replace(of, layout=those(layout, mask, left(of.tensor, of.dim)))
+            return replace(of, layout=those(*stays(of.layout), left(of.tensor, of.dim)))
 
-        result = self._map(axes, convert)
-        sites = tuple(map(site, self.sites))
-        return replace(result, sites=sites, code=result.code.cut(left))
+        result = self._map(axes, map(site, self.sites), lambda layout: stays(layout)[0])
+        return replace(result, code=result.code.cut(left))
 
-    def _map(self, axes: Iterable[Axis], convert: Callable[[Layout], Layout]) -> Plan:
-        """The same plan on other axes, with every layout changed."""
-        sites = [replace(site, layout=convert(site.layout)) for site in self.sites]
+    def _map(
+        self, axes: Iterable[Axis], sites: Iterable[Site], convert: Callable[[Layout], Layout]
+    ) -> Plan:
+        """The same plan on other axes and at other sites, with every other layout changed."""
         return replace(
             self,
             axes=tuple(axes),
             tensors={n: tuple(map(convert, dims)) for n, dims in self.tensors.items()},
-            sites=tuple(site for site in sites if axes_of(site.layout)),
+            sites=tuple(sites),
             costs=tuple(replace(c, dims=tuple(map(convert, c.dims))) for c in self.costs),
             wider=tuple((convert(wide), convert(narrow)) for wide, narrow in self.wider),
             alike=tuple(tuple(map(convert, dims)) for dims in self.alike),

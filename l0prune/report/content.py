@@ -33,7 +33,7 @@ class Pair(Section):
         return self.after / self.before if self.before else None
 
 
-class Time(Section):
+class Time(Pair):
     """Milliseconds of one call: lower quartiles of turns that the two networks took alternately.
 
     Attributes:
@@ -45,7 +45,6 @@ class Time(Section):
     """
 
     before: float
-    after: float
     spread: float
     threads: int
     batch: int
@@ -53,9 +52,9 @@ class Time(Section):
     processor: str
 
     @property
-    def share(self) -> float | None:
-        """After over before."""
-        return self.after / self.before if self.before else None
+    def is_undecided(self) -> bool:
+        """Whether the two differ by less than the turns of one of them do."""
+        return abs(self.after - self.before) < self.spread * self.before
 
 
 class Metric(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ from l0prune.report.trainings import budgets_of, metric_of, seconds_of
 from l0prune.running.environment import environment
 from l0prune.timing.table import LatencyTable
 
-_CHUNK = 1 << 20
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device")
 
 
@@ -74,10 +72,7 @@ def of_export(dense: Export, first: Export | None = None) -> Content:
             bytes=Pair(before=before, after=size) if size else None,
             time=None if times is None else _time(times),
         ),
-        certificate=[
-            Comparison(**asdict(check) | {"inputs": list(map(list, check.inputs))})
-            for check in dense.certificate.checks
-        ],
+        certificate=[Comparison(**check) for check in dense.certificate.to_dict()],
         notes=dense.note,
         axes=axes,
         layers=layers,
@@ -208,11 +203,9 @@ def stored(path: Path) -> Stored:
     Raises:
         FileError: it cannot be read.
     """
-    digest = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, "sha256")
         return Stored(name=path.name, bytes=path.stat().st_size, sha256=digest.hexdigest())
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from error

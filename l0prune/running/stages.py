@@ -2,15 +2,18 @@
 
 with watched(print):
     l0prune.export(model)
+
+The watcher is told when a stage begins, and again when it is done.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
+
+from l0prune.running.watching import Happenings
 
 
 @dataclass(frozen=True)
@@ -26,30 +29,16 @@ class Stage:
     seconds: float | None = None
 
 
-Watcher = Callable[[Stage], None]
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within the context, ``watcher`` is told when a stage begins, and again when it is done."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+_stages: Happenings[Stage] = Happenings("stages")
+watched = _stages.watched
 
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
     """What runs in the context, or in the function that it decorates, is a stage of this name."""
-    watcher = _watcher.get()
-    if watcher is None:
-        yield
-        return
     start = time.monotonic()
-    watcher(Stage(name))
+    _stages.tell(Stage(name))
     try:
         yield
     finally:
-        watcher(Stage(name, time.monotonic() - start))
+        _stages.tell(Stage(name, time.monotonic() - start))

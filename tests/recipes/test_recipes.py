@@ -16,9 +16,6 @@ from l0prune.recipes import run as recipes
 from l0prune.recipes.schema import GateSection
 from l0prune.training.settings import Settings
 
-# The times of networks as small as these mean nothing.
-pytestmark = pytest.mark.filterwarnings("ignore:l0prune. the file is not faster")
-
 EXAMPLES = {
     "digits": torch.zeros(2, 1, 8, 8),
     "mnist": torch.zeros(2, 1, 28, 28),

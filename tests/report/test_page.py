@@ -112,6 +112,14 @@ def test_what_was_not_recorded_leaves_no_hole():
     read(page(trainings=[short]))
 
 
+def test_times_that_differ_less_than_their_turns_say_nothing_of_speed():
+    gain = content().gain
+    near = gain.time.model_copy(update={"after": gain.time.before * 1.06, "spread": 0.54})
+    said = verdict(content(gain=gain.model_copy(update={"time": near})))
+    assert "takes about as long (single turns differ by 54 %)" in said
+    assert "times as" not in said
+
+
 def test_only_a_page_of_a_run_that_goes_on_looks_again():
     report = l0prune.Report(content())
     assert 'http-equiv="refresh"' in report.html(live=True)

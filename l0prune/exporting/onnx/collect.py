@@ -68,10 +68,8 @@ class Network:
         Of a single thread on the CPU it is the time at work: what it waits while the system lets
         others work is no property of the network. On a machine of one's own both are the same.
         """
-        return statistics.median(self._timed(inputs, self.is_alone) for _ in range(times))
-
-    def _timed(self, inputs: dict[str, Any], is_alone: bool) -> float:
-        return milliseconds(lambda: self.session.run(None, inputs), is_alone)
+        run = partial(self.session.run, None, inputs)
+        return statistics.median(milliseconds(run, self.is_alone) for _ in range(times))
 
 
 def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:

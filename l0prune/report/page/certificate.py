@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from l0prune.report.content import Comparison
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import drawing, element, short, text, titled
+from l0prune.report.page.elements import drawing, element, is_narrow, short, text, titled
 
 Scale = Callable[[float], float]
 
@@ -31,8 +31,7 @@ def certificate(checks: Sequence[Comparison], width: int) -> Markup:
         width: of the picture.
     """
     rows = list(grouped(checks).items())
-    label = 0 if width < 600 else 250
-    left, right = label + 8, width - (12 if width < 600 else 150)
+    left, right = (8, width - 12) if is_narrow(width) else (258, width - 150)
     low = floor(log10(max(_SMALLEST, min(_shown(c.error) for c in checks))))
     high = ceil(log10(max(max(c.tolerance, c.error) for c in checks))) + 0.5
     height = _TOP + _ROW * len(rows) + _BOTTOM
@@ -85,22 +84,13 @@ def _row(
     worst = max(check.error for check in alike)
     batches = ", ".join(map(str, sorted({check.batch for check in alike})))
     said = f"{numbers.error(worst)} of {numbers.error(allowed)}"
-    if width < 600:
-        labels = [
-            text(0, y - 9, short(name, 34), class_="label"),
-            text(width, y - 9, said, class_="value", text_anchor="end"),
-        ]
-        y += 6
-    else:
-        labels = [
-            text(0, y + 4, short(name, 36), class_="label"),
-            text(width, y + 4, said, class_="value", text_anchor="end"),
-        ]
+    line, y = (y - 9, y + 6) if is_narrow(width) else (y + 4, y)
     limit = at(allowed)
     dots = [element("circle", cx=at(c.error), cy=y, r=4, class_="dot") for c in alike]
     return titled(
         f"{name}: {said}, batches of {batches}",
-        *labels,
+        text(0, line, short(name, 34), class_="label"),
+        text(width, line, said, class_="value", text_anchor="end"),
         element("line", x1=left, x2=right, y1=y, y2=y, class_="rule"),
         element("line", x1=limit, x2=limit, y1=y - 8, y2=y + 8, class_="limit"),
         *dots,

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from l0prune.cost.measures import kind_of, names
 from l0prune.report.content import Epoch, Training
-from l0prune.report.page.elements import drawing, element, text, titled
+from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
 from l0prune.report.page.panel import Curve, Point, panel
 from l0prune.training.description import IN_PERCENT
 
@@ -118,7 +118,7 @@ def gates(training: Training, width: int) -> Markup:
     column = (width - _LEFT - 8) / len(shown)
     drawn = [text(0, 13, "Gates by the probability that they are open", class_="heading")]
     rest = f"{undecided(shown[-1].gates):,} of {sum(shown[-1].gates):,} undecided at the end"
-    if width > 600:
+    if not is_narrow(width):
         drawn.append(text(width - 8, 13, rest, class_="tick", text_anchor="end"))
     for number, epoch in enumerate(shown):
         x = _LEFT + column * number

@@ -9,6 +9,7 @@ from markupsafe import Markup, escape
 Attribute = str | int | float | None
 
 _ELLIPSIS = "…"
+_NARROW = 600
 
 
 def element(name: str, *children: str, **attributes: Attribute) -> Markup:
@@ -49,6 +50,11 @@ def drawing(width: float, height: float, label: str, *children: str) -> Markup:
         viewBox=f"0 0 {width:g} {height:g}",
         role="img",
     )
+
+
+def is_narrow(width: float) -> bool:
+    """Whether a picture has no room for its labels beside what they are of."""
+    return width < _NARROW
 
 
 def plain(content: str) -> str:

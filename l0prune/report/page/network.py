@@ -10,7 +10,16 @@ from markupsafe import Markup
 
 from l0prune.report.content import Axis, Layer, Side
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import clipped, column, drawing, element, short, text, titled
+from l0prune.report.page.elements import (
+    clipped,
+    column,
+    drawing,
+    element,
+    is_narrow,
+    short,
+    text,
+    titled,
+)
 
 _LANE, _MOST_LANES = 9, 6
 _VALUE = 115  # width of the column behind the bars
@@ -52,20 +61,20 @@ def network(
         width: of the picture.
         is_survey: whether ``after`` is what can go, not what is left.
     """
-    rows, is_narrow = rows_of(layers, is_survey), width < 600
+    rows, narrow = rows_of(layers, is_survey), is_narrow(width)
     lanes = _lanes(rows)
-    height_of_row = 36 if is_narrow else 24
+    height_of_row = 36 if narrow else 24
     left = 8 + _LANE * (1 + max(lanes.values(), default=0)) if lanes else 0
     start, end = (
-        left + (0 if is_narrow else column(row.name for row in rows)),
-        width - (0 if is_narrow else _VALUE),
+        left + (0 if narrow else column(row.name for row in rows)),
+        width - (0 if narrow else _VALUE),
     )
     widest = max(row.side.before for row in rows)
     drawn = []
     for number, row in enumerate(rows):
         y = height_of_row * number
         full = max(_SHORTEST, (end - start) * sqrt(row.side.before / widest))
-        draw = _narrow if is_narrow else _wide
+        draw = _narrow if narrow else _wide
         drawn.append(draw(row, y, left, start, full, width))
     ties = [_tie(axes, rows, axis, lane, height_of_row) for axis, lane in lanes.items()]
     cut = sum(not row.is_whole for row in rows)
@@ -174,15 +183,15 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
         width: of the picture.
     """
     side, gap = 12, 4
-    names, is_narrow = [axis.name.removesuffix(".heads") for axis in axes], width < 600
-    label = 0 if is_narrow else column(names)
+    names, narrow = [axis.name.removesuffix(".heads") for axis in axes], is_narrow(width)
+    label = 0 if narrow else column(names)
     columns = int((width - label - 80) // (side + gap))
     drawn, y = [], 4.0
     for axis, name in zip(axes, names, strict=True):
         kept = set(axis.kept or ())
         shown = min(axis.before, 512)
         said = f"{axis.after} of {axis.before}"
-        top, rows = y + (18 if is_narrow else 0), -(-shown // columns)
+        top, rows = y + (18 if narrow else 0), -(-shown // columns)
         squares = [
             element(
                 "rect",

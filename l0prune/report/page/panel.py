@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from l0prune.report.content import Training
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import drawing, element, text, titled
+from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
 
 Point = tuple[float, float]
 Place = Callable[[Point], Point]
@@ -113,7 +113,7 @@ def _grid(low: float, high: float, end: float, at: Place, width: float) -> list[
         _, y = at((0.0, value))
         drawn.append(element("line", x1=_LEFT, x2=width - _RIGHT, y1=y, y2=y, class_="grid"))
         drawn.append(text(_LEFT - 6, y + 4, numbers.tick(value), class_="tick", text_anchor="end"))
-    for step in numbers.ticks(0, end, 3 if width < 600 else 6):
+    for step in numbers.ticks(0, end, 3 if is_narrow(width) else 6):
         x, floor = at((step, low))
         anchor = "end" if x > width - 40 else "middle"
         label = numbers.tick(step)

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from l0prune.report.content import OwnerTime, TimeByLayer
 from l0prune.report.page import numbers
-from l0prune.report.page.elements import column, drawing, element, short, text, titled
+from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 
 _SLIGHT = 0.002  # of the whole time
 _MOST = 24  # bars beside the first and the last
@@ -32,9 +32,9 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         time: with one module at least.
         width: of the picture.
     """
-    steps, is_narrow = steps_of(by_block(time.owners)), width < 600
-    row = 38 if is_narrow else 26
-    label, right = (0, 0) if is_narrow else (column(step.name for step in steps), 115)
+    steps, narrow = steps_of(by_block(time.owners)), is_narrow(width)
+    row = 38 if narrow else 26
+    label, right = (0, 0) if narrow else (column(step.name for step in steps), 115)
     most = max(max(step.before, step.after) for step in steps) or 1.0
 
     def at(ms: float) -> float:
@@ -45,14 +45,14 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         y = row * number
         said = _said(step)
         low, high = sorted((at(step.before), at(step.after)))
-        line, bar_y = (y + 14, y + 20) if is_narrow else (y + 17, y + 6)
+        line, bar_y = (y + 14, y + 20) if narrow else (y + 17, y + 6)
         drawn.append(
             titled(
                 f"{step.name}: {said}",
                 text(
                     0,
                     line,
-                    short(step.name, 30 if is_narrow else 44),
+                    short(step.name, 30 if narrow else 44),
                     class_="label",
                 ),
                 text(width, line, said, class_="value", text_anchor="end"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from l0prune.report.content import Content, Gain, Metric, Pair, Time
@@ -37,7 +37,8 @@ def verdict(content: Content) -> str:
         return _reach(content)
     if content.about == "sweep":
         return f"{len(content.runs)} runs, compared by what they cost and what they are worth."
-    parts = list(_sizes(gain))
+    shares = _shares(gain, "its")
+    parts = [f"keeps {shares}"] if shares else []
     if gain.time is not None and gain.time.share:
         parts.append(_speed(gain.time))
     if gain.metric is not None:
@@ -63,15 +64,9 @@ def verdict(content: Content) -> str:
 
 def _reach(content: Content) -> str:
     """How much of a network gates could take away."""
-    pairs = (("parameters", content.gain.params), ("MACs", content.gain.macs))
-    shares = [
-        f"{numbers.percent(pair.share)} of the {label}"
-        for label, pair in pairs
-        if pair is not None and pair.share is not None
-    ]
     gates = sum(axis.before for axis in content.axes)
     where = f"{gates:,} gates on {len(content.axes)} axes"
-    return f"{where} can reach {' and '.join(shares) or 'nothing'}. Nothing is cut yet."
+    return f"{where} can reach {_shares(content.gain, 'the') or 'nothing'}. Nothing is cut yet."
 
 
 def _sentence(parts: list[str]) -> str:
@@ -80,21 +75,24 @@ def _sentence(parts: list[str]) -> str:
     return f"The network {joined}."
 
 
-def _sizes(gain: Gain) -> Iterator[str]:
-    shares = [
-        f"{numbers.percent(pair.share)} of its {label}"
+def _shares(gain: Gain, whose: str) -> str:
+    """What is left, or can go, of parameters and MACs; empty where neither is known."""
+    return " and ".join(
+        f"{numbers.percent(pair.share)} of {whose} {label}"
         for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
         if pair is not None and pair.share is not None
-    ]
-    if shares:
-        yield f"keeps {' and '.join(shares)}"
+    )
 
 
 def _speed(time: Time) -> str:
+    if time.is_undecided:
+        return f"takes about as long (single turns differ by {numbers.percent(time.spread)})"
     return f"{'is' if time.after <= time.before else 'takes'} {_pace(time)}"
 
 
 def _pace(time: Time) -> str:
+    if time.is_undecided:
+        return "about as long"
     if time.after <= time.before:
         return f"{time.before / time.after:.3g} times as fast" if time.after else "at once"
     return f"{time.after / time.before:.3g} times as long"
