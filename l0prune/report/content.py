@@ -127,6 +127,7 @@ class Comparison(Section):
         tolerance: what it must not exceed.
         part: the submodule that was compared, where not the whole model was.
         inputs: shapes of the tensors that both were given.
+        outputs: of several, the error of each by its name; empty where there is one.
     """
 
     what: str
@@ -136,6 +137,7 @@ class Comparison(Section):
     tolerance: float
     part: str = ""
     inputs: list[list[int]] = Field(default_factory=list)
+    outputs: dict[str, float] = Field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

@@ -4,7 +4,12 @@ from torch import nn
 
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import answers_of
-from l0prune.exporting.certify.certificate import Certificate, compare, compare_onnx
+from l0prune.exporting.certify.certificate import (
+    Certificate,
+    compare,
+    compare_in_parts,
+    compare_onnx,
+)
 from l0prune.exporting.certify.difference import difference
 
 INPUTS = (((torch.linspace(-1, 1, 12).reshape(2, 6),), {}),)
@@ -68,3 +73,55 @@ def test_equal_infinities_are_no_difference():
     a = torch.tensor([1.0, float("-inf"), 2.0])
     assert difference(a, a.clone()) == 0
     assert difference(a, torch.tensor([1.0, 0.0, 2.0])) == float("inf")
+
+
+class Heads(nn.Module):
+    """Several outputs, of which one may differ."""
+
+    def __init__(self, error: float = 0.0):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        return {"sum": x.sum(1), "boxes": [x + self.error, 2 * x], "count": len(x)}
+
+
+def test_of_several_outputs_each_has_its_error():
+    exact, single = compare(answers_of(Heads(), INPUTS), Heads(error=1e-7))
+    assert [name for name, _ in exact.outputs] == ["sum", "boxes_0", "boxes_1"]
+    assert dict(exact.outputs) == pytest.approx({"sum": 0, "boxes_0": 1e-7, "boxes_1": 0})
+    assert exact.error == max(dict(exact.outputs).values())
+    assert single.error == max(dict(single.outputs).values())
+    found = compare_onnx(
+        answers_of(Heads(), INPUTS), lambda given: [given[0].sum(1), given[0], 2 * given[0]]
+    )
+    assert [name for name, _ in found[0].outputs] == ["sum", "boxes_0", "boxes_1"]
+
+
+def test_of_one_output_there_is_nothing_more_to_say():
+    (check, _) = compare(answers_of(Plus(0.0), INPUTS), Plus(0.0))
+    assert check.outputs == ()
+
+
+def test_outputs_of_one_name_are_told_apart():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return {"a": (x, 2 * x), "a_0": 3 * x}
+
+    (check, _) = compare(answers_of(Twice(), INPUTS), Twice())
+    assert [name for name, _ in check.outputs] == ["a_0", "a_1", "a_0 (2)"]
+
+
+def test_the_outputs_of_parts_are_called_by_their_paths():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(6, 4)
+
+        def forward(self, x):
+            return (self.body(x) + self.body(2 * x)).relu()
+
+    model = Two()
+    _, checks = compare_in_parts(model, model, ["body"], list(INPUTS))
+    names = [name for name, _ in checks[0].outputs]
+    assert names == ["body.output", "body.output (2)", "output"]

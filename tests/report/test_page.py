@@ -13,8 +13,9 @@ from torch import nn
 
 import l0prune
 from benchmarks import pictures
-from l0prune.report.content import Content, OwnerTime, Training
+from l0prune.report.content import Comparison, Content, OwnerTime, Training
 from l0prune.report.page import numbers
+from l0prune.report.page.certificate import rows_of
 from l0prune.report.page.time import by_block, steps_of
 from l0prune.report.page.verdict import verdict
 
@@ -85,6 +86,38 @@ def test_hostile_names_are_text(name):
     assert "49" not in re.findall(r"<h1>(.*?)</h1>", page(name))
     words = [t for t in reader.words if t.strip()]
     assert any(t == name or t.replace("\x00", "") == name.replace("\x00", "") for t in words)
+
+
+def comparison(outputs, what="class", batch=2):
+    error = max(outputs.values())
+    return Comparison(
+        what=what, dtype="float32", batch=batch, error=error, tolerance=1e-5, outputs=outputs
+    )
+
+
+def test_the_certificate_has_a_row_for_each_of_several_outputs():
+    checks = [comparison({"boxes": 2e-7, "scores": 3e-6}, batch=n) for n in (1, 2)]
+    alone = Comparison(what="onnx", dtype="float32", batch=1, error=1e-6, tolerance=1e-5)
+    rows = rows_of([*checks, alone])
+    assert [(row.name, row.errors) for row in rows] == [
+        ("own class, float32, 2 outputs", ()),
+        ("boxes", (2e-7, 2e-7)),
+        ("scores", (3e-6, 3e-6)),
+        ("ONNX file, float32", (1e-6,)),
+    ]
+    reader = read(page(certificate=checks))
+    text = " ".join(reader.words)
+    assert "3.0e-06 of 1.0e-05" in text
+    assert reader.words.count("boxes") == 2 + 2 * 1  # two sizes of the picture, two comparisons
+
+
+def test_of_many_outputs_those_that_differ_most_have_rows():
+    outputs = {f"hidden_states_{n}": 1e-9 * (n + 1) for n in range(25)}
+    heading, *rows = rows_of([comparison(outputs)])
+    assert heading.name == "own class, float32, 25 outputs"
+    assert [row.name for row in rows[:-1]] == [f"hidden_states_{n}" for n in range(18, 25)]
+    assert rows[-1].name == "18 others, which differ less"
+    assert len(rows[-1].errors) == 18
 
 
 def test_nothing_comes_from_elsewhere():

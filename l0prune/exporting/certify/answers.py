@@ -16,6 +16,7 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.difference import comparable, difference
 from l0prune.exporting.certify.lending import lent, read_of
 from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.output_names import tensor_names
 from l0prune.exporting.slicing.dtypes import cast, name_of
 from l0prune.running.stages import stage
 
@@ -29,12 +30,14 @@ class Answer:
         exact: the tensors and numbers of its output in float64.
         single: the same in float32.
         read: names of the parameters that its forward has read by now.
+        names: what the tensors of its output are called.
     """
 
     inputs: Inputs
     exact: Sequence[Any]
     single: Sequence[Any]
     read: frozenset[str] = frozenset()
+    names: tuple[str, ...] = ()
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """The output in one of the two."""
@@ -61,27 +64,34 @@ def answers_of(model: nn.Module, inputs: Sequence[Inputs], path: str = "") -> tu
     Raises:
         CertificateError: it cannot be run.
     """
-    exact, read = _outputs(model, inputs, torch.float64, path)
-    single, _ = _outputs(model, inputs, torch.float32, path)
-    return tuple(Answer(*each, read) for each in zip(inputs, exact, single, strict=True))
+    exact, names, read = _outputs(model, inputs, torch.float64, path)
+    single, _, _ = _outputs(model, inputs, torch.float32, path)
+    return tuple(
+        Answer(given, a, b, read, tuple(called))
+        for given, a, b, called in zip(inputs, exact, single, names, strict=True)
+    )
 
 
 def _outputs(
     model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
-) -> tuple[list[list[Any]], frozenset[str]]:
+) -> tuple[list[list[Any]], list[list[str]], frozenset[str]]:
+    """What can be compared of each output, what its tensors are called, and what was read."""
     # the whole model is lent: a submodule alone would take its gates along as they are
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
-    outputs = (comparable(output_of(again, given, dtype)) for given in inputs)
-    # copies, as it may return what its next forward writes into
-    copies = [pytree.tree_map_only(Tensor, torch.clone, output) for output in outputs]
-    return copies, read_of(whole)
+    found, names = [], []
+    for given in inputs:
+        output = output_of(again, given, dtype)
+        # copies, as it may return what its next forward writes into
+        found.append(pytree.tree_map_only(Tensor, torch.clone, comparable(output)))
+        names.append(tensor_names(output))
+    return found, names, read_of(whole)
 
 
 def is_valid(model: nn.Module, given: Inputs) -> bool:
     """Does the model take these inputs, and make numbers of them? Asked in float64."""
     try:
-        (output,), _ = _outputs(model, [given], torch.float64)
+        (output,), _, _ = _outputs(model, [given], torch.float64)
     except CertificateError:
         return False
     return not holds_nan(output)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -15,8 +15,9 @@ from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.recording import Call, examples_given, examples_in, filled, record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, output_of, running_in
-from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.difference import differences, largest
 from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.output_names import tensor_names
 from l0prune.exporting.slicing.dtypes import cast, name_of
 
 # Relative to the largest output: rounding in float64, and in float32.
@@ -43,6 +44,7 @@ class Check:
         tolerance: what it must not exceed.
         part: the submodule that was compared, where not the whole model was.
         inputs: the shapes of the tensors that both were given.
+        outputs: where there are several, the name and the error of each.
     """
 
     what: Compared
@@ -52,6 +54,7 @@ class Check:
     tolerance: float
     part: str = ""
     inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[str, float], ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -111,7 +114,11 @@ class Certificate:
     def to_dict(self) -> list[dict[str, Any]]:
         """The checks as plain data, as JSON reads it back."""
         return [
-            {**asdict(check), "inputs": [list(shape) for shape in check.inputs]}
+            {
+                **asdict(check),
+                "inputs": [list(shape) for shape in check.inputs],
+                "outputs": dict(check.outputs),
+            }
             for check in self.checks
         ]
 
@@ -155,10 +162,19 @@ def compare_in_parts(
     checks, received = [], {path: list[Inputs]() for path in paths}
     for given in inputs:
         calls, others = (_calls(model, paths, given, exact) for model in (first, second))
-        error = difference([c.output for c in calls], [c.output for c in others])
-        name = name_of(exact)
-        size, allowed = examples_given(given), TOLERANCE[name]
-        checks.append(Check("dense", name, size, error, allowed, inputs=_shapes(given)))
+        errors = differences([c.output for c in calls], [c.output for c in others])
+        name, outputs = name_of(exact), _outputs(_names(calls), errors)
+        checks.append(
+            Check(
+                "dense",
+                name,
+                examples_given(given),
+                largest(errors),
+                TOLERANCE[name],
+                inputs=_shapes(given),
+                outputs=outputs,
+            )
+        )
         for call in calls[:-1]:
             received[call.path].append(filled(call.inputs))
     answers = {path: answers_of(gated, of, path) for path, of in received.items()}
@@ -222,10 +238,33 @@ def compare_onnx(
 
 
 def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part: str = "") -> Check:
-    error = difference(answer.at(dtype), found)
+    errors = differences(answer.at(dtype), found)
+    error = largest(errors)
     allowed = _allowed(answer, error, dtype)
     size, shapes = examples_in(answer.inputs), _shapes(answer.inputs)
-    return Check(what, name_of(dtype), size, error, allowed, part, shapes)
+    outputs = _outputs(answer.names, errors)
+    return Check(what, name_of(dtype), size, error, allowed, part, shapes, outputs)
+
+
+def _outputs(names: Sequence[str], errors: Sequence[float]) -> tuple[tuple[str, float], ...]:
+    """The error of each of several outputs; nothing of a single one, whose error is all."""
+    if len(errors) < 2:
+        return ()
+    found: dict[str, float] = {}
+    seen: Counter[str] = Counter()
+    for name, error in zip(names, errors, strict=True):
+        seen[name] += 1
+        found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = error
+    return tuple(found.items())
+
+
+def _names(calls: Sequence[Call]) -> list[str]:
+    """What the outputs of these calls are called, with the path of what was called."""
+    return [
+        ".".join(filter(None, (call.path, name)))
+        for call in calls
+        for name in tensor_names(call.output)
+    ]
 
 
 def _allowed(answer: Answer, error: float, dtype: torch.dtype) -> float:

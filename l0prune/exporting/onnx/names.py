@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
-from torch.utils import _pytree as pytree
+
+from l0prune.exporting.output_names import leaf_names
 
 if TYPE_CHECKING:
     import onnx
@@ -28,29 +28,8 @@ def output_names(program: ExportedProgram) -> list[str]:
     structure = program.call_spec.out_spec
     if structure is None or structure.num_leaves != len(given):
         return []
-    leaves = [torch.tensor(number) for number in range(len(given))]
-    tree = pytree.tree_unflatten(leaves, structure)
-    named = {int(leaf): "_".join(path) or "output" for path, leaf in _paths(tree, ())}
-    names = [named.get(number, f"output_{number}") for number in range(len(given))]
+    names = leaf_names(structure)
     return list(compress(names, (isinstance(arg, TensorArgument) for arg in given)))
-
-
-def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Each tensor in a structure with the keys that lead to it."""
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _paths(value, (*path, str(key)))
-    elif isinstance(tree, list | tuple):
-        fields = getattr(tree, "_fields", [str(number) for number in range(len(tree))])
-        start = path if path or hasattr(tree, "_fields") else ("output",)
-        for key, value in zip(fields, tree, strict=True):
-            yield from _paths(value, (*start, key))
-    else:
-        held = vars(tree) if hasattr(tree, "__dict__") else {}
-        for key, value in held.items():
-            yield from _paths(value, (*path, key))
 
 
 def rename(

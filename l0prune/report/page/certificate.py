@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import ceil, floor, log10
 
 from markupsafe import Markup
@@ -13,7 +15,9 @@ from l0prune.report.page.elements import drawing, element, is_narrow, short, tex
 
 Scale = Callable[[float], float]
 
-_ROW, _TOP, _BOTTOM = 40, 12, 34
+_ROW, _HEADING, _TOP, _BOTTOM = 40, 30, 12, 34
+_INDENT = 14
+_MOST_OUTPUTS = 8  # of one kind of comparison that have a row of their own
 _SMALLEST = 1e-17  # differences of 0 are shown there
 WHAT = {
     "dense": "sliced graph",
@@ -23,6 +27,35 @@ WHAT = {
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """A line of the picture; without dots it is a heading of those below it.
+
+    Attributes:
+        name: of what was compared; of an output below a heading.
+        errors: a dot for each.
+        allowed: the largest tolerance.
+        batches: sizes of the batches.
+        heading: what the output belongs to; empty where the row is not below one.
+    """
+
+    name: str
+    errors: tuple[float, ...] = ()
+    allowed: float = 0.0
+    batches: tuple[int, ...] = ()
+    heading: str = ""
+
+    @property
+    def height(self) -> float:
+        """Of the line in the picture."""
+        return _ROW if self.errors else _HEADING
+
+    @property
+    def said(self) -> str:
+        """The largest error beside what is allowed."""
+        return f"{numbers.error(max(self.errors))} of {numbers.error(self.allowed)}"
+
+
 def certificate(checks: Sequence[Comparison], width: int) -> Markup:
     """The picture.
 
@@ -30,21 +63,22 @@ def certificate(checks: Sequence[Comparison], width: int) -> Markup:
         checks: at least one.
         width: of the picture.
     """
-    rows = list(grouped(checks).items())
+    rows = rows_of(checks)
     left, right = (8, width - 12) if is_narrow(width) else (258, width - 150)
-    low = floor(log10(max(_SMALLEST, min(_shown(c.error) for c in checks))))
+    low = floor(log10(min(_shown(error) for row in rows for error in row.errors)))
     high = ceil(log10(max(max(c.tolerance, c.error) for c in checks))) + 0.5
-    height = _TOP + _ROW * len(rows) + _BOTTOM
+    floor_ = _TOP + sum(row.height for row in rows)
 
     def at(value: float) -> float:
         return left + (right - left) * (log10(_shown(value)) - low) / (high - low)
 
-    drawn = [_axis(low, floor(high), at, height - _BOTTOM)]
-    for number, (name, alike) in enumerate(rows):
-        drawn.append(_row(name, alike, _TOP + _ROW * (number + 0.5), at, left, right, width))
+    drawn, y = [_axis(low, floor(high), at, floor_)], float(_TOP)
+    for row in rows:
+        drawn.append(_drawn(row, y + row.height / 2, at, left, right, width))
+        y += row.height
     passed = all(check.passed for check in checks)
     said = "all within their tolerance" if passed else "not all within their tolerance"
-    return drawing(width, height, f"{len(checks)} comparisons, {said}", *drawn)
+    return drawing(width, floor_ + _BOTTOM, f"{len(checks)} comparisons, {said}", *drawn)
 
 
 def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
@@ -55,6 +89,36 @@ def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
         name = f"{WHAT.get(check.what, check.what)}{of}, {check.dtype}"
         found.setdefault(name, []).append(check)
     return found
+
+
+def rows_of(checks: Sequence[Comparison]) -> list[Row]:
+    """A row for each kind of comparison; of several outputs a heading and a row for each."""
+    return [row for name, alike in grouped(checks).items() for row in _rows(name, alike)]
+
+
+def _rows(name: str, alike: Sequence[Comparison]) -> Iterator[Row]:
+    allowed = max(check.tolerance for check in alike)
+    batches = tuple(sorted({check.batch for check in alike}))
+    errors: dict[str, list[float]] = defaultdict(list)
+    for check in alike:
+        for output, error in check.outputs.items():
+            errors[output].append(error)
+    if not errors:
+        yield Row(name, tuple(check.error for check in alike), allowed, batches)
+        return
+    yield Row(f"{name}, {len(errors)} outputs")
+    for output, of in _shortened(errors).items():
+        yield Row(output, tuple(of), allowed, batches, name)
+
+
+def _shortened(errors: dict[str, list[float]]) -> dict[str, list[float]]:
+    """No more outputs than have room: the ones that differ most, and all others together."""
+    if len(errors) <= _MOST_OUTPUTS:
+        return errors
+    worst = sorted(errors, key=lambda name: -max(errors[name]))[: _MOST_OUTPUTS - 1]
+    others = [error for name, of in errors.items() if name not in worst for error in of]
+    shown = {name: of for name, of in errors.items() if name in worst}
+    return {**shown, f"{len(errors) - len(worst)} others, which differ less": others}
 
 
 def _shown(value: float) -> float:
@@ -71,26 +135,18 @@ def _axis(low: int, high: int, at: Scale, y: float) -> Markup:
     return element("g", *marks)
 
 
-def _row(
-    name: str,
-    alike: Sequence[Comparison],
-    y: float,
-    at: Scale,
-    left: float,
-    right: float,
-    width: int,
-) -> Markup:
-    allowed = max(check.tolerance for check in alike)
-    worst = max(check.error for check in alike)
-    batches = ", ".join(map(str, sorted({check.batch for check in alike})))
-    said = f"{numbers.error(worst)} of {numbers.error(allowed)}"
+def _drawn(row: Row, y: float, at: Scale, left: float, right: float, width: int) -> Markup:
+    indent = _INDENT if row.heading else 0
+    if not row.errors:
+        return text(0, y + 7, short(row.name, 60), class_="label")
     line, y = (y - 9, y + 6) if is_narrow(width) else (y + 4, y)
-    limit = at(allowed)
-    dots = [element("circle", cx=at(c.error), cy=y, r=4, class_="dot") for c in alike]
+    limit = at(row.allowed)
+    dots = [element("circle", cx=at(each), cy=y, r=4, class_="dot") for each in row.errors]
+    name = f"{row.heading}, {row.name}" if row.heading else row.name
     return titled(
-        f"{name}: {said}, batches of {batches}",
-        text(0, line, short(name, 34), class_="label"),
-        text(width, line, said, class_="value", text_anchor="end"),
+        f"{name}: {row.said}, batches of {', '.join(map(str, row.batches))}",
+        text(indent, line, short(row.name, 32), class_="label"),
+        text(width, line, row.said, class_="value", text_anchor="end"),
         element("line", x1=left, x2=right, y1=y, y2=y, class_="rule"),
         element("line", x1=limit, x2=limit, y1=y - 8, y2=y + 8, class_="limit"),
         *dots,
