@@ -48,7 +48,7 @@ def plain(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
 
 
 def survey_and_gate(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-    found = l0prune.survey(model, args)
+    found = l0prune.survey(model, args, own_class=False)
     l0prune.gate(model, args, survey=found)
     l0prune.ungate(model)
 

@@ -57,7 +57,7 @@ def possible(
     before = signal.signal(signal.SIGVTALRM, _stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, limit)
     try:
-        fixed = l0prune.survey(model, args, kwargs, dynamic_shapes=shapes).fixed
+        fixed = l0prune.survey(model, args, kwargs, dynamic_shapes=shapes, own_class=False).fixed
     except _Late:
         return None
     finally:

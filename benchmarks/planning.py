@@ -121,7 +121,7 @@ def main() -> None:
         llama = Llama(options.layers, 8192, 64, 8, 28_672).eval()
         tokens = torch.zeros(2, 64, dtype=torch.int64)
     start = time.perf_counter()
-    found = l0prune.survey(llama, (tokens,))
+    found = l0prune.survey(llama, (tokens,), own_class=False)
     took = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(

@@ -8,7 +8,10 @@ import l0prune
 
 def plans(names):
     """A line for each of ``networks.CASES``."""
-    surveys = (l0prune.survey(CASES[name][0], (torch.randn(CASES[name][1]),)) for name in names)
+    surveys = (
+        l0prune.survey(CASES[name][0], (torch.randn(CASES[name][1]),), own_class=False)
+        for name in names
+    )
     return "".join(f"{survey.plan.to_json()}\n" for survey in surveys)
 
 

@@ -1,4 +1,4 @@
-"""The lines of the user's code at which torch takes a size that was to be free for a number."""
+"""Lines of the user's code: at which torch takes a free size for a number, or which raise."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import linecache
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -42,8 +43,7 @@ class Places:
         line = self.fixed[-1] if self.fixed else next(broken, None)
         if line is None:
             return ""
-        file, number = line
-        return f'{os.path.basename(file)}:{number}, "{linecache.getline(file, number).strip()}"'
+        return _shown(line)
 
 
 @contextmanager
@@ -64,6 +64,19 @@ def noted_places() -> Iterator[Places]:
             if hasattr(ShapeEnv, name):  # a torch that has it otherwise: then no line is said
                 stack.enter_context(mock.patch.object(ShapeEnv, name, _after(note, name)))
         yield places
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's code that an error came through; empty if there is none."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, number) for frame, number in frames]
+    own = [line for line in lines if not _is_library(line[0])]
+    return _shown(own[-1]) if own else ""
+
+
+def _shown(line: _Line) -> str:
+    file, number = line
+    return f'{os.path.basename(file)}:{number}, "{linecache.getline(file, number).strip()}"'
 
 
 def _after(note: Any, name: str) -> Any:

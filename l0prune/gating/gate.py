@@ -116,7 +116,7 @@ def gate(
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
-    example = _kept_example(found.example)
+    example = kept_example(found.example)
     attach(model, Gates(plan, kind, _placed(log_alpha, model, plan), example, free))
     return given
 
@@ -195,7 +195,7 @@ def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
     return log_alpha.to(parameters[0].device, torch.float64 if double else torch.float32)
 
 
-def _kept_example(example: Example) -> Example:
+def kept_example(example: Example) -> Example:
     """The example inputs as the model carries them: copies on the CPU.
 
     One on the meta device has no values: it gets random ones, and zeros for whole numbers.

@@ -21,6 +21,7 @@ from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls
+from l0prune.infer.standardised_weights import weight_behind
 from l0prune.plan.code import PARTS, Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan
@@ -42,9 +43,17 @@ def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
         queries=tuple(chain.from_iterable(filter(None, factors.values()))),
         reused=tuple(_reused(model, every, received)),
         calls=sized_calls(analysis, {node for node, known in factors.items() if known is None}),
+        standardised=tuple(_standardised(analysis)),
     )
     alike = (*_equal_pieces(analysis), *_of_one_number(plan, model, every))
     return replace(analysis, plan=replace(plan, code=code, alike=tuple(dict.fromkeys(alike))))
+
+
+def _standardised(analysis: Analysis) -> Iterator[str]:
+    """The names of the weights that some module standardises."""
+    captured = analysis.captured
+    behind = filter(None, map(weight_behind, captured.graph.nodes))
+    return (captured.names[stored.name] for stored in behind)
 
 
 def _regions(analysis: Analysis) -> Regions:

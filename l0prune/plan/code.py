@@ -98,6 +98,7 @@ class Code:
         queries: what attention without a scale of its own is computed from.
         reused: sizes that no attribute has.
         calls: the calls that are given sizes, in order, those of submodules included.
+        standardised: names of the tensors whose mean or norm over their inputs its forward takes.
     """
 
     sizes: Mapping[str, Layouts] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Code:
     queries: tuple[Factor, ...] = ()
     reused: tuple[ReusedSize, ...] = ()
     calls: Mapping[str, tuple[SizedCall, ...]] = field(default_factory=dict)
+    standardised: tuple[str, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
         """The same with every layout changed."""
@@ -118,7 +120,7 @@ class Code:
             for r in self.reused
         )
         calls = {path: tuple(c.map(change) for c in each) for path, each in self.calls.items()}
-        return Code(sizes, averages, tuple(queries), tuple(reused), calls)
+        return Code(sizes, averages, tuple(queries), tuple(reused), calls, self.standardised)
 
     def cut(self, left: Callable[[str, int], Tensor]) -> Code:
         """The same of a model whose tensors were cut.
@@ -139,6 +141,7 @@ class Code:
             (*self.queries, *other.queries),
             (*self.reused, *other.reused),
             {**self.calls, **other.calls},
+            (*self.standardised, *other.standardised),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -159,7 +162,8 @@ class Code:
             ]
             for path, each in self.calls.items()
         }
-        return {**data, "queries": queries, "reused": reused, "calls": calls}
+        data |= {"queries": queries, "reused": reused, "calls": calls}
+        return {**data, "standardised": list(self.standardised)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Code:
@@ -180,7 +184,8 @@ class Code:
             path: tuple(map(SizedCall.from_json, each))
             for path, each in data.get("calls", {}).items()
         }
-        return Code(sizes, averages, tuple(queries), tuple(reused), calls)
+        standardised = tuple(data.get("standardised", ()))
+        return Code(sizes, averages, tuple(queries), tuple(reused), calls, standardised)
 
 
 def _ranges_left(ranges: Sequence[tuple[int, int]], left: Tensor) -> tuple[tuple[int, int], ...]:

@@ -12,11 +12,12 @@ from rich.text import Text
 from torch import nn
 
 from l0prune.capture.fixed_sizes import fixed_batch, fixed_sizes
-from l0prune.capture.free_sizes import free_sizes
+from l0prune.capture.free_sizes import ALL_FIXED, free_sizes
 from l0prune.capture.weights import Weight, weights_of
 from l0prune.capture.wrappers import inside
 from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
+from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of
@@ -36,6 +37,9 @@ class Survey:
             on its two sides or the reason why they stay whole.
         draws: operators that draw random numbers in eval mode, each with its source line.
         fixed: of the sizes that were asked to be free those that cannot be, by name, and why.
+        no_class: why an export will be the captured graph and not of the model's own class, found
+            by a trial with half of all slots cut; empty where it keeps its class, None where that
+            was not tried.
         weights: what the layers were found by.
     """
 
@@ -45,6 +49,7 @@ class Survey:
     layers: tuple[Layer, ...] = ()
     draws: tuple[str, ...] = ()
     fixed: Mapping[str, str] = field(default_factory=dict)
+    no_class: str | None = None
     weights: tuple[Weight, ...] = field(default=(), repr=False)
 
     @property
@@ -96,6 +101,8 @@ class Survey:
             "parts": list(self.plan.parts),
             "draws": list(self.draws),
             "fixed_sizes": dict(self.fixed),
+            "own_class": None if self.no_class is None else not self.no_class,
+            "no_class": self.no_class,
             "reused_sizes": [each.text(self.plan.names) for each in self.plan.code.reused],
         }
 
@@ -124,7 +131,12 @@ class Survey:
                 "ONNX Runtime draws others. Noise that is an input of the model has neither limit."
             )
         yield from map(Text, self.fixed.values())
-        if self.plan.code.reused:
+        if self.no_class:
+            yield Text(
+                "Tried with half of all slots cut, an export is the captured graph, not of the "
+                f"model's own class: {self.no_class}."
+            )
+        elif self.plan.code.reused:
             yield Text(self._on_class())
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
@@ -160,6 +172,7 @@ def survey(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dynamic_shapes: Any = None,
+    own_class: bool = True,
 ) -> Survey:
     """Find every axis of the model that can be cut, without changing the model.
 
@@ -171,6 +184,8 @@ def survey(
         dynamic_shapes: sizes of the inputs that are to be free beside the batch, in torch.export's
             format (``{"x": {2: "height", 3: "width"}}``): which of them the model's code fixes, and
             does it fix the batch? ``{}`` asks for the batch alone.
+        own_class: try on a copy with half of all slots cut whether an export can be of the model's
+            own class. It takes about as long as the model on a few inputs in float64.
 
     Raises:
         CaptureError: torch.export cannot follow the model's forward on these inputs.
@@ -185,4 +200,9 @@ def survey(
     fixed = fixed_sizes(model, parts.example, free)
     if dynamic_shapes is not None and parts.plan.parts == ("",):
         fixed = fixed_batch(model, parts.example) | fixed
-    return Survey(parts.plan, parts.example, parts.unused, layers, parts.draws, fixed, weights)
+    no_class = None
+    if own_class:
+        no_class = why_no_class(model, parts.plan, parts.example, ALL_FIXED if fixed else free)
+    return Survey(
+        parts.plan, parts.example, parts.unused, layers, parts.draws, fixed, no_class, weights
+    )

@@ -73,7 +73,7 @@ _surveys: dict[str, l0prune.Survey] = {}
 def surveyed(make, example) -> l0prune.Survey:
     """The survey of a model, made once for all tests."""
     if make.__name__ not in _surveys:
-        _surveys[make.__name__] = l0prune.survey(make(), (example(),))
+        _surveys[make.__name__] = l0prune.survey(make(), (example(),), own_class=False)
     return _surveys[make.__name__]
 
 

@@ -59,7 +59,7 @@ def detector(seed=0):
 
 def test_the_largest_parts_that_can_be_captured_are_surveyed():
     model = detector()
-    found = l0prune.survey(model, (images(),))
+    found = l0prune.survey(model, (images(),), own_class=False)
     assert set(found.plan.parts) == {"stem", "refine", "head"}
     assert {(a.name, a.size) for a in found.axes} == {
         ("stem.conv", 10),
@@ -75,7 +75,7 @@ def test_macs_are_those_of_one_image_over_all_calls():
     """The stem runs once for each of two images; the refinement four times on what is kept."""
     model = detector()
     model.threshold = float("-inf")  # every one of the 25 places is kept
-    found = l0prune.survey(model, (images(),))
+    found = l0prune.survey(model, (images(),), own_class=False)
     stem, refine, head = 25 * (10 * 27 + 60), 25 * (72 + 72), 25 * (54 + 36)
     assert found.macs == stem + 2 * refine + head
 
@@ -164,7 +164,7 @@ def test_weights_that_two_parts_share_stay_whole():
     model.head[0] = nn.Linear(6, 12)
     model.head[2] = nn.Linear(12, 4)
     model.head[0].weight = model.refine[0].weight
-    found = l0prune.survey(model, (images(),))
+    found = l0prune.survey(model, (images(),), own_class=False)
     assert {a.name for a in found.axes} == {"stem.conv"}
     assert found.params == sum(p.numel() for p in model.parameters())
 
@@ -180,7 +180,7 @@ def test_what_lies_between_the_parts_is_accounted_for():
             return [f["boxes"] @ self.mix[:4, :4] for f in super().forward(images)]
 
     model = Between()
-    found = l0prune.survey(model, (images(),))
+    found = l0prune.survey(model, (images(),), own_class=False)
     reasons = {pin.where: pin.reason for pin in found.pins}
     assert reasons["mix dim 0"] == "code that torch.export cannot follow may use it"
     (mix,) = [layer for layer in found.layers if layer.name == "mix"]

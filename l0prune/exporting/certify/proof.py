@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -80,7 +80,7 @@ def prove_class(
         predicted: parameters that the dense model must have.
         counted: by name, the parameters that count; the others were not used in eval mode.
     """
-    answers = next(_answers_to_all(subject), ())
+    answers = answers_to_all(subject, BATCHES)
     if not answers or not counted <= answers[0].read:
         return None
     choice = choose(own, [Reference("", subject.gated, answers)])
@@ -99,14 +99,15 @@ def prove_class(
     )
 
 
-def _answers_to_all(subject: Subject) -> Iterator[tuple[Answer, ...]]:
-    """What the gated model computes on inputs of all of ``BATCHES``, where it takes them."""
-    for inputs in trials(subject.example, BATCHES, subject.free, subject.sizes):
-        if len(inputs) == len(BATCHES):
+def answers_to_all(subject: Subject, batches: Sequence[int]) -> tuple[Answer, ...]:
+    """What the gated model computes on inputs of all these batches; empty if it takes no such."""
+    for inputs in trials(subject.example, batches, subject.free, subject.sizes):
+        if len(inputs) == len(batches):
             with suppress(CertificateError):
                 answers = _answers(subject, inputs)
                 if not any(holds_nan(answer.exact) for answer in answers):
-                    yield answers
+                    return answers
+    return ()
 
 
 def _answers(subject: Subject, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:

@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.own_class.comparison import (
+    SOMETHING_ELSE,
     Comparison,
     InTraining,
     compare_class,
+    first_difference,
+    has_gates,
     training_fault,
 )
 from l0prune.exporting.own_class.layers import Layer, layers_for
 from l0prune.exporting.own_class.queries import query_scales
 from l0prune.exporting.own_class.remembered_sizes import (
     given_sizes,
+    known_cause,
     remembered_sizes,
-    reused_sizes,
     sizes_in_code,
 )
 from l0prune.exporting.own_class.resizing import (
@@ -110,7 +113,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    return OwnClass(plain, tensors, distinct, layers, scales, reused_sizes(chosen))
+    return OwnClass(plain, tensors, distinct, layers, scales, known_cause(chosen))
 
 
 def _joined(*changes: Changes) -> Changes:
@@ -130,16 +133,18 @@ class Reference:
         path: of the submodule; empty for the whole model.
         module: the one before the cut, as it can be trained: a captured graph has no such mode.
         answers: what has to come out in eval mode.
+        is_trained: whether training mode matters.
     """
 
     path: str
     module: nn.Module
     answers: Sequence[Answer]
+    is_trained: bool = True
 
     @cached_property
     def in_training(self) -> InTraining | None:
         """What has to come out in training mode; None where that cannot be tried."""
-        return InTraining.of(self.module, self.answers[0].inputs)
+        return InTraining.of(self.module, self.answers[0].inputs) if self.is_trained else None
 
 
 @dataclass(frozen=True)
@@ -151,17 +156,26 @@ class Choice:
     comparisons: dict[str, Comparison]
 
     @property
-    def faults(self) -> tuple[int, int]:
-        """How many parts are wrong, and how many more fail in training mode."""
+    def faults(self) -> tuple[int, int, int]:
+        """How many parts are wrong, how many of these do not even run; how many more fail in training."""
         found = self.comparisons.values()
-        return sum(bool(v.reason) for v in found), sum(bool(v.training) for v in found)
+        wrong = [each for each in found if each.reason]
+        failing = [each for each in wrong if each.reason != SOMETHING_ELSE]
+        return len(wrong), len(failing), sum(bool(each.training) for each in found)
 
-    def explained(self, hint: str) -> Choice:
+    def explained(self, references: Sequence[Reference], hint: str) -> Choice:
         """With what is known of the reasons why parts are wrong."""
-        comparisons = {
-            path: replace(each, reason=f"{each.reason} ({hint})") if each.reason and hint else each
-            for path, each in self.comparisons.items()
-        }
+        comparisons = {}
+        for each in references:
+            comparison, reason = self.comparisons[each.path], ""
+            if comparison.reason == SOMETHING_ELSE and has_gates(each.module):
+                new = self.module.get_submodule(each.path)
+                first = first_difference(each.module, new, each.answers[0].inputs)
+                reason = f"from {first} on" if first else ""
+            details = "; ".join(filter(None, (reason, hint if comparison.reason else "")))
+            if details:
+                comparison = replace(comparison, reason=f"{comparison.reason} ({details})")
+            comparisons[each.path] = comparison
         return replace(self, comparisons=comparisons)
 
 
@@ -170,7 +184,7 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
     """The resized model with the fewest faults, and of its guesses only those that it needs."""
     sure = best = _judged(own, own.candidates[0], references)
     for changes in own.candidates[1:]:
-        if best.faults == (0, 0):
+        if not any(best.faults):
             break
         other = _judged(own, changes, references)
         if other.faults < best.faults or (other.faults == best.faults and best.faults[0]):
@@ -181,7 +195,7 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
         other = _judged(own, fewer, references)
         if other.faults <= best.faults:
             best = other
-    return best.explained(own.hint)
+    return best.explained(references, own.hint)
 
 
 def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:

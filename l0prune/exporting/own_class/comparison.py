@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.places import raised_at
+from l0prune.capture.recording import record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
@@ -23,6 +27,7 @@ from l0prune.gating.bank import Gates
 
 # In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
 _ROUNDING = 1e-6
+SOMETHING_ELSE = "its forward computes something else at these sizes"
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,32 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
     except CertificateError as error:  # its forward raised: that is the reason
         cause = error.__cause__ or error
         first = next(iter(str(cause).splitlines()), "")
+        line = raised_at(cause)
+        at = f" at {line}" if line else ""
         return Comparison(
-            f"its forward does not allow these sizes: {type(cause).__name__}: {first}"
+            f"its forward does not allow these sizes{at}: {type(cause).__name__}: {first}"
         )
     if not all(check.passed for check in checks):
-        return Comparison("its forward computes something else at these sizes")
+        return Comparison(SOMETHING_ELSE)
     return Comparison(checks=tuple(checks))
+
+
+def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
+    """Where a resized module begins to compute something else, in eval mode.
+
+    It is the path of the first submodule to return tensors of the old shapes, and thus uncut ones,
+    that are not the same. Empty where there is none, or where that cannot be found out.
+    """
+    given = cast(inputs, torch.float64)
+    paths = [path for path, _ in new.named_modules() if path]
+    with suppress(Exception), warnings.catch_warnings(), InOneDtype(torch.float64):
+        warnings.simplefilter("ignore")
+        both = (record(lent(each, torch.float64), paths, given) for each in (module, new))
+        for old, found in zip(*both, strict=True):
+            shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
+            if shapes[0] == shapes[1] and difference(old.output, found.output) > _ROUNDING:
+                return old.path
+    return ""
 
 
 @dataclass(frozen=True)
@@ -112,7 +137,11 @@ def _in_training(module: nn.Module, inputs: Inputs) -> tuple[list[Tensor], Stead
     with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
         warnings.simplefilter("ignore")
         output = again(*args, **kwargs)
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)], draws
+    return _tensors(output), draws
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def has_gates(module: nn.Module) -> bool:

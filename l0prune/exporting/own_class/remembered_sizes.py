@@ -189,9 +189,15 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") or isinstance(module, GraphModule)
 
 
-def reused_sizes(chosen: Chosen) -> str:
-    """Where the code has one size for two dims that differ by now, as a sentence; else empty."""
+def known_cause(chosen: Chosen) -> str:
+    """Why the class may be wrong, as a sentence: what its code takes off sizes that differ by now.
+
+    It is a weight's own mean or norm, or one size that stands for two dims. Else empty.
+    """
     plan, kept = chosen.plan, chosen.kept
+    for name in plan.code.standardised:
+        if not all(plan.mask(dim, kept).all() for dim in plan.tensors[name][1:] if axes_of(dim)):
+            return f"{name} is standardised over its inputs in each forward, and some are gone"
     for reused in plan.code.reused:
         left = int(plan.mask(reused.used, kept).sum())
         read = reused.read

@@ -1,0 +1,94 @@
+"""Whether a cut model will be of its own class, tried before any gate has learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.copying import copied_around
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.recording import examples_in
+from l0prune.exporting.certify.proof import answers_to_all
+from l0prune.exporting.own_class.choice import Reference, choose, own_class
+from l0prune.exporting.slicing.chosen import chosen_on
+from l0prune.exporting.slicing.tensors import cut_by_plan
+from l0prune.exporting.subject import subject_of
+from l0prune.gating.attaching import attach
+from l0prune.gating.bank import Gates
+from l0prune.gating.gate import kept_example
+from l0prune.gating.kinds.hard_concrete import HardConcrete
+from l0prune.plan.plan import Plan
+from l0prune.running.stages import stage
+
+# Models with more parameters are not tried: that would take minutes.
+_LARGEST = 500_000_000
+_NOISE = 0.05
+
+
+@stage("trying its own class at smaller sizes")
+def why_no_class(
+    model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes = ALL_FIXED
+) -> str | None:
+    """Why an export will be a captured graph and not of the model's own class.
+
+    Half of all slots are cut at random, and the class is tried just as an export tries it, on one
+    input of another batch than the example's, in eval mode. So it does not foresee what only
+    another choice of slots shows.
+
+    Args:
+        model: without gates; it stays as it is.
+        plan: of it.
+        example: positional and keyword inputs of its forward.
+        free: sizes of its inputs that are free beside the batch.
+
+    Returns:
+        The reason; empty where the class is kept. None where that was not tried: on the meta
+        device, of a model captured in parts, of several dtypes, of more than 500 million
+        parameters, or that does not run as a copy or in float64.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    is_large = sum(p.numel() for p in model.parameters()) > _LARGEST
+    if plan.parts != ("",) or not plan.axes or is_large or any(t.is_meta for t in tensors):
+        return None
+    try:
+        return _tried(model, plan, example, free)
+    except Exception:  # whatever it is, an export will say it; a survey has no need of it
+        return None
+
+
+def _tried(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes) -> str | None:
+    subject = subject_of(_half_closed(model, plan, example, free))
+    chosen = chosen_on(plan, subject)
+    tensors = cut_by_plan(subject.plain, chosen)
+    batch = 3 if examples_in(subject.example) == 2 else 2
+    answers = answers_to_all(subject, (batch,))
+    if tensors is None or not answers or not subject.dtypes.are_one:
+        return None
+    own = own_class(subject.plain, chosen, tensors)
+    reference = Reference("", subject.gated, answers, is_trained=False)
+    return choose(own, [reference]).comparisons[""].reason
+
+
+@torch.no_grad()
+def _half_closed(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes) -> nn.Module:
+    """A copy of the model with gates, of which a random half is closed.
+
+    Noise on its weights, of which those that start at zero would hide what is wrong.
+    """
+    generator = torch.Generator().manual_seed(0)
+    closed = torch.rand(plan.size, generator=generator) < 0.5
+    for axis in plan.axes:
+        closed[axis.start] = False
+    log_alpha = torch.where(closed, -5.0, 5.0)
+    result = copied_around(model)
+    for parameter in result.parameters():
+        if parameter.is_floating_point():
+            parameter.data = _with_noise(parameter.data, generator)
+    attach(result, Gates(plan, HardConcrete(), log_alpha, kept_example(example), free))
+    return result
+
+
+def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    scale = tensor.float().square().mean().sqrt() or 1.0
+    noise = torch.randn(tensor.shape, generator=generator) * _NOISE * scale
+    return tensor + noise.to(tensor.dtype)
