@@ -95,7 +95,7 @@ def gate(
     data_spec = chosen(data, "data")
     source = l0prune.load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
     example = example_inputs(input, source)
-    found = l0prune.survey(module, *example)
+    found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,
         *example,

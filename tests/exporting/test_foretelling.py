@@ -73,8 +73,8 @@ LOST = {
     ),
     "a weight's own mean": (
         lambda: nn.Sequential(nn.Conv1d(5, 8, 1), Standardised(8, 8, 1), nn.Conv1d(8, 3, 1)),
-        "its forward computes something else at these sizes (from 2 on; 1.weight is standardised over its "
-        "inputs in each forward, and some are gone)",
+        "its forward computes something else at these sizes (from 2 on; 1.weight is standardised "
+        "over its inputs in each forward, and some are gone)",
     ),
     "a check": (
         lambda: Fn(checks_its_width, up=nn.Linear(12, 16), down=nn.Linear(16, 4)),

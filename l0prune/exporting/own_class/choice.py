@@ -157,7 +157,7 @@ class Choice:
 
     @property
     def faults(self) -> tuple[int, int, int]:
-        """How many parts are wrong, how many of these do not even run; how many more fail in training."""
+        """How many parts are wrong, how many of them raise, and how many fail in training mode."""
         found = self.comparisons.values()
         wrong = [each for each in found if each.reason]
         failing = [each for each in wrong if each.reason != SOMETHING_ELSE]

@@ -80,7 +80,7 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
         for old, found in zip(*both, strict=True):
             shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
             if shapes[0] == shapes[1] and difference(old.output, found.output) > _ROUNDING:
-                return old.path
+                return str(old.path)
     return ""
 
 
