@@ -8,8 +8,10 @@ from l0prune.report.content import (
     Comparison,
     Content,
     Epoch,
+    Fit,
     Gain,
     Layer,
+    Look,
     Metric,
     OwnerTime,
     Pair,
@@ -34,8 +36,19 @@ def layer(name, before=8, after=3, axes=(0,), reason=""):
     )
 
 
-def owner(name, before, after):
-    return OwnerTime(name=name, before=before, after=after)
+def owner(name, before, after, filling=0.0):
+    return OwnerTime(name=name, before=before, after=after, filling=filling)
+
+
+def look(predicted, observed, chosen=False):
+    return Look(
+        budget="latency=0.5",
+        dense=8.0,
+        allowed=4.0,
+        predicted=predicted,
+        observed=observed,
+        chosen=chosen,
+    )
 
 
 def epoch(number, phase="prune", **more):
@@ -70,6 +83,7 @@ def content(name="conv1", **changes):
         settle=10,
         before={"error": 0.125},
         epochs=[epoch(1, "warm-up"), epoch(2, doctor={"stuck": name}), epoch(3, "settle")],
+        fit=Fit(filling={name: 2}, looks=[look(4.0, 4.4), look(3.7, 3.9, chosen=True)]),
         facts={"settings": {"data": name}},
     )
     made = {
@@ -97,7 +111,8 @@ def content(name="conv1", **changes):
             setting=name,
             measured=8.1,
             quality="predicts well",
-            owners=[owner(name, 5, 1), owner("b", 3, 1.5)],
+            owners=[owner(name, 5, 1, 0.25), owner("b", 3, 1.5)],
+            timed=0.3125,
         ),
         "repeat": Repeat(
             command=f"l0prune run {name}",

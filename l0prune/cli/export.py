@@ -101,16 +101,20 @@ def export(
 
 def _report(dense: l0prune.Export, model: Any, path: Path, stem: Path) -> Path:
     """Write the report into the folder of the model's run, or else beside the files."""
-    from l0prune.report.gathered import with_trainings
+    from l0prune.report.content import Fit
+    from l0prune.report.gathered import with_time, with_trainings
     from l0prune.report.run_folder import trainings_in
 
     folder, times = output_path(None, str(path), ".run"), output_path(None, str(path), LATENCY)
-    table = l0prune.LatencyTable.load(times) if times.exists() else None
-    found = l0prune.Report.of(dense, model=model, latency=table)
+    content = l0prune.Report.of(dense).content
+    if (fit := l0prune.read_info(path).get("fitted")) is not None:
+        content = content.model_copy(update={"fit": Fit.model_validate(fit)})
     if folder.is_dir():
-        found = l0prune.Report(with_trainings(found.content, trainings_in(folder)))
+        content = with_trainings(content, trainings_in(folder))
+    if times.exists():
+        content = with_time(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
-    return found.titled(path.name).save(target)[0]
+    return l0prune.Report(content).titled(path.name).save(target)[0]
 
 
 def _built_by(path: Path, trust_pickle: bool) -> str:

@@ -22,6 +22,7 @@ from l0prune.cli.project import newest, output_path
 from l0prune.cli.setting_options import with_settings
 from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
+from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
 
 _GATES = "gates"
@@ -77,10 +78,11 @@ def fit(
             model, score, source, batches=batches, seed=seed, loss=settings.get("loss")
         )
     table = latency_table(latency, path, budget)
-    with shown(err):
+    found: list[fitted.Fitted] = []
+    with shown(err), fitted.watched(found.append):
         counts = l0prune.fit(model, budget or None, scores, round_to=asked.round_to, latency=table)
     target = output_path(out, str(path), ".fit.pt")
-    l0prune.save(model, target, info)
+    l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
     met = ", ".join(f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
     emit({"file": str(target), "counts": counts, "open": axes}, json, f"{target} written; {met}")

@@ -12,8 +12,8 @@ import l0prune
 from l0prune.exporting.result import Export
 from l0prune.files.consent import is_code
 from l0prune.recipes.schema import Recipe
-from l0prune.report.content import Metric
-from l0prune.report.gathered import of_export, repeated, time_by_layer, with_trainings
+from l0prune.report.content import Fit, Metric
+from l0prune.report.gathered import of_export, repeated, with_time, with_trainings
 from l0prune.report.report import HTML, Report
 from l0prune.report.run_folder import trainings_in
 
@@ -44,6 +44,7 @@ def write_page(
     """
     content = of_export(exports[-1], exports[0])
     content = with_trainings(content, trainings_in(folder))
+    fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
     name, old = result["metric"], content.gain.metric
     metric = Metric(
         name=name,
@@ -58,11 +59,13 @@ def write_page(
         "title": recipe.name,
         "gain": content.gain.model_copy(update={"metric": metric}),
         "repeat": repeat,
+        "fit": None if fit is None else Fit.model_validate(fit),
     }
+    content = content.model_copy(update=update)
     if recipe.latency is not None and not recipe.rounds:
         table = l0prune.LatencyTable.load(folder / "latency.json")
-        update["time"] = time_by_layer(table, tuned)
-    page, _ = Report(content.model_copy(update=update)).save(folder / HTML)
+        content = with_time(content, table, tuned)
+    page, _ = Report(content).save(folder / HTML)
     return page
 
 

@@ -40,6 +40,7 @@ from l0prune.report.live import live_page
 from l0prune.running.feed import example
 from l0prune.running.sources import load_data
 from l0prune.running.task import LOSS, Task
+from l0prune.selection import fitted
 
 BUILTIN = Path(__file__).parent / "builtin"
 
@@ -234,7 +235,7 @@ def _pruned(
             settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
             info["history"] = l0prune.finetune(model, data, **settings).last
         else:
-            _fit(model, data, part.fit, recipe.seed, **times)
+            info["fitted"] = _fit(model, data, part.fit, recipe.seed, **times)
         l0prune.save(model, tuned, info)
     return l0prune.load(tuned, copied(network))
 
@@ -273,11 +274,15 @@ def _fit(
     part: FitSection,
     seed: int,
     latency: l0prune.LatencyTable | None = None,
-) -> None:
+) -> dict[str, Any]:
+    """Fit the model, and say how its widths were chosen."""
     scores = l0prune.score(
         model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
     )
-    l0prune.fit(model, part.budget, scores, round_to=part.round_to, latency=latency)
+    found: list[fitted.Fitted] = []
+    with fitted.watched(found.append):
+        l0prune.fit(model, part.budget, scores, round_to=part.round_to, latency=latency)
+    return found[-1].to_dict()
 
 
 class _OnnxFile(nn.Module):

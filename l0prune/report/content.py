@@ -235,6 +235,38 @@ class Epoch(Section):
     doctor: dict[str, str] = Field(default_factory=dict)
 
 
+class Look(Section):
+    """One choice of widths that was looked at, for one budget; amounts in its measure's unit.
+
+    Attributes:
+        budget: its text.
+        dense: the dense network's amount.
+        allowed: the largest amount that the budget allows.
+        predicted: of this choice.
+        observed: of its export.
+        chosen: whether this choice is the one that was taken.
+    """
+
+    budget: str
+    dense: float
+    allowed: float
+    predicted: float
+    observed: float
+    chosen: bool
+
+
+class Fit(Section):
+    """How widths were chosen.
+
+    Attributes:
+        filling: by axis, how many slots stay only since its slots come in whole blocks.
+        looks: in their order, at each choice of which something was observed.
+    """
+
+    filling: dict[str, int] = Field(default_factory=dict)
+    looks: list[Look] = Field(default_factory=list)
+
+
 class Training(Section):
     """One stage of training.
 
@@ -245,6 +277,7 @@ class Training(Section):
         steps, warmup, settle: all of its steps, and those of its first and last phase.
         before: what the test said before the first step, with all gates out of the way.
         epochs: those that are done.
+        fit: how its widths were chosen when the gates began to stand.
         facts: settings, seed, device, command and versions of that time.
     """
 
@@ -257,6 +290,7 @@ class Training(Section):
     settle: int | None = None
     before: dict[str, float] = Field(default_factory=dict)
     epochs: list[Epoch]
+    fit: Fit | None = None
     facts: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -266,11 +300,19 @@ class Training(Section):
 
 
 class OwnerTime(Section):
-    """Milliseconds of one module, or of what is no module's, as a latency table predicts them."""
+    """Milliseconds of one module, or of what is no module's, as a latency table predicts them.
+
+    Attributes:
+        name: of the module.
+        before, after: of the dense network and of the small one.
+        filling: of ``after``, for positions that no score asked for: slots that only fill whole
+            blocks, and those that the runtime computes beyond them.
+    """
 
     name: str
     before: float
     after: float
+    filling: float = 0.0
 
 
 class TimeByLayer(Section):
@@ -281,12 +323,30 @@ class TimeByLayer(Section):
         measured: milliseconds of the dense network when the table was made.
         quality: how well the table predicts, in words.
         owners: every module's part; together the whole time.
+        timed: the small network's time over the dense one's, where the export timed both in
+            this setting.
     """
 
     setting: str
     measured: float
     quality: str
     owners: list[OwnerTime]
+    timed: float | None = None
+
+    @property
+    def before(self) -> float:
+        """Milliseconds of the dense network, as predicted."""
+        return sum(of.before for of in self.owners)
+
+    @property
+    def after(self) -> float:
+        """Milliseconds of the small network, as predicted."""
+        return sum(of.after for of in self.owners)
+
+    @property
+    def filling(self) -> float:
+        """Of ``after``, milliseconds for what only fills whole blocks."""
+        return sum(of.filling for of in self.owners)
 
 
 class Run(Section):
@@ -350,6 +410,7 @@ class Content(Section):
         layers: in network order.
         trainings: in the order in which they were done.
         time: by layer.
+        fit: how widths were chosen in one shot; that of a training is with it.
         repeat: how to do it again.
         about: of a ``run``; of a ``survey``, where ``after`` is what gates can take away; or of a
             ``sweep``, which has ``runs`` and nothing else.
@@ -369,6 +430,7 @@ class Content(Section):
     layers: list[Layer] = Field(default_factory=list)
     trainings: list[Training] = Field(default_factory=list)
     time: TimeByLayer | None = None
+    fit: Fit | None = None
     repeat: Repeat = Field(default_factory=Repeat)
     about: Literal["run", "survey", "sweep"] = "run"
     runs: list[Run] = Field(default_factory=list)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
@@ -18,6 +18,7 @@ from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.times import Times
 from l0prune.exporting.result import Export
 from l0prune.gating.attaching import gates_of, holder
+from l0prune.plan.plan import Plan
 from l0prune.report.content import (
     Axis,
     Comparison,
@@ -38,6 +39,7 @@ from l0prune.report.layers import UNKNOWN
 from l0prune.report.survey import Survey
 from l0prune.report.trainings import budgets_of, metric_of, seconds_of
 from l0prune.running.environment import environment
+from l0prune.timing.setting import Setting
 from l0prune.timing.table import LatencyTable
 
 _ENVIRONMENT = ("command", "versions", "machine", "seed", "device")
@@ -159,8 +161,15 @@ def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
     return Repeat.model_validate(known | empty)
 
 
-def time_by_layer(table: LatencyTable, model: nn.Module) -> TimeByLayer | None:
-    """What a latency table predicts of a gated model; None where the table is of another one.
+def with_time(content: Content, table: LatencyTable, model: nn.Module) -> Content:
+    """The report with what a latency table predicts of a gated model.
+
+    It is left as it is where the table is of another one.
+
+    Args:
+        content: with the trainings, which say what only fills blocks.
+        table: of times.
+        model: with the gates that were exported.
 
     Raises:
         NotGated: the model carries no gates.
@@ -169,19 +178,52 @@ def time_by_layer(table: LatencyTable, model: nn.Module) -> TimeByLayer | None:
     try:
         measure = table.of(gates.plan)
     except UsageError:
-        return None
+        return content
     kept = gates.plan.kept(gates.open())
+    asked = _asked(gates.plan, kept & gates.open().cpu(), _filling(content))
     before = measure.by_owner(torch.ones(len(kept), dtype=torch.float64))
     after = measure.by_owner(kept.to(torch.float64))
-    return TimeByLayer(
+    filling = measure.filling_by_owner(kept, asked)
+    found = TimeByLayer(
         setting=str(table.setting),
         measured=table.dense,
         quality=str(table.quality),
         owners=[
-            OwnerTime(name=name, before=before.get(name, 0.0), after=after.get(name, 0.0))
+            OwnerTime(
+                name=name,
+                before=before.get(name, 0.0),
+                after=after.get(name, 0.0),
+                filling=filling.get(name, 0.0),
+            )
             for name in dict.fromkeys((*before, *after))
         ],
+        timed=_timed(content.gain.time, table.setting),
     )
+    return content.model_copy(update={"time": found})
+
+
+def _filling(content: Content) -> dict[str, int]:
+    """By axis, how many slots the last choice of widths kept only to fill blocks."""
+    fits = [content.fit, *(training.fit for training in content.trainings)]
+    return next((fit.filling for fit in reversed(fits) if fit is not None), {})
+
+
+def _asked(plan: Plan, open_: Tensor, filling: Mapping[str, int]) -> Tensor:
+    """The open slots without as many of each axis as only fill blocks; which, makes no odds."""
+    asked = open_.clone()
+    for axis in plan.axes:
+        slots = axis.start + open_[axis.slice].nonzero().flatten()
+        asked[slots[len(slots) - filling.get(axis.name, 0) :]] = False
+    return asked
+
+
+def _timed(time: Time | None, setting: Setting) -> float | None:
+    """The share of an export's own turns, where they were taken as those of a table."""
+    if time is None:
+        return None
+    mine = (f"{setting.runtime} {setting.version}", setting.threads, setting.batch)
+    is_same = (time.runtime, time.threads, time.batch) == mine
+    return time.share if is_same and time.processor == setting.processor else None
 
 
 def repeated(files: Sequence[Path], recipe: Mapping[str, Any] | None = None) -> Repeat:

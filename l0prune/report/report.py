@@ -19,7 +19,7 @@ from l0prune.report.gathered import (
     of_export,
     of_model,
     of_survey,
-    time_by_layer,
+    with_time,
     with_trainings,
 )
 from l0prune.report.page.html import html
@@ -72,7 +72,7 @@ class Report:
         trainings = [training_of(each) for each in histories if each.records]
         content = with_trainings(content, trainings)
         if latency is not None and model is not None:
-            content = content.model_copy(update={"time": time_by_layer(latency, model)})
+            content = with_time(content, latency, model)
         return Report(content)
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from l0prune.errors import FileError
-from l0prune.report.content import Amount, Asked, BudgetState, Epoch, Metric, Training
+from l0prune.report.content import Amount, Asked, BudgetState, Epoch, Fit, Metric, Training
 from l0prune.running.amounts import amounts, keys
 from l0prune.running.task import LOSS, TAKEN
 from l0prune.training.history import FACTS, NAME, History, Record
@@ -64,8 +64,15 @@ def _training(name: str, records: Sequence[Record], facts: Mapping[str, Any]) ->
         settle=facts.get("settle") if is_gated else None,
         before=_finite(records[0].get("before", {})) if records else {},
         epochs=[_epoch(record, metric) for record in records],
+        fit=_fit(records),
         facts=rest,
     )
+
+
+def _fit(records: Sequence[Record]) -> Fit | None:
+    """How widths were chosen, where that was recorded."""
+    found = next((record["fitted"] for record in reversed(records) if "fitted" in record), None)
+    return None if found is None else Fit.model_validate(found)
 
 
 def _epoch(record: Record, metric: str) -> Epoch:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from l0prune.cost.bounds import Bound
 from l0prune.errors import UsageError
 from l0prune.running.processes import of_first
-from l0prune.selection.fitting import Fitting
+from l0prune.selection.fitted import Look
+from l0prune.selection.fitting import Chosen, Fitting
 
 # How many choices are looked at.
 _ROUNDS = 8
@@ -25,15 +26,20 @@ _STEP = 0.005
 
 @dataclass(frozen=True)
 class Choice:
-    """Open gates, and what was observed of their export.
+    """Slots, and what was observed of the export that keeps them.
 
     Attributes:
-        open_: bool, flat.
+        slots: the choice of slots.
         seen: the real amounts, of those bounds whose measures can be observed.
     """
 
-    open_: Tensor
+    slots: Chosen
     seen: Mapping[Bound, float]
+
+    @property
+    def open_(self) -> Tensor:
+        """The open gates; bool, flat."""
+        return self.slots.open_
 
     @property
     def fullest(self) -> float:
@@ -90,8 +96,8 @@ def corrected(
     observe: Callable[[Tensor], Mapping[Bound, float]],
     *,
     fill: bool,
-) -> Choice:
-    """The best of a few choices, of which each is made in the light of the one before.
+) -> tuple[Choice, list[Choice]]:
+    """The best of a few choices, and all of them: each is made in the light of the one before.
 
     What a bound allows is scaled by predicted over observed, between what was met and what was
     not. Where no choice meets its bounds that is said in a warning.
@@ -106,6 +112,7 @@ def corrected(
         UsageError: no choice was found that is predicted to meet all bounds.
     """
     best = last = _look(fitting.choose(start, fill=fill), observe)
+    tried = [last]
     between = {bound: _Between(bound) for bound in last.seen}
     for _ in range(_ROUNDS - 1):
         if last.fullest <= 1 and (not fill or last.fullest >= _CLOSE):
@@ -113,21 +120,38 @@ def corrected(
         for bound, each in between.items():
             fitting.most[bound] = each.next(last, bound.most)
         try:
-            open_ = fitting.choose(start, fill=fill)
+            slots = fitting.choose(start, fill=fill)
         except UsageError:  # there is nothing as small as that would have to be
             break
-        if torch.equal(open_, last.open_):
+        if torch.equal(slots.open_, last.open_):
             break
-        last = _look(open_, observe)
+        last = _look(slots, observe)
+        tried.append(last)
         best = last if last.is_better(best) else best
     for bound, found in best.seen.items():
         if found > bound.most:
             warnings.warn(_excess(bound, found), UserWarning, stacklevel=4)
-    return best
+    return best, tried
 
 
-def _look(open_: Tensor, observe: Callable[[Tensor], Mapping[Bound, float]]) -> Choice:
-    return Choice(open_, observe(open_))
+def _look(slots: Chosen, observe: Callable[[Tensor], Mapping[Bound, float]]) -> Choice:
+    return Choice(slots, observe(slots.open_))
+
+
+def looks_at(tried: Sequence[Choice], best: Choice) -> tuple[Look, ...]:
+    """What was seen of each choice, in their order, for each bound that was observed."""
+    return tuple(
+        Look(
+            budget=str(bound.limit),
+            dense=bound.dense,
+            allowed=bound.most,
+            predicted=bound.actual(choice.open_),
+            observed=found,
+            chosen=choice is best,
+        )
+        for choice in tried
+        for bound, found in choice.seen.items()
+    )
 
 
 def _excess(bound: Bound, found: float) -> str:

@@ -18,8 +18,9 @@ from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.plan import Plan
+from l0prune.selection import fitted
 from l0prune.selection.blocks import Widths, blocks_of
-from l0prune.selection.correction import corrected, observed
+from l0prune.selection.correction import corrected, looks_at, observed
 from l0prune.selection.fitting import Fitting
 
 
@@ -132,8 +133,14 @@ def meet(
         return observed(model, wanted)
 
     fitting = Fitting(gates.plan, worth, wanted, blocks)
-    choice = corrected(fitting, start, observe, fill=fill)
+    choice, tried = corrected(fitting, start, observe, fill=fill)
     put(choice.open_)
+    filling = {
+        axis.name: count
+        for axis in gates.plan.axes
+        if (count := int(choice.slots.filling[axis.slice].sum()))
+    }
+    fitted.done(fitted.Fitted(filling, looks_at(tried, choice)))
     return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
 
 

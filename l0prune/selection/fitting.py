@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,23 @@ _MISFITS = 100
 _TURNS = 5
 # How many numbers of gates are tried where an amount goes up and down.
 _PROBES = 64
+
+
+class Chosen(NamedTuple):
+    """A choice of slots.
+
+    Attributes:
+        open_: the open gates; bool, flat, on the CPU.
+        asked: those of them that are open for their scores.
+    """
+
+    open_: Tensor
+    asked: Tensor
+
+    @property
+    def filling(self) -> Tensor:
+        """Those that are open only since slots come in whole blocks."""
+        return self.open_ & ~self.asked
 
 
 class Fitting:
@@ -51,8 +69,8 @@ class Fitting:
         """Open gates when a bound has closed all that it may: one block, the best, an axis."""
         return self._rounded(self._best_of_each() | ~bound.gates())
 
-    def choose(self, open_: Tensor, *, fill: bool = True) -> Tensor:
-        """Which gates are to be open, starting from those that are; bool, flat, on the CPU.
+    def choose(self, open_: Tensor, *, fill: bool = True) -> Chosen:
+        """Which gates are to be open, starting from those that are.
 
         Args:
             open_: bool, flat.
@@ -61,15 +79,16 @@ class Fitting:
         Raises:
             UsageError: no choice was found that meets all bounds.
         """
-        chosen = self._closed_for_all(self._rounded(open_ | self._best_of_each()))
+        asked = open_ | self._best_of_each()
+        chosen = self._closed_for_all(Chosen(self._rounded(asked), asked))
         return self._filled(chosen) if fill and self._bounds else chosen
 
-    def _closed_for_all(self, open_: Tensor) -> Tensor:
+    def _closed_for_all(self, start: Chosen) -> Chosen:
         """Close gates for one bound after the other until all are met.
 
         Where amounts go in steps, what closes for one may be more for another: they take turns.
         """
-        chosen = open_
+        chosen = start
         for _ in range(_TURNS * len(self._bounds)):
             unmet = [bound for bound in self._bounds if not self._meets(bound, chosen)]
             if not unmet:
@@ -80,17 +99,17 @@ class Fitting:
                 raise self._refusal(bound)
         return chosen
 
-    def _meets(self, bound: Bound, open_: Tensor) -> bool:
-        return bound.actual(open_) <= self.most[bound]
+    def _meets(self, bound: Bound, chosen: Chosen) -> bool:
+        return bound.actual(chosen.open_) <= self.most[bound]
 
-    def _closed(self, open_: Tensor, bound: Bound) -> Tensor:
+    def _closed(self, chosen: Chosen, bound: Bound) -> Chosen:
         """Gates close in ascending order of score until the bound is met."""
-        order = self._ascending(open_ & ~self.least(bound))
+        order = self._ascending(chosen.open_ & ~self.least(bound))
 
-        def without(number: int) -> Tensor:
-            fewer = open_.clone()
+        def without(number: int) -> Chosen:
+            fewer = chosen.open_.clone()
             fewer[order[:number]] = False
-            return self._rounded(fewer)
+            return Chosen(self._rounded(fewer), chosen.asked & fewer)
 
         def meets(number: int) -> bool:
             return self._meets(bound, without(number))
@@ -112,11 +131,11 @@ class Fitting:
             "budgets, too. Give a larger one"
         )
 
-    def _filled(self, open_: Tensor) -> Tensor:
+    def _filled(self, start: Chosen) -> Chosen:
         """Gates open in descending order of score, but for those that do not fit."""
         counted = torch.stack([bound.gates() for bound in self._bounds]).any(0)
-        order = self._ascending(~open_ & counted).flip(0)
-        chosen = open_
+        order = self._ascending(~start.open_ & counted).flip(0)
+        chosen = start
         for _ in range(_MISFITS):
             if not len(order) or self._used_up(chosen):
                 break
@@ -125,22 +144,22 @@ class Fitting:
             order = order[fitting + 1 :]
         return chosen
 
-    def _fitting(self, open_: Tensor, order: Tensor) -> int:
+    def _fitting(self, chosen: Chosen, order: Tensor) -> int:
         """How many of these gates can be opened, in this order, before a bound is exceeded."""
-        return _first(len(order), lambda n: not self._all_met(self._with(open_, order[: n + 1])))
+        return _first(len(order), lambda n: not self._all_met(self._with(chosen, order[: n + 1])))
 
-    def _with(self, open_: Tensor, more: Tensor) -> Tensor:
-        result = open_.clone()
-        result[more] = True
-        return self._rounded(result)
+    def _with(self, chosen: Chosen, more: Tensor) -> Chosen:
+        open_, asked = chosen.open_.clone(), chosen.asked.clone()
+        open_[more] = asked[more] = True
+        return Chosen(self._rounded(open_), asked)
 
-    def _all_met(self, open_: Tensor) -> bool:
-        return all(self._meets(bound, open_) for bound in self._bounds)
+    def _all_met(self, chosen: Chosen) -> bool:
+        return all(self._meets(bound, chosen) for bound in self._bounds)
 
-    def _used_up(self, open_: Tensor) -> bool:
+    def _used_up(self, chosen: Chosen) -> bool:
         """Is there a bound for the whole network that leaves no room to speak of?"""
         return any(
-            bound.actual(open_) > (1 - _SLACK) * self.most[bound]
+            bound.actual(chosen.open_) > (1 - _SLACK) * self.most[bound]
             for bound in self._bounds
             if bound.through is None
         )

@@ -70,6 +70,23 @@ class TimedLatency(Latency):
             result[self._owners[term.group]] += float(ms)
         return dict(result)
 
+    def filling_by_owner(self, kept: Tensor, asked: Tensor) -> dict[str, float]:
+        """Of each module's milliseconds those for positions that were not asked for.
+
+        These are slots that stay beside the others, and what the runtime computes beyond them to
+        fill its blocks.
+
+        Args:
+            kept: the slots of the network; bool, flat.
+            asked: those of them that were asked for.
+        """
+        shares = self._stairs.used(self._sizes(kept), self._sizes(asked))
+        filling = self._values(kept, None) * (1 - shares)
+        result: dict[str, float] = defaultdict(float)
+        for term, ms in zip(self._stairs.terms, filling, strict=True):
+            result[self._owners[term.group]] += float(ms)
+        return dict(result)
+
     def blocks(self) -> list[int]:
         """For each axis in how many slots at once the runtime likes it to be cut."""
         return self._blocks

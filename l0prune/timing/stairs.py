@@ -20,7 +20,7 @@ from torch import Tensor
 
 from l0prune.cost.expected import SumTable
 from l0prune.cost.moments import Polynomial, Sums
-from l0prune.plan.layout import Layout, from_json, to_json
+from l0prune.plan.layout import Layout, axes_of, from_json, to_json
 from l0prune.plan.plan import Plan
 
 Numbers = NDArray[np.float64]
@@ -93,6 +93,25 @@ class Stairs:
         for each in unless:
             holds &= ~is_whole[..., each].all(-1) | (each == 0).all(-1)
         result: Numbers = ms * rounded[..., factors].prod(-1) * holds
+        return result
+
+    def used(self, sizes: Numbers, asked: Numbers) -> Numbers:
+        """What share of the value of each term is for positions that were asked for.
+
+        Sizes that are the same at all widths count as asked for, however they are rounded up.
+
+        Args:
+            sizes: of each layout; shape ``(layouts,)``.
+            asked: so many of these, of each.
+
+        Returns shape ``(terms,)``, from 0 to 1.
+        """
+        factors, _, _, steps, _ = self._arrays
+        free = np.array([bool(axes_of(layout)) for layout in self.layouts] + [False])
+        of, wanted = (np.append(each, 1.0)[steps[:, 0]] for each in (sizes, asked))
+        rounded = np.ceil(of / steps[:, 1]) * steps[:, 1]
+        shares = np.where(free[steps[:, 0]], wanted / np.maximum(rounded, 1.0), 1.0)
+        result: Numbers = shares[factors].prod(-1)
         return result
 
     @cached_property

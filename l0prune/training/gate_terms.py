@@ -16,6 +16,7 @@ from l0prune.objective.lambdas import Lambda
 from l0prune.objective.penalty import penalty
 from l0prune.running.amounts import Amount
 from l0prune.running.task import TAKEN
+from l0prune.selection import fitted
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.phases import Phases
@@ -44,6 +45,8 @@ class GateTerms:
         gates: the bank.
         lam: λ with N filled in.
         budget: the budgets, or None.
+        fitted: how the widths were chosen when the gates began to stand, as plain data; empty
+            before, and where there was nothing to say of it.
 
     Raises:
         UsageError: λ or the prior makes no sense, or names an axis that is not there.
@@ -64,6 +67,7 @@ class GateTerms:
         if self.budget is None:
             blocks_for(gates.plan, (), settings.round_to, settings.latency)
         self._measures = self._recorded()
+        self.fitted: dict[str, Any] = {}
 
     def _budget(self) -> Budget:
         settings = self._settings
@@ -141,14 +145,18 @@ class GateTerms:
 
     def fit(self) -> None:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
-        if self.budget is not None:
-            self.budget.fit(fill=not self._priced)
-        elif self._settings.rounds:
-            fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
+        with fitted.watched(self._note):
+            if self.budget is not None:
+                self.budget.fit(fill=not self._priced)
+            elif self._settings.rounds:
+                fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
+
+    def _note(self, found: fitted.Fitted) -> None:
+        self.fitted = found.to_dict() if found.filling or found.looks else {}
 
     def record(self) -> dict[str, Any]:
-        """Expected and actual amounts, open slots by axis, axes without an open gate, and how many
-        gates there are in each bin of P(z ≠ 0)."""
+        """Expected and actual amounts, open slots by axis, axes without an open gate, how many
+        gates there are in each bin of P(z ≠ 0), and how the widths were chosen."""
         p = self.gates.open_probability().detach()
         opened = self.gates.open().cpu()
         counts: dict[str, Any] = {}
@@ -161,6 +169,8 @@ class GateTerms:
         counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
         counts["dead"] = [axis.name for axis in axes if not opened[axis.slice].any()]
         counts["gates"] = [int(n) for n in torch.histc(p.float().cpu(), BINS, 0, 1)]
+        if self.fitted:
+            counts["fitted"] = self.fitted
         return counts
 
 

@@ -36,7 +36,10 @@ class History:
     ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
     it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``gates`` is
-    how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. ``doctor`` says what is
+    how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. Once the gates stand,
+    ``fitted`` is how their widths were chosen: how many slots of an axis only fill whole blocks
+    (``filling``), and what was predicted and observed of each choice that was looked at
+    (``looks``). ``doctor`` says what is
     wrong, and what helps, where something is. The model measured is the averaged one with its
     gates as in eval mode: the one that ``finetune`` leaves behind. The first record has under
     ``before`` what was measured on the test data before the first step, with all gates out of the

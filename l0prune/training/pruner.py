@@ -275,6 +275,7 @@ class Pruner:
             "budget": {} if self.budget is None else self.budget.state_dict(),
             "own": None if self._own is None else self._own.state_dict(),
             "doctor": self.doctor.state_dict(),
+            "fitted": self._terms.fitted,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -292,6 +293,7 @@ class Pruner:
             assert self._own is not None
             self._own.load_state_dict(state["own"])
         self.doctor.load_state_dict(state["doctor"])
+        self._terms.fitted = state.get("fitted", {})  # states of before have none
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
 

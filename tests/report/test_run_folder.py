@@ -59,6 +59,21 @@ def test_an_export_with_its_history_says_all_of_it(trained, tmp_path):
     assert l0prune.Report(found).html().count("<svg") >= 14
 
 
+def test_how_widths_were_chosen_is_recorded():
+    model = gated()
+    gates = l0prune.gates(model)
+    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    history = l0prune.finetune(model, data(), lam=1e-4, round_to=6, **QUIET)
+    (training,) = l0prune.Report.of(history=history).content.trainings
+    assert training.fit.model_dump() == history.last["fitted"]
+    assert training.fit.filling
+    assert training.fit.looks == []
+    axes = {axis.name: axis for axis in gates.axes}
+    for name, count in training.fit.filling.items():
+        assert 0 < count < 6
+        assert int(axes[name].open.sum()) in (6, 12, axes[name].size)
+
+
 def test_a_run_from_before_there_were_reports(trained, tmp_path):
     _, history, folder = trained
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -145,6 +160,7 @@ def test_time_by_layer_adds_up_to_the_whole(trained):
     model = trained[0]
     gates = l0prune.gates(model)
     measure = measures.Macs(gates.plan)
+    measure.filling_by_owner = lambda kept, asked: {}
     table = SimpleNamespace(of=lambda plan: measure, setting="here", dense=3.0, quality="fine")
     time = l0prune.Report.of(model=model, latency=table).content.time
     everything = torch.ones(gates.plan.size, dtype=torch.bool)

@@ -6,7 +6,9 @@ from residual import SIZE, gated, random_scores
 from stairs import Stairs, registered
 
 import l0prune
+from l0prune.selection import fitted
 from l0prune.selection.correction import corrected
+from l0prune.selection.fitting import Chosen
 
 
 @pytest.fixture
@@ -71,6 +73,25 @@ def test_a_budget_on_some_axes_is_not_observed(observed):
     assert Stairs.looked == 0
 
 
+def test_who_watches_is_told_of_each_look(observed):
+    observed(1.3)
+    model, told = gated(random_scores(2, SIZE)), []
+    measure = Stairs(l0prune.gates(model).plan)
+    with fitted.watched(told.append):
+        ((_, seen),) = l0prune.fit(model, "stairs=0.5").items()
+    (found,) = told
+    assert len(found.looks) == Stairs.looked > 1
+    assert {look.budget for look in found.looks} == {"stairs=0.5"}
+    assert {(look.dense, look.allowed) for look in found.looks} == {
+        (measure.dense(), 0.5 * measure.dense())
+    }
+    assert all(look.observed == pytest.approx(1.3 * look.predicted) for look in found.looks)
+    (taken,) = [look for look in found.looks if look.chosen]
+    assert taken.observed == seen
+    assert taken.predicted == measure.actual(l0prune.gates(model).open())
+    assert found.to_dict()["looks"][0]["predicted"] == found.looks[0].predicted
+
+
 class Slots:
     """A bound of so many slots."""
 
@@ -87,7 +108,8 @@ class Counting:
         self.bound, self.most = bound, {bound: bound.most}
 
     def choose(self, start, *, fill):
-        return torch.arange(len(start)) < int(self.most[self.bound])
+        open_ = torch.arange(len(start)) < int(self.most[self.bound])
+        return Chosen(open_, open_)
 
 
 def test_a_step_that_was_not_predicted_is_found_from_both_sides():
@@ -98,5 +120,7 @@ def test_a_step_that_was_not_predicted_is_found_from_both_sides():
         count = bound.actual(open_)
         return {bound: count * (0.8 if count <= 480 else 1.1)}
 
-    choice = corrected(Counting(bound), torch.ones(1000, dtype=torch.bool), observe, fill=True)
+    start = torch.ones(1000, dtype=torch.bool)
+    choice, tried = corrected(Counting(bound), start, observe, fill=True)
+    assert any(choice is each for each in tried)
     assert 470 <= bound.actual(choice.open_) <= 480

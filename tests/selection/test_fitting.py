@@ -11,6 +11,7 @@ from stairs import BLOCK, Stairs, registered
 import l0prune
 from l0prune.cost.measures import Params
 from l0prune.errors import UsageError
+from l0prune.selection import fitted
 from l0prune.selection.blocks import blocks_of
 
 
@@ -99,3 +100,27 @@ def test_learning_under_stairs_ends_within_them():
     assert record["stairs"] <= 0.5 * record["dense_stairs"]
     assert metrics["stairs"] == record["stairs"] / record["dense_stairs"]
     assert {"expected_stairs", "expected_macs", "macs", "params"} <= metrics.keys()
+
+
+def test_slots_that_only_fill_blocks_are_counted():
+    model, told = gated(random_scores(3, SIZE)), []
+    gates = l0prune.gates(model)
+    with fitted.watched(told.append):
+        l0prune.fit(model, "params=0.5", round_to=1)
+        single = {axis.name: int(axis.open.sum()) for axis in gates.axes}
+        l0prune.fit(model, round_to=BLOCK)
+    assert told[0].filling == {}
+    blocks = {axis.name: int(axis.open.sum()) for axis in gates.axes}
+    added = {name: blocks[name] - single[name] for name in blocks}
+    assert told[1].filling == {name: count for name, count in added.items() if count}
+    assert any(added.values())
+
+
+def test_what_a_budget_opens_in_blocks_is_asked_for_by_its_scores():
+    model, told = gated(random_scores(5, SIZE)), []
+    with fitted.watched(told.append):
+        l0prune.fit(model, "params=0.6", round_to=BLOCK)
+    gates, (found,) = l0prune.gates(model), told
+    for axis in gates.axes:
+        assert found.filling.get(axis.name, 0) < BLOCK
+        assert int(axis.open.sum()) % BLOCK == 0 or bool(axis.open.all())

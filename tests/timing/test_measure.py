@@ -105,6 +105,21 @@ def test_what_modules_take_adds_up(latency):
     assert by_owner.get(OVERHEAD, 0) >= 0
 
 
+def test_what_fills_blocks_is_a_part_of_the_time(model, table, latency):
+    plan = latency.plan
+    kept = torch.ones(plan.size, dtype=torch.bool)
+    after, filling = latency.by_owner(kept), latency.filling_by_owner(kept, kept)
+    assert all(0 <= ms <= after[name] + 1e-12 for name, ms in filling.items())
+    (wide,) = [axis for axis in plan.axes if "wide" in axis.name]
+    fewer = kept.clone()
+    fewer[wide.slice][5:] = False
+    more = latency.filling_by_owner(kept, fewer)
+    assert sum(more.values()) > sum(filling.values())
+    time = l0prune.Report.of(model=model, latency=table).content.time
+    assert {of.name: of.filling for of in time.owners} == pytest.approx(filling)
+    assert time.measured == table.dense
+
+
 def test_a_part_of_the_network_takes_a_part_of_the_time(latency):
     (wide,) = [i for i, axis in enumerate(latency.plan.axes) if "wide" in axis.name]
     open_ = torch.ones(latency.plan.size, dtype=torch.bool)

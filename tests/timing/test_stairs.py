@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from timed_network import gated
 
 import l0prune
-from l0prune.plan.layout import Slots
+from l0prune.plan.layout import Const, Slots
 from l0prune.timing.groups import Group
 from l0prune.timing.regression import Samples, fitted, not_negative, smooth
 from l0prune.timing.stairs import LayoutSizes, Stairs, Step, Term
@@ -37,6 +37,19 @@ def test_values_are_those_of_the_formula(inputs, outputs):
     fast = inputs % 16 == 0
     expected = [0.5, 1e-3 * work if fast else 0.0, 0.0 if fast else 2e-3 * work, 0.25]
     assert STAIRS.values(np.array([inputs, outputs], dtype=float)).tolist() == expected
+
+
+@given(st.integers(1, 96), st.integers(1, 80), st.floats(0, 1))
+def test_what_was_asked_for_is_a_share_of_whole_blocks(inputs, outputs, part):
+    asked = math.floor(part * inputs)
+    work = asked / up(inputs, 16) * outputs / up(outputs, 16)
+    found = STAIRS.used(np.array([inputs, outputs], float), np.array([asked, outputs], float))
+    assert found.tolist() == pytest.approx([1, work, work, 1])
+
+
+def test_what_is_always_there_counts_as_asked_for():
+    stairs = Stairs((Const(3), OUT), (Term(0, 1.0, (Step(0, 16), Step(1, 16))),))
+    assert stairs.used(np.array([3.0, 32]), np.array([3.0, 24])).tolist() == [24 / 32]
 
 
 def test_many_networks_at_once_have_the_values_of_each():

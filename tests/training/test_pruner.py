@@ -340,3 +340,17 @@ def test_the_state_of_another_run_changes_nothing(change, text):
     with pytest.raises(UsageError, match=text):
         other.load_state_dict({**state, **change, "step": 7})
     assert other.step == 0
+
+
+def test_how_widths_were_chosen_outlives_a_stop():
+    model = gated()
+    gates = l0prune.gates(model)
+    gates.put(torch.arange(gates.plan.size) < 7)
+    pruner = l0prune.Pruner(model, steps=10, settle=4, lam=0.1, round_to=6)
+    assert "fitted" not in pruner.record()
+    pruner.finish()
+    found = pruner.record()["fitted"]
+    assert found["filling"][gates.axes[0].name] == 12 - 7
+    again = l0prune.Pruner(gated(), steps=10, settle=4, lam=0.1, round_to=6)
+    again.load_state_dict(pruner.state_dict())
+    assert again.record()["fitted"] == found

@@ -16,6 +16,7 @@ from l0prune.report.page import numbers
 from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.curves import curves, gates, remarks
 from l0prune.report.page.elements import element
+from l0prune.report.page.looks import groups_of, looks
 from l0prune.report.page.network import Row, heads, network
 from l0prune.report.page.sweep import shown_costs, sweep
 from l0prune.report.page.time import time_by_layer
@@ -71,6 +72,8 @@ def _pictures(content: Content) -> dict[str, Markup]:
     if content.time is not None and content.time.owners:
         time = content.time
         found["time"] = _both(lambda width: time_by_layer(time, width))
+    for number, group in enumerate(groups_of(content)):
+        found[f"looks {number}"] = _both(partial(looks, group))
     return found
 
 

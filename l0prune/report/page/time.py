@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -17,12 +17,17 @@ _MOST = 24  # bars beside the first and the last
 
 @dataclass(frozen=True)
 class Step:
-    """A bar of the waterfall, from ``before`` milliseconds to ``after``."""
+    """A bar of the waterfall, from ``before`` milliseconds to ``after``.
+
+    Attributes:
+        filling: of what is left, milliseconds for what only fills whole blocks.
+    """
 
     name: str
     before: float
     after: float
     kind: str
+    filling: float = 0.0
 
 
 def time_by_layer(time: TimeByLayer, width: int) -> Markup:
@@ -48,7 +53,7 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         line, bar_y = (y + 14, y + 20) if narrow else (y + 17, y + 6)
         drawn.append(
             titled(
-                f"{step.name}: {said}",
+                f"{step.name}: {said}{_filled(step)}",
                 text(
                     0,
                     line,
@@ -65,6 +70,7 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
                     rx=2,
                     class_=step.kind,
                 ),
+                *_filling(step, at, bar_y),
             )
         )
     said = f"From {numbers.milliseconds(steps[0].after)} to {numbers.milliseconds(steps[-1].after)}"
@@ -82,11 +88,19 @@ def by_block(owners: Sequence[OwnerTime]) -> list[OwnerTime]:
         names = [of.name if id(of) in shown else "all others" for of in owners]
     else:
         names = [_block(of.name, depth) for of in owners]
-    sums: dict[str, tuple[float, float]] = {}
+    blocks: dict[str, list[OwnerTime]] = {}
     for name, of in zip(names, owners, strict=True):
-        before, after = sums.get(name, (0.0, 0.0))
-        sums[name] = (before + of.before, after + of.after)
-    return [OwnerTime(name=name, before=b, after=a) for name, (b, a) in sums.items()]
+        blocks.setdefault(name, []).append(of)
+    return [_together(name, members) for name, members in blocks.items()]
+
+
+def _together(name: str, owners: Sequence[OwnerTime]) -> OwnerTime:
+    return OwnerTime(
+        name=name,
+        before=sum(of.before for of in owners),
+        after=sum(of.after for of in owners),
+        filling=sum(of.filling for of in owners),
+    )
 
 
 def _block(name: str, depth: int) -> str:
@@ -98,15 +112,30 @@ def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
     total = sum(of.before for of in owners)
     changed = [of for of in owners if abs(of.after - of.before) > _SLIGHT * total]
     if rest := [of for of in owners if of not in changed]:
-        name = f"{len(rest)} that hardly changed"
-        before, after = sum(of.before for of in rest), sum(of.after for of in rest)
-        changed.append(OwnerTime(name=name, before=before, after=after))
+        changed.append(_together(f"{len(rest)} that hardly changed", rest))
     steps = [Step("dense network", 0.0, total, "was")]
     for of in changed:
         change = of.after - of.before
-        steps.append(Step(of.name, total, total + change, "saved" if change <= 0 else "lost"))
+        kind = "saved" if change <= 0 else "lost"
+        steps.append(Step(of.name, total, total + change, kind, of.filling))
         total += change
-    return [*steps, Step("small network", 0.0, total, "kept")]
+    filling = sum(of.filling for of in owners)
+    return [*steps, Step("small network", 0.0, total, "kept", filling)]
+
+
+def _filling(step: Step, at: Callable[[float], float], y: float) -> list[Markup]:
+    """How much further it would have gone, but for whole blocks."""
+    low, high = at(max(step.after - step.filling, 0.0)), at(step.after)
+    if high - low < 1:
+        return []
+    size = {"width": high - low, "height": 13}
+    return [element("rect", x=low, y=y, rx=2, class_="filling", **size)]
+
+
+def _filled(step: Step) -> str:
+    if not step.filling:
+        return ""
+    return f"; {numbers.milliseconds(step.filling)} of what is left only fill whole blocks"
 
 
 def _said(step: Step) -> str:
