@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from l0prune.objective.penalty import param_groups, penalty
     from l0prune.report.report import Report
     from l0prune.report.survey import Survey, survey
+    from l0prune.report.with_page import finetune, train_dense
     from l0prune.running.answers import answered
     from l0prune.running.evaluate import evaluate
     from l0prune.running.sources import load_data
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from l0prune.timing.table import LatencyTable
     from l0prune.training.history import History
     from l0prune.training.pruner import Pruner
-    from l0prune.training.run import finetune, train_dense
     from l0prune.training.settings import Settings
 
 __version__ = "0.1.0"
@@ -63,7 +63,7 @@ _HOMES = {
     "answered": "running.answers",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
-    "finetune": "training.run",
+    "finetune": "report.with_page",
     "fit": "selection.fit",
     "from_pretrained": "files.pretrained.loading",
     "gate": "gating.gate",
@@ -81,7 +81,7 @@ _HOMES = {
     "score": "selection.scores",
     "scores": "selection",
     "survey": "report.survey",
-    "train_dense": "training.run",
+    "train_dense": "report.with_page",
     "ungate": "gating.gate",
 }
 

@@ -93,7 +93,9 @@ def finetune(
             chosen_settings["latency"] = table
         live = live_page(folder, path.name) if report else nullcontext()
         with announced(say), live:
-            history = l0prune.finetune(model, source, **chosen_settings, out=folder, resume=resume)
+            history = l0prune.finetune(
+                model, source, report=False, **chosen_settings, out=folder, resume=resume
+            )
         info = {**info, "data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:

@@ -189,7 +189,7 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
     if recipe.dense is None:
         return model
     settings = _settings(recipe, folder / "dense", recipe.dense, None)
-    history = l0prune.train_dense(model, data, **settings)
+    history = l0prune.train_dense(model, data, report=False, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
 
@@ -233,7 +233,7 @@ def _pruned(
         times = _times(recipe, model, folder)
         if part.fit is None:
             settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
-            info["history"] = l0prune.finetune(model, data, **settings).last
+            info["history"] = l0prune.finetune(model, data, report=False, **settings).last
         else:
             info["fitted"] = _fit(model, data, part.fit, recipe.seed, **times)
         l0prune.save(model, tuned, info)
@@ -342,7 +342,7 @@ def _export(
     history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
         settings = _settings(recipe, folder / "recover", recipe.recover, dense)
-        history = l0prune.train_dense(small.module, data, **settings).last
+        history = l0prune.train_dense(small.module, data, report=False, **settings).last
         small = small.renewed()
     file = folder / f"{recipe.name}.onnx"
     first_round = folder / "round-1" if recipe.rounds else folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from l0prune.report.report import HTML, Report
@@ -15,8 +16,19 @@ from l0prune.training.history import History
 _EVERY = 5.0  # seconds between two renewals, at least
 
 
+@dataclass
+class Live:
+    """A page of a run.
+
+    Attributes:
+        begun: whether an epoch was done, and told to this process, which is the one that writes.
+    """
+
+    begun: bool = False
+
+
 @contextmanager
-def live_page(folder: Path, title: str) -> Iterator[None]:
+def live_page(folder: Path, title: str) -> Iterator[Live]:
     """Within the context, ``report.html`` in a run's folder shows the epochs that are done.
 
     While they go on, the page looks for a newer one every few seconds. Where the context raises,
@@ -26,20 +38,20 @@ def live_page(folder: Path, title: str) -> Iterator[None]:
         folder: of the run, which its trainings write into.
         title: of the page.
     """
-    begun, renewed = False, -_EVERY
+    page, renewed = Live(), -_EVERY
 
     def renew(history: History) -> None:
-        nonlocal begun, renewed
-        begun = True
+        nonlocal renewed
+        page.begun = True
         if time.monotonic() - renewed >= _EVERY:
             _write(folder, title, live=True)
             renewed = time.monotonic()
 
     try:
         with watched(renew):
-            yield
+            yield page
     except BaseException as error:
-        if begun:
+        if page.begun:
             _write(folder, title, stopped=str(error) or type(error).__name__)
         raise
 

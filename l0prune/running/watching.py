@@ -11,22 +11,21 @@ T = TypeVar("T")
 
 
 class Happenings(Generic[T]):
-    """Happenings of one kind, and who is told of them in this context."""
+    """Happenings of one kind, and all who are told of them in this context."""
 
     def __init__(self, name: str) -> None:
-        self._watcher: ContextVar[Callable[[T], None] | None] = ContextVar(name, default=None)
+        self._watchers: ContextVar[tuple[Callable[[T], None], ...]] = ContextVar(name, default=())
 
     @contextmanager
     def watched(self, watcher: Callable[[T], None]) -> Iterator[None]:
         """Within the context, ``watcher`` is told of each happening."""
-        token = self._watcher.set(watcher)
+        token = self._watchers.set((*self._watchers.get(), watcher))
         try:
             yield
         finally:
-            self._watcher.reset(token)
+            self._watchers.reset(token)
 
     def tell(self, happening: T) -> None:
         """Something has happened."""
-        watcher = self._watcher.get()
-        if watcher is not None:
+        for watcher in self._watchers.get():
             watcher(happening)

@@ -1,4 +1,4 @@
-"""The public way in: train a gated model, or one without gates, by the same loop."""
+"""Train a gated model, or one without gates, by the same loop."""
 
 from __future__ import annotations
 
@@ -37,48 +37,12 @@ OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn")
 
 
 def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
-    """Learn the weights and gates of a gated model together, in place, under a budget or λ·E‖θ‖₀.
-
-    Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
-    the weights settle. Before the gates are fixed, the last of them are opened and closed so that
-    an export just meets the budgets. After each epoch the moving average of weights, buffers and
-    gates is tested in eval mode; in the end the model has these averages, so that what was
-    reported last is what an export computes. Device, modes and random generators are then as they
-    were.
-
-    With ``out`` a checkpoint is kept there, from which ``resume=True`` goes on after Ctrl-C,
-    SIGTERM or a crash; on the CPU the outcome is the same to the bit as without the stop.
-
-    Args:
-        model: a model with gates (``l0prune.gate``).
-        data: what ``l0prune.load_data`` returned; a dataset; a DataLoader or other list of batches,
-            each (inputs, targets) or a mapping that holds its labels; (training, test) of those;
-            or a ``Task``.
-        **settings: see ``Settings``. ``loss`` and ``metric`` are what is learned from and what is
-            reported.
-
-    Returns:
-        What was measured in each epoch.
-
-    Raises:
-        NotGated: the model carries no gates.
-        UsageError: a setting makes no sense, or ``resume`` is asked of another run.
-        DataError: the data is empty, or does not fit the model.
-        TrainingError: a loss or weight became nan or inf.
-        FileError: ``out`` cannot be written, or what is in it cannot be read.
-        Interrupted: Ctrl-C or SIGTERM (a KeyboardInterrupt). The model then has the averages
-            that it had come to; after any other error it is as it was found.
-    """
+    """``l0prune.finetune`` without its page."""
     return _train(model, data, Settings.of(settings), gates_of(model))
 
 
 def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
-    """Train a model without gates, in place, by the loop and the settings of ``finetune``.
-
-    Raises:
-        AlreadyGated: the model carries gates.
-        UsageError: a setting is one of gates; and see ``finetune``.
-    """
+    """``l0prune.train_dense`` without its page."""
     for name in OF_GATES:
         if name in settings:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_task import data, gated
+from small_task import data, gated, network
 
 import l0prune
 from l0prune.cost import measures
@@ -168,7 +168,8 @@ def test_time_by_layer_adds_up_to_the_whole(trained):
     assert sum(o.after for o in time.owners) == pytest.approx(measure.actual(gates.open()))
 
 
-def test_the_page_is_renewed_while_a_run_goes_on(tmp_path):
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "dense"])
+def test_the_page_is_renewed_while_a_run_goes_on(tmp_path, is_gated):
     seen = []
 
     def loss(outputs, targets):
@@ -176,11 +177,44 @@ def test_the_page_is_renewed_while_a_run_goes_on(tmp_path):
         seen.append(page.read_text() if page.exists() else "")
         return torch.nn.functional.cross_entropy(outputs, targets)
 
-    with live_page(tmp_path, "mine"):
-        l0prune.finetune(gated(), data(), out=tmp_path, loss=loss, **QUIET)
+    model, train = (gated(), l0prune.finetune) if is_gated else (network(), l0prune.train_dense)
+    history = train(model, data(), out=tmp_path, loss=loss, **QUIET)
     assert seen[0] == ""
     assert 'http-equiv="refresh"' in seen[-1]
     assert "has done 1 of 3 epochs" in seen[-1]
+    page = (tmp_path / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in page
+    found = report_of(tmp_path).content
+    expected = l0prune.Report.of(history=history, model=model if is_gated else None)
+    assert found.title == "Sequential"
+    assert (found.trainings, found.layers) == (
+        expected.content.trainings,
+        expected.content.layers,
+    )
+    assert len(found.layers) == 2 * is_gated
+
+
+def test_without_a_report_there_is_none(tmp_path):
+    l0prune.finetune(gated(), data(), out=tmp_path, report=False, **QUIET | {"epochs": 1})
+    assert not list(tmp_path.glob("report.*"))
+
+
+def test_a_run_that_is_done_leaves_its_page_alone(tmp_path):
+    model = gated()
+    l0prune.finetune(model, data(), out=tmp_path, **QUIET | {"epochs": 1})
+    (tmp_path / "report.html").write_text("old")
+    l0prune.finetune(model, data(), out=tmp_path, resume=True, **QUIET | {"epochs": 1})
+    assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_a_page_that_cannot_be_written_costs_no_training(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise FileError("the disk is full")
+
+    monkeypatch.setattr(l0prune.Report, "of", full)
+    with pytest.warns(UserWarning, match="there is no report: the disk is full"):
+        history = l0prune.finetune(gated(), data(), out=tmp_path, **QUIET | {"epochs": 1})
+    assert len(history) == 1
 
 
 def test_a_run_that_stops_says_where_and_why(tmp_path):
@@ -191,7 +225,7 @@ def test_a_run_that_stops_says_where_and_why(tmp_path):
         mean = torch.nn.functional.cross_entropy(outputs, targets)
         return mean * math.nan if len(calls) > 40 else mean
 
-    with pytest.raises(TrainingError), live_page(tmp_path, "mine"):
+    with pytest.raises(TrainingError):
         l0prune.finetune(gated(), data(), out=tmp_path, loss=loss, **QUIET | {"epochs": 30})
     found = report_of(tmp_path).content
     assert "nan" in found.stopped
