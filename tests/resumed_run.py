@@ -15,8 +15,8 @@ from l0prune.training.run import finetune
 
 EPOCHS, STEPS = 5, 8  # warm-up ends within epoch 1, settling begins within epoch 4
 SETTINGS = {
-    "epochs": EPOCHS, "batch_size": 30, "warmup": 0.5, "settle": 1.5, "lam": "1/N", "l2": 1e-3,
-    "gate_lr": 0.2, "clip": 1.0, "schedule": "cosine", "progress": False,
+    "epochs": EPOCHS, "batch_size": 30, "warmup": 0.5, "settle": 1.5, "lam": "2/N", "l2": 1e-3,
+    "gate_lr": 0.4, "clip": 1.0, "schedule": "cosine", "progress": False,
 }  # fmt: skip
 
 # What has a state of its own: multipliers, a second optimizer, a teacher.

@@ -14,7 +14,7 @@ ROOT = Path(l0prune.__file__).parent
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "cost", "gating", "files", "data", "running", "selection",
-    "objective", "training", "integrations", "exporting", "timing", "report", "recipes", "cli",
+    "objective", "exporting", "training", "integrations", "timing", "report", "recipes", "cli",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",

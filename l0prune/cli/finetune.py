@@ -31,8 +31,8 @@ _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --
 
 @with_settings(
     "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "epochs", "batch_size",
-    "lr", "gate_lr", "optimizer", "learn", "settle", "augment", "seed", "device", "distill",
-    "autocast", "accumulate", "checkpointing", "compile", "channels_last", "distributed",
+    "lr", "gate_lr", "optimizer", "learn", "settle", "compact", "augment", "seed", "device",
+    "distill", "autocast", "accumulate", "checkpointing", "compile", "channels_last", "distributed",
 )  # fmt: skip
 def finetune(
     file: Annotated[
@@ -100,6 +100,8 @@ def finetune(
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:
         say(f"checkpoints and metrics are in {folder}")
+        if (share := history.last["training_macs"]) < 1:
+            say(f"the steps had {share:.0%} of the MACs of steps at the whole size")
         result = {"file": str(target), "run": str(folder), **history.last}
         if report:
             found = l0prune.Report.of(history=history, model=model, latency=table)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import within
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
+from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
-from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
+from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.manifest import constants, manifest
@@ -20,7 +21,7 @@ from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
-from l0prune.exporting.slicing.tensors import cut_by_plan, cut_state, cut_tensors
+from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
 from l0prune.plan.plan import Plan
@@ -106,23 +107,15 @@ def _as_class(subject: Subject) -> _Cut | None:
     This takes no capture: that the plan still is right, and the class, is what the proof shows.
     """
     plan = subject.plan
-    counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
     chosen = chosen_on(plan, subject)
-    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one:
-        return None
-    tensors = cut_by_plan(subject.plain, chosen)
-    if tensors is None:
-        return None
-    own = own_class(subject.plain, chosen, tensors)
-    predicted = cost_of(plan).actual(chosen.is_open, "params")
-    proven = prove_class(subject, own, predicted, counted)
+    proven = cut_class(subject, chosen)
     if proven is None:
         return None
     state = _state(subject, plan, proven)
     apart = constants(subject.plain, proven.tensors)
+    counted = counted_in(plan)
     unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
-    for each in (tensors, proven.tensors):
-        each.clear()  # what is handed out lets go of float64 one by one
+    proven.tensors.clear()  # what is handed out lets go of float64 one by one
     return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state), apart)
 
 

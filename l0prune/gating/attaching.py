@@ -63,8 +63,10 @@ def detach(model: nn.Module) -> Gates:
 
     Raises:
         NotGated: the model carries no gates.
+        UsageError: it is cut while it trains.
     """
     root, gates = holder(model)
+    gates.check_whole()
     _undo(root)
     return gates
 
@@ -79,8 +81,9 @@ def gates_of(model: nn.Module) -> Gates:
 
 
 def check_intact(model: nn.Module) -> None:
-    """Raise UsageError where a module that carried gates has been replaced since."""
+    """Raise UsageError where a module that carried gates has been replaced since, or is cut."""
     root, gates = holder(model)
+    gates.check_whole()
     for site in gates.plan.sites:
         path, _, leaf = site.tensor.rpartition(".")
         try:
@@ -149,7 +152,7 @@ def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
     sites: dict[int, list[tuple[GateValues, int]]] = defaultdict(list)
     for site in gates.plan.sites:
         parameter = parameter_of(model, site)
-        sites[id(parameter)].append((gates.multiplier(site.layout), site.dim))
+        sites[id(parameter)].append((gates.multiplier(site), site.dim))
     links = []
     for module in model.modules():
         own = {

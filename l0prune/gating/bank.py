@@ -17,11 +17,12 @@ from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.spreader import Spreader
 from l0prune.plan.layout import Layout
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import Plan, Site
 
 # P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
 OPENED = 0.75
 CLOSED = 1e-3
+FOR_GOOD = 1e-2  # twice in a row below it: none was seen to come back, nor below ten times it
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -62,9 +63,12 @@ class Gates(nn.Module):
         free: sizes of these that are free beside the batch.
         fixed: gates stand at their eval values, and do not learn, even in train mode.
         bypassed: the model reads its plain parameters, as if it had no gates.
+        kept: the slots that are left while the model trains cut, bool, flat; None while it is
+            whole.
     """
 
     log_alpha: nn.Parameter
+    kept: Tensor | None = None
 
     def __init__(
         self,
@@ -83,8 +87,13 @@ class Gates(nn.Module):
         self.bypassed = False
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
-        self._multipliers = {site.layout: GateValues() for site in plan.sites}
-        self._spreader = Spreader(plan, tuple(self._multipliers))
+        self._values = {_place(plan, site): GateValues() for site in plan.sites}
+        layouts = dict.fromkeys(site.layout for site in plan.sites)
+        self._spreader = Spreader(plan, tuple(layouts))
+        self._by_layout = [
+            [values for place, values in self._values.items() if place[0] == layout]
+            for layout in layouts
+        ]
         self._now = Current()
 
     def __prepare_scriptable__(self) -> None:
@@ -125,11 +134,32 @@ class Gates(nn.Module):
 
         Args:
             open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``.
+
+        Raises:
+            UsageError: the model is cut while it trains.
         """
+        self.check_whole()
         now, wanted = self.open(), open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)
             self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
+
+    def check_whole(self) -> None:
+        """Raise UsageError for a model that is cut while it trains."""
+        if self.kept is not None:
+            raise UsageError(
+                "this model is trained at the size that its gates leave (compact), and parts of it "
+                "are set aside. At the end of the training it is whole again; before that, call "
+                "make_whole() of the l0prune.Pruner that trains it"
+            )
+
+    @torch.no_grad()
+    def closed_for_good(self) -> Tensor:
+        """Which gates are closed, and so likely stay so that a forward never sees them open.
+
+        Shape: bool, ``(plan.size,)``.
+        """
+        return (self.open_probability() < FOR_GOOD) & ~self.open()
 
     def open_probability(self) -> Tensor:
         """P(z ≠ 0) of each gate, shape ``(plan.size,)``, differentiable."""
@@ -153,9 +183,24 @@ class Gates(nn.Module):
         finally:
             self._given = before
 
-    def multiplier(self, layout: Layout) -> GateValues:
-        """Where the multipliers along the layout of a site stand after each ``refresh``."""
-        return self._multipliers[layout]
+    def multiplier(self, site: Site) -> GateValues:
+        """Where the multipliers of a site stand after each ``refresh``."""
+        return self._values[_place(self.plan, site)]
+
+    def cut_to(self, kept: Tensor | None) -> None:
+        """Multiply parameters of which only these slots are left; None for all.
+
+        The gates stay as they are: those of slots that are gone multiply nothing.
+
+        Args:
+            kept: as ``plan.kept`` gives it, bool, shape ``(plan.size,)``.
+        """
+        self.__dict__["kept"] = kept  # no buffer: it is not of the model's state
+        for (layout, dim), values in self._values.items():
+            mask = None if kept is None else self.plan.mask(layout if dim is None else dim, kept)
+            is_whole = mask is None or bool(mask.all())
+            values.left = None if is_whole else mask.nonzero().flatten()  # type: ignore[union-attr]
+        self._forget()
 
     def forward(self, x: Any) -> Any:
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
@@ -224,10 +269,9 @@ class Gates(nn.Module):
                 now.z = now.z + 0 * value  # DDP waits for a gradient of every parameter
         else:
             now.z = self.gate.estimate(value)
-        for multiplier, values in zip(
-            self._multipliers.values(), self._spreader(now.z), strict=True
-        ):
-            multiplier.values = values
+        for places, values in zip(self._by_layout, self._spreader(now.z), strict=True):
+            for place in places:
+                place.put(values)
         now.grad = torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             now.value, now.version, now.mode = value, _version(value), self._mode()
@@ -235,8 +279,8 @@ class Gates(nn.Module):
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
         self._now = Current()
-        for multiplier in self._multipliers.values():
-            multiplier.values = None
+        for place in self._values.values():
+            place.values = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Gates:
         """Move with the model, but never to a dtype in which exp and log lose the gates."""
@@ -253,6 +297,12 @@ class Gates(nn.Module):
     def extra_repr(self) -> str:
         """What ``print(model)`` shows of the bank."""
         return f"{self.plan.size} gates on {len(self.plan.axes)} axes, {self.gate}"
+
+
+def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
+    """What the multipliers of a site depend on: its layout, and that of the dim, once it is cut."""
+    dims = plan.tensors.get(site.tensor)
+    return site.layout, None if dims is None else dims[site.dim]
 
 
 def _version(value: Tensor) -> int | None:

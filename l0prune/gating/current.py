@@ -64,10 +64,22 @@ class GateValues:
 
     It has an attribute rather than a place in a list, so that torch.compile sees equal blocks
     of a model as equal.
+
+    Attributes:
+        values: the multipliers; None where nothing is computed.
+        left: the positions that are left of a layout that was cut; None for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, left: Tensor | None = None) -> None:
         self.values: Tensor | None = None
+        self.left = left
+
+    def put(self, values: Tensor) -> None:
+        """These are the multipliers of all positions, of which some may be cut."""
+        left = self.left
+        if left is not None and left.device != values.device:
+            left = self.left = left.to(values.device)
+        self.values = values if left is None else values.index_select(0, left)
 
     def __getstate__(self) -> Mapping[str, Any]:
-        return {"values": None}
+        return {"values": None, "left": self.left}

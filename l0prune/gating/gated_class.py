@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,11 +56,32 @@ class Link:
         gates: the model's bank.
         sites: for each gated parameter of the module, what multiplies it along which dim.
         lists: by attribute, the lists in which the module keeps such parameters.
+        scales: by parameter of a module that was cut, what stands for its numbers in the forward.
     """
 
     gates: Gates
     sites: dict[str, tuple[tuple[GateValues, int], ...]]
     lists: dict[str, KeptList]
+    scales: dict[str, Scale] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A parameter p is read as ``by · (p + offset) − offset``.
+
+    Attributes:
+        by: as many numbers as broadcast against the parameter.
+        offset: that the module itself adds to it.
+    """
+
+    by: Tensor
+    offset: float = 0.0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The parameter as it is read, of its own dtype."""
+        by = self.by.to(tensor)
+        scaled = by * (tensor + self.offset) - self.offset if self.offset else by * tensor
+        return scaled.to(tensor.dtype)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -145,9 +166,11 @@ def _gated_parameter(name: str) -> property:
                 raise UsageError(_WHOSE.format(type(module).__name__, name))
         link.gates.refresh()
         result: Tensor = parameter
-        for multiplier, dim in link.sites[name]:
+        for multiplier, dim in link.sites.get(name, ()):
             assert multiplier.values is not None
             result = scale(result, multiplier.values, dim)
+        if name in link.scales:
+            result = link.scales[name](result)
         if link.gates.in_forward or torch.compiler.is_compiling():
             return result
         return Computed.of(result, parameter)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -50,7 +51,7 @@ class Spreader:
             return z.split_with_sizes(self._sizes)
         if self._groups and self._groups[0][1].device != z.device:
             self._groups = [(numbers, table.to(z.device)) for numbers, table in self._groups]
-        padded = torch.cat([z, z.new_ones(1)])
+        padded = F.pad(z, (0, 1), value=1.0)
         parts: list[Tensor] = [padded] * len(self._sizes)
         for numbers, table in self._groups:
             values = _ProductGather.apply(padded, table)

@@ -17,10 +17,15 @@ Counting = Literal["joint", "groups"]
 
 
 class ExpectedSquares:
-    """The sum over a model's parameters, with all that their values do not change worked out."""
+    """The sum over a model's parameters, with all that their values do not change worked out.
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    Args:
+        plan: of the model.
+        kept: the slots that are left of a model that is cut while it trains, bool, flat.
+    """
+
+    def __init__(self, plan: Plan, kept: Tensor | None = None) -> None:
+        self._plan, self._kept = plan, kept
         self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
 
     def total(self, root: nn.Module, gates: Tensor, p: Tensor, counting: Counting) -> Tensor:
@@ -45,9 +50,17 @@ class ExpectedSquares:
         key = (name, counting, device)
         if key not in self._chances:
             sides = self._sides(self._plan.aliases.get(name, name), counting)
-            tables = [(dim, self._plan.gate_table(layout)) for dim, layout in sides]
+            tables = [(dim, self._table(name, dim, layout)) for dim, layout in sides]
             self._chances[key] = _Chance(tables, self._plan.size, device)
         return self._chances[key]
+
+    def _table(self, name: str, dim: int, layout: Layout) -> Tensor:
+        """The gates at each position that is left of a parameter's dim."""
+        table, kept = self._plan.gate_table(layout), self._kept
+        if kept is None:
+            return table
+        dims = self._plan.tensors[self._plan.aliases.get(name, name)]
+        return table[:, self._plan.mask(dims[dim], kept)]
 
     def _sides(self, name: str, counting: Counting) -> list[tuple[int, Layout]]:
         """The dims of a parameter whose gates decide whether its elements are there."""

@@ -120,9 +120,9 @@ def _full_precision(device_type: str) -> AbstractContextManager[None]:
 class _Prices:
     """The penalty of one plan, with all that does not change from step to step worked out."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.squares = ExpectedSquares(plan)
+    def __init__(self, plan: Plan, kept: Tensor | None) -> None:
+        self.plan, self.kept = plan, kept
+        self.squares = ExpectedSquares(plan, kept)
         self.divergence = Divergence(plan)
         self._cost = cost_of(plan)
         self._per_axis: dict[Lambda, tuple[float, ...]] = {}
@@ -153,6 +153,6 @@ _of_bank: WeakKeyDictionary[Gates, _Prices] = WeakKeyDictionary()
 
 def _prices(gates: Gates) -> _Prices:
     prices = _of_bank.get(gates)
-    if prices is None or prices.plan is not gates.plan:
-        prices = _of_bank[gates] = _Prices(gates.plan)
+    if prices is None or prices.plan is not gates.plan or prices.kept is not gates.kept:
+        prices = _of_bank[gates] = _Prices(gates.plan, gates.kept)
     return prices

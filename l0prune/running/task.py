@@ -31,7 +31,7 @@ LOSS, ERROR = "test_loss", "error"
 # What records hold beside the metric and the amounts of measures.
 TAKEN = frozenset({
     "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "open", "dead",
-    "budget", "doctor", "gates", "before", "fitted",
+    "budget", "doctor", "gates", "before", "fitted", "training_macs",
 })  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +99,10 @@ class Average:
         """Begin anew from the values that the model has now."""
         self.updates = 0
         self._values = {name: _wide(value) for name, value in self._now()}
+
+    def resize(self, change: Callable[[str, Tensor], Tensor]) -> None:
+        """Where the model's tensors change their size: what an average becomes, by its name."""
+        self._values = {name: change(name, value) for name, value in self._values.items()}
 
     def buffers(self) -> list[Tensor]:
         """The averages of the model's buffers."""

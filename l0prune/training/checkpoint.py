@@ -22,7 +22,7 @@ from l0prune.running.task import Task
 from l0prune.training.settings import Settings
 
 NAME = "checkpoint.pt"
-_FORMAT = 3
+_FORMAT = 4
 
 # What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
 CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})

@@ -48,7 +48,7 @@ class Teacher:
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:
         self._share, self._temperature = settings.distill, settings.temperature
         self._own = settings.teacher is None
-        names = _matching(model, settings.match)
+        self._match = names = _matching(model, settings.match)
         missing = set(names) - dict(network.named_modules()).keys()
         if missing:
             raise UsageError(f"the teacher has no module {', '.join(sorted(missing))} to match")
@@ -90,6 +90,11 @@ class Teacher:
             "teacher": "the teacher is worse than the model: on one batch its loss is "
             f"{theirs:.3g}, the model's {mine:.3g}. {advice}"
         }
+
+    @property
+    def needs_whole(self) -> str:
+        """Why the model must keep its size while it learns from this one; empty if it need not."""
+        return "match compares what its modules give with what the teacher's do" * bool(self._match)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to learn from, given the task's and what the model made of ``inputs``."""

@@ -18,6 +18,8 @@ from pydantic import (
 from l0prune.errors import UsageError
 from l0prune.training.fields import documentation, in_words
 
+Compact = Literal["auto", "settle", "never"]
+
 
 class GateSettings(BaseModel):
     """How gates learn: the keywords of ``l0prune.Pruner``, and with those of training ``Settings``.
@@ -89,6 +91,15 @@ class GateSettings(BaseModel):
         ge=0,
         description="Learning rate of the gates, by default chosen by the number of steps in which "
         "they learn. So they can move far enough and no further.",
+    )
+
+    compact: Compact = Field(
+        "auto",
+        description="When the network is trained at the size that its gates leave, which takes "
+        "less time and memory: auto, as soon as gates are closed for good (probability of being "
+        "open below 0.01, twice in a row; while it is compiled as settle); settle, from when the "
+        "gates stand; never. Only where that is shown to compute the same; in the end the model "
+        "has its own size. A loop of your own that has a ``Pruner`` asks for it.",
     )
 
     @model_validator(mode="wrap")

@@ -33,7 +33,8 @@ class History:
     A gated model's also have ``expected_params`` and ``expected_macs`` (of one example),
     ``params`` and ``macs`` (what an export now would have), ``dense_params`` and ``dense_macs``,
     the same three of whatever else the budget is about (``expected_latency``, …),
-    ``open`` (slots an export would keep, by axis) and ``dead`` (axes that have no open gate left).
+    ``open`` (slots an export would keep, by axis), ``dead`` (axes that have no open gate left) and
+    ``training_macs`` (of all steps so far, as a share of what they take at the whole size).
     With budgets there is ``budget``: for each its ``limit``, the ``target`` that has come down to
     it so far, the real ``share`` now, all of the dense count, and its ``multiplier``. ``gates`` is
     how many gates there are in each of 20 bins of P(z ≠ 0), from 0 to 1. Once the gates stand,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.errors import DataError, Interrupted
 from l0prune.gating.attaching import bypass
@@ -68,6 +68,8 @@ class Loop:
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
         self._display = Display(settings.epochs, feed.steps, shown=shown)
+        if pruner is not None:
+            pruner.say = self.note
         self._log: Log | None = None
         self.history = History(
             metric=self._task.metric_name,
@@ -118,6 +120,9 @@ class Loop:
         if folder is not None:
             self._log = self._world.first_alone(lambda: Log(folder, self.history, curves))
         self._display.start(self._done)
+        if self._pruner is not None:
+            teacher = self._stepper.teacher
+            self._pruner.look_ahead("" if teacher is None else teacher.needs_whole)
         if not self._done:
             self._examine()
         try:
@@ -302,16 +307,16 @@ class Loop:
         models = [self._started_from]
         if leaves_it:
             with self._averaged():
-                models.append(digest(snapshot(self._model)))
+                models.append(digest(self._in_whole(snapshot(self._model))))
         average, folder, gather = self._average, self._folder, self._world.gather
         state = Checkpoint(
             settings=self._fingerprint,
             models=models,
-            model=snapshot(self._model),
+            model=self._in_whole(snapshot(self._model)),
             optimizers=[whole_state(each) for each in self._stepper.optimizers],
             pruner={} if self._pruner is None else self._pruner.state_dict(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
-            average={} if average is None else average.tensors(),
+            average={} if average is None else self._in_whole(average.tensors()),
             updates=0 if average is None else average.updates,
             scaler={} if self._stepper.scaler is None else self._stepper.scaler.state_dict(),
             epoch=self._epoch,
@@ -323,6 +328,10 @@ class Loop:
             before=self._before,
         )
         self._world.first_alone(lambda: state.write(folder))
+
+    def _in_whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same of the whole model."""
+        return tensors if self._pruner is None else self._pruner.compaction.in_whole(tensors)
 
     def _look(self) -> None:
         """Fetch the losses since the last time, and stop if one is no number."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneError, UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
+from l0prune.training.compaction import Compaction
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
@@ -23,7 +25,7 @@ from l0prune.training.phases import Phases
 
 # Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
 _BETAS = (0.9, 0.99)
-_LOOKS = 20  # of the doctor, while the gates learn
+_LOOKS = 20  # of the doctor, and for what may be cut, while the gates learn
 _FORMAT = 1
 
 
@@ -53,6 +55,8 @@ class Pruner:
         gates: its bank.
         phases: where each phase ends, in steps.
         step: optimizer steps that are done.
+        compaction: the cut of the model while its gates stand.
+        say: what is called with the text of a warning.
         doctor: says what is wrong with the gates.
 
     Args:
@@ -81,14 +85,18 @@ class Pruner:
         say: Callable[[str], None] | None = None,
         **settings: Unpack[GateKeywords],
     ) -> None:
-        self.model, self._say = model, say or _warned
+        self.model, self.say = model, say or _warned
         self.gates = gates_of(model)
         self._settings = GateSettings.of(settings)
         self._drives_itself = not isinstance(steps, Phases)
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
         self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
         self.budget = self._terms.budget
+        self.compaction = Compaction(model)
+        is_asked = not self._drives_itself or "compact" in settings
+        self._when = self._settings.compact if is_asked else "never"
         self.step = 0
+        self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
         self.doctor = Doctor(self._terms, self.phases)
@@ -171,10 +179,46 @@ class Pruner:
         if self._begun == self.step:
             return
         self._anneal()
-        if self.phases.begins_to_settle(self.step):
+        settles = self.phases.begins_to_settle(self.step)
+        if settles:
+            self.make_whole()
             self._terms.fit()
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
+        if self._when != "never" and settles:
+            self._compact(self.compaction.begin)
+        elif self._when == "auto" and self.phase != "settle" and self._is_time_to_look:
+            self._compact(self.compaction.look)
+
+    def _compact(self, how: Callable[[], None]) -> None:
+        try:
+            how()
+        except L0pruneError as error:
+            self._keep_whole(str(error))
+
+    def look_ahead(self, hindrance: str = "") -> None:
+        """Before the first step: say so if it is known that the network cannot be cut.
+
+        A loop of your own need not call it: the first ``before_step`` does.
+
+        Args:
+            hindrance: what else there is that needs the whole network.
+        """
+        reason = hindrance or self.compaction.hindrance(self._drives_itself)
+        if self._when != "never" and reason:
+            self._keep_whole(reason)
+
+    def _keep_whole(self, reason: str) -> None:
+        self._when = "never"
+        self.say(f"compact: the network keeps its size while it trains: {reason}")
+
+    def make_whole(self) -> None:
+        """Give a model that is trained at the size that its gates leave its own size back.
+
+        What was cut off has its last values, and its gates are closed. After the last step of a
+        loop of your own this is done.
+        """
+        self.compaction.end()
 
     def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
         """Once a step, after backward, accumulation and clipping: add the penalty's gradient.
@@ -188,8 +232,11 @@ class Pruner:
         Returns:
             The penalty, a scalar; None where there is none at this step.
         """
+        if optimizers and self._drives_itself:
+            self.compaction.follow(optimizers)
         if self._drives_itself and self.step == 0:
             self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
+            self.look_ahead()
         log_alpha = self.gates.log_alpha
         if self._own is not None:
             self._own.hand_over()
@@ -210,10 +257,13 @@ class Pruner:
         if self._drives_itself:
             self._look()
             self.begin_step()
+            if self.step >= self.phases.total:
+                self.make_whole()
 
     def advance(self) -> None:
         """Count the step that was done, and make the gates what they are after it."""
         self.step += 1
+        self._work += self.compaction.share
         self._anneal()
 
     def _anneal(self) -> None:
@@ -221,7 +271,9 @@ class Pruner:
 
     def finish(self) -> None:
         """Where a loop ends before its last step: fit and fix the gates as if they had stood."""
+        self.make_whole()
         if self.phase != "settle":
+            self._when = "never"
             self.step, self._begun = self.phases.learning, None
             self.begin_step()
 
@@ -229,11 +281,19 @@ class Pruner:
 
     def _look(self) -> None:
         """Every few steps: what does the doctor say?"""
-        every = max(1, self.phases.learning // _LOOKS)
-        if self.step % every and self.step != self.phases.learning:
+        if not self._is_time_to_look and self.step != self.phases.learning:
             return
-        record = {"step": self.step, "epoch": self.step / every, "phase": self._phase_done}
+        epoch = self.step / self._between_looks
+        record = {"step": self.step, "epoch": epoch, "phase": self._phase_done}
         self._speak(self.doctor.after(record | self.record()))
+
+    @property
+    def _between_looks(self) -> int:
+        return max(1, self.phases.learning // _LOOKS)
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        return self.step % self._between_looks == 0
 
     @property
     def _phase_done(self) -> str:
@@ -241,11 +301,15 @@ class Pruner:
 
     def _speak(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():
-            self._say(text)
+            self.say(text)
 
     def record(self) -> dict[str, Any]:
-        """Expected and actual counts, budgets, open slots by axis, and axes without any."""
-        return self._terms.record()
+        """Expected and actual counts, budgets, open slots by axis, and axes without any.
+
+        ``training_macs`` is the share of MACs that the steps so far had, of what they would have
+        had at the model's own size.
+        """
+        return {**self._terms.record(), "training_macs": self._work / max(self.step, 1)}
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger: shares of the dense counts, and what the budgets are at.
@@ -276,16 +340,21 @@ class Pruner:
             "own": None if self._own is None else self._own.state_dict(),
             "doctor": self.doctor.state_dict(),
             "fitted": self._terms.fitted,
+            "work": self._work,
+            "cut": self.compaction.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave; the model has its own state already.
 
+        A model that was trained at the size that its gates leave is so again, and one that was
+        not is whole.
+
         Raises:
             UsageError: it is the state of another model or run; then nothing has changed.
         """
         self._check(state)
-        self.step, self._begun = state["step"], state["begun"]
+        self.step, self._begun, self._work = state["step"], state["begun"], state["work"]
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         if state["own"] is not None:
@@ -296,9 +365,11 @@ class Pruner:
         self._terms.fitted = state.get("fitted", {})  # states of before have none
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
+        self._compact(partial(self.compaction.load_state_dict, state["cut"]))
 
     def _check(self, state: dict[str, Any]) -> None:
         keys = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor"}
+        keys |= {"work", "cut"}
         if not isinstance(state, dict) or not keys <= state.keys() or state["format"] != _FORMAT:
             raise UsageError("this is no state of a Pruner of this version of l0prune")
         if state["axes"] != self._axes():

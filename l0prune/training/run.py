@@ -21,6 +21,7 @@ from l0prune.running.processes import World, joined
 from l0prune.running.task import Task
 from l0prune.running.trial import check_first_batch, check_first_test
 from l0prune.training import checkpoint
+from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.history import History
@@ -112,10 +113,11 @@ def _train_in(
                 fingerprint,
                 world,
             )
-            if folder is not None:
-                world.first_alone(partial(_made, folder))
-                _prepare(folder, loop, settings, started_from, fingerprint, world)
-            loop.run()
+            with whole_in_the_end(None if pruner is None else pruner.compaction):
+                if folder is not None:
+                    world.first_alone(partial(_made, folder))
+                    _prepare(folder, loop, settings, started_from, fingerprint, world)
+                loop.run()
     except Interrupted:
         raise
     except BaseException:

@@ -238,7 +238,10 @@ class Settings(GateSettings):
 
     def of_gates(self) -> dict[str, Any]:
         """Those that ``l0prune.Pruner`` takes, too."""
-        return {name: getattr(self, name) for name in GateSettings.model_fields}
+        found = {name: getattr(self, name) for name in GateSettings.model_fields}
+        if self.backend is not None and self.compact == "auto":
+            found["compact"] = "settle"  # each size is compiled anew
+        return found
 
     @property
     def backend(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,18 @@ class Stepper:
         self.teacher = teacher
         gates = None if pruner is None else pruner.gates.log_alpha
         self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
-        self._losses = Losses(model, loss, teacher, settings, device, world, self._weights)
+        self._new_losses = partial(
+            Losses, model, loss, teacher, settings, device, world, self._weights
+        )
+        self._losses: Losses | None = None
         self.optimizers = make_optimizers(settings, self._groups())
         self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
         self.scaler = torch.amp.GradScaler(device.type) if settings.autocast == "fp16" else None
+        if pruner is not None:
+            pruner.compaction.follow(self.optimizers)
+            pruner.compaction.average = self.average
+            pruner.compaction.let_go = self._let_go
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -70,9 +78,7 @@ class Stepper:
         return [{"name": "weights", "params": self._weights, **rest}]
 
     def load(self, state: Checkpoint) -> None:
-        """Take up the state; the model must have its weights already."""
-        if self._pruner is not None:
-            self._pruner.load_state_dict(state.pruner)
+        """Take up the state, of a whole model; the model must have its weights already."""
         if self.average is not None:
             self.average.load(state.average, state.updates)
         for optimizer, of in zip(self.optimizers, state.optimizers, strict=True):
@@ -81,6 +87,8 @@ class Stepper:
             self.teacher.load(state.teacher)
         if self.scaler is not None:
             self.scaler.load_state_dict(state.scaler)
+        if self._pruner is not None:
+            self._pruner.load_state_dict(state.pruner)
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Do step number ``step`` of the run, from 0; returns the task's loss and the penalty.
@@ -91,6 +99,8 @@ class Stepper:
         self._schedule.set(step)
         if self._pruner is not None:
             self._begin(self._pruner)
+        if self._losses is None:
+            self._losses = self._new_losses()
         loss = self._losses.backward(batch, self._scaled)
         self._clip()
         extra = None if self._pruner is None else self._add_penalty(self._pruner)
@@ -112,6 +122,10 @@ class Stepper:
         pruner.begin_step()
         if settles and self.average is not None:
             self.average.restart()
+
+    def _let_go(self) -> None:
+        """A replica and what was compiled are made for tensors of one size."""
+        self._losses = None
 
     def _clip(self) -> None:
         """Limit the weights' gradient, that of the gates and of the penalty apart."""

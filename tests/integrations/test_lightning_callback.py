@@ -41,8 +41,10 @@ def quiet(text):
     """These runs are too short to be any good, which would be said."""
 
 
-def made(network):
-    return l0prune.Pruner(network, budget="params=0.5", steps=STEPS, gate_lr=0.2, say=quiet)
+def made(network, compact="never"):
+    return l0prune.Pruner(
+        network, budget="params=0.5", steps=STEPS, gate_lr=0.2, say=quiet, compact=compact
+    )
 
 
 def trained(folder, network=None, pruner=None, parts=1, resume=None, more=(), **arguments):
@@ -92,16 +94,19 @@ def test_precision(precision, tmp_path):
     assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
 
 
-def test_a_stop_and_a_resume_are_the_same_to_the_bit(tmp_path):
+@pytest.mark.parametrize("compact", ["never", "settle"])
+def test_a_stop_and_a_resume_are_the_same_to_the_bit(compact, tmp_path):
     """With gates that draw nothing: Lightning keeps no state of random numbers."""
 
-    def network():
-        return gated(ContinuousSparsification(), norm=False)
+    def run():
+        network = gated(ContinuousSparsification(), norm=False)
+        return network, made(network, compact)
 
     kept = lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=30, save_top_k=-1)
-    whole, _, _ = trained(tmp_path / "whole", network(), more=[kept])
+    whole, _, _ = trained(tmp_path / "whole", *run(), more=[kept])
     (checkpoint,) = tmp_path.glob("*step=30.ckpt")
-    again, pruner, _ = trained(tmp_path / "again", network(), resume=checkpoint)
+    again, pruner, _ = trained(tmp_path / "again", *run(), resume=checkpoint)
+    assert (pruner.record()["training_macs"] < 1) == (compact == "settle")
     assert pruner.step == STEPS
     assert differing(tensors(whole), tensors(again)) == []
 

@@ -60,8 +60,19 @@ def quiet(text):
     """These runs are too short to be any good, which would be said."""
 
 
-def trainer(folder, model, data=CLASSES, steps=STEPS, callbacks=None, metrics=None, **arguments):
-    pruner = l0prune.Pruner(model, budget="params=0.6", steps=steps, gate_lr=0.3, say=quiet)
+def trainer(
+    folder,
+    model,
+    data=CLASSES,
+    steps=STEPS,
+    callbacks=None,
+    metrics=None,
+    compact="never",
+    **arguments,
+):
+    pruner = l0prune.Pruner(
+        model, budget="params=0.6", steps=steps, gate_lr=0.3, say=quiet, compact=compact
+    )
     given = {
         "max_steps": steps, "per_device_train_batch_size": 8, "logging_steps": 10,
         "save_steps": 10, "report_to": [], "disable_tqdm": True, "use_cpu": True,
@@ -173,16 +184,21 @@ def test_ways_of_computing(arguments, tmp_path):
     assert logits_apart(model, dense) <= ROUNDED
 
 
-@pytest.mark.parametrize(("make", "data"), [(bert, CLASSES), (llama, TEXTS)])
-def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, tmp_path):
-    """Of tied weights a safetensors checkpoint has one."""
-    whole, _, _ = trained(tmp_path, gated(make), data=data)
-    for step in (10, 30):
+@pytest.mark.parametrize(
+    ("make", "data", "compact", "stop"),
+    [(bert, CLASSES, "settle", 25), (llama, TEXTS, "never", 30)],
+)
+def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, tmp_path):
+    """Of tied weights a safetensors checkpoint has one; of a model that is cut all are whole."""
+    settings = {"data": data, "compact": compact, "save_steps": 5}
+    whole, _, _ = trained(tmp_path, gated(make), **settings)
+    for step in (10, stop):
         again, pruner, _ = trained(
-            tmp_path, gated(make), data=data, resume=str(tmp_path / f"checkpoint-{step}")
+            tmp_path, gated(make), **settings, resume=str(tmp_path / f"checkpoint-{step}")
         )
         assert differing(tensors(whole), tensors(again)) == []
         assert pruner.phase == "settle"
+        assert (pruner.record()["training_macs"] < 1) == (compact == "settle")
 
 
 def test_a_language_model_is_exported_as_it_was_gated(tmp_path):

@@ -82,7 +82,7 @@ def test_another_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="this version can read"):
         read(tmp_path)
-    torch.save({"format": 3, "epoch": 3}, tmp_path / checkpoint.NAME)
+    torch.save({"format": 4, "epoch": 3}, tmp_path / checkpoint.NAME)
     with pytest.raises(FileError, match="not a complete checkpoint"):
         read(tmp_path)
 

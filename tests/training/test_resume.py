@@ -18,11 +18,12 @@ from l0prune.training import checkpoint
 from l0prune.training.run import finetune
 
 KINDS = ["split", "loader", "own generator", "budget"]
+SETTLES = EPOCHS * STEPS - 12
 STOPS = {
     2: signal.SIGINT,  # λ is rising
     STEPS: signal.SIGTERM,  # between two epochs
     2 * STEPS + 3: signal.SIGINT,
-    EPOCHS * STEPS - 12: signal.SIGINT,  # the first step of settling
+    SETTLES: signal.SIGINT,  # the first step of settling
     EPOCHS * STEPS - 1: signal.SIGTERM,  # the last of all
 }
 # By default each stop comes once, and each kind of data sees both signals; what has most to
@@ -54,7 +55,7 @@ def whole(request, tmp_path_factory):
 
 
 def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
-    stop = 3 * STEPS + 5  # in the middle of epoch 4
+    stop = SETTLES + 1  # in the middle of epoch 4, between a cut and its first checkpoint
     assert exit_codes([(run, tmp_path, "loader", stop, signal.SIGKILL)]) == [-signal.SIGKILL]
     assert checkpoint.read(tmp_path).epoch == 3
     model, history = run(tmp_path, "loader", resume=True)
@@ -82,6 +83,8 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     assert caught.value.signal == number
     state = checkpoint.read(tmp_path)
     assert state.epoch * STEPS + state.step == step + 1  # the step under way is done
+    # match needs the whole network; every other run is cut when its gates begin to stand
+    assert (state.pruner["cut"]["kept"] is not None) == (step >= SETTLES and kind != "budget")
     model, history = run(tmp_path, kind, resume=True)
     assert differing(expected, tensors(model)) == []
     assert measured(history) == records
@@ -183,7 +186,7 @@ def test_another_run_does_not_go_on_with_this_ones_checkpoint(tmp_path):
             finetune(model, source or task("split"), out=tmp_path, resume=True, **settings)
         assert differing(before, tensors(model)) == []
 
-    refused("lam 1/N → 2/N", lam="2/N")
+    refused("lam 2/N → 3/N", lam="3/N")
     refused("epochs 5 → 6", epochs=6)
     refused("N 240 → 120", source=Task(data(120).train, data().test))
     refused("data .*clouds", source=data())
@@ -256,7 +259,7 @@ def test_a_loss_that_is_no_number_stops_training(tmp_path, last):
     text = str(caught.value)
     assert f"epoch 3, step {8 if last else 3}: the loss is nan" in text
     assert "lr=0.001" in text
-    assert "gate_lr=0.2" in text
+    assert "gate_lr=0.4" in text
     assert f"checkpoint of epoch 2 is in {tmp_path}" in text
     assert differing(before, tensors(model)) == []
     state = checkpoint.read(tmp_path)

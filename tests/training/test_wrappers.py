@@ -208,7 +208,8 @@ def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
     assert second[1][0] == signal.SIGINT
     if how == "stopped":
         assert small_task.differing(whole, after) == []
-    assert_close(whole, after, rtol=1e-9, atol=1e-10)
+    # shards are not cut: there, weights of closed slots learn on, and nobody reads them
+    assert_close(left(whole), left(after), rtol=1e-9, atol=1e-10)
     assert small_task.differing(after, second[2]) == []
     state = checkpoint.read(folder)
     assert (state.settings["processes"], len(state.rng)) == ("2", 2)
@@ -218,6 +219,13 @@ def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
     task = Task(doubled(), doubled(121, seed=1), loss, loss, "test", name="clouds")
     with pytest.raises(UsageError, match="processes 2 → 1"):
         finetune(mlp(), task, **common(lr=1e-2, out=folder, resume=True))
+
+
+def left(tensors):
+    """Of a gated model's tensors, those of its export."""
+    model = mlp()
+    model.load_state_dict(tensors)
+    return small_task.tensors(l0prune.export(model).module)
 
 
 def refused(rank, folder):

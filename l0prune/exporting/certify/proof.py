@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -53,6 +53,7 @@ class Proven:
         changes: attributes of the own class that follow the new sizes.
         layers: what its layers become that need more than that, by path.
         tensors: the cut tensors as the module has to have them, by name.
+        scales: by parameter, what it was multiplied with beside its gates.
     """
 
     module: nn.Module
@@ -63,6 +64,7 @@ class Proven:
     changes: Changes
     layers: Mapping[str, Layer]
     tensors: dict[str, Tensor]
+    scales: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def prove_class(
@@ -96,6 +98,7 @@ def prove_class(
         changes=choice.changes,
         layers=own.layers,
         tensors=own.own_tensors(),
+        scales=own.scales,
     )
 
 

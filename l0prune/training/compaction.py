@@ -1,0 +1,236 @@
+"""Training the network that is left: cut in place while its gates stand, and whole in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from l0prune.cost.model import cost_of
+from l0prune.exporting.in_place import Cut, Form, smaller_form
+from l0prune.gating.attaching import holder
+from l0prune.running import rng
+from l0prune.running.device import device_of
+from l0prune.running.processes import of_first
+from l0prune.running.shards import is_sharded
+from l0prune.training.averages import Average
+from l0prune.training.optimizer_states import (
+    States,
+    bare,
+    check_states,
+    cut_states,
+    saved_cut,
+    saved_whole,
+    whole_states,
+)
+
+_LESS = 0.9  # of the MACs: so few are to be left by another cut
+
+
+class Compaction:
+    """A gated model that may be cut in place while it trains.
+
+    While it is cut, its ``state_dict()`` gives, and its ``load_state_dict()`` takes, the tensors
+    of the whole model: a checkpoint is the same file before the cut, after it and in the end.
+
+    Attributes:
+        cut: what was cut; None while the model is whole.
+        share: of the whole model's MACs, those that the model has now.
+        average: that follows, if there is one.
+        let_go: called before the sizes change: whoever holds on to tensors as they are drops them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._root, self._gates = holder(model)
+        self.cut: Cut | None = None
+        self.share = 1.0
+        self._optimizers: Sequence[Optimizer] = ()
+        self.average: Average | None = None
+        self.let_go: Callable[[], None] = _nothing
+        self._closed: Tensor | None = None
+        self._hooks: list[Any] = []
+        self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """From here on the states of these optimizers follow, what they save is of the whole."""
+        found = tuple(map(bare, optimizers))
+        if [*map(id, found)] == [*map(id, self._optimizers)]:
+            return
+        self._optimizers = found
+        for hook in self._hooks:
+            hook.remove()
+        if self.cut is not None:
+            cut_states(self._optimizers, self.cut.by_id())
+            self._hook()
+
+    def hindrance(self, own_loop: bool = False) -> str:
+        """Why the model could not be cut, as far as that is known beforehand; else empty.
+
+        Args:
+            own_loop: the loop is the user's.
+        """
+        if any(map(is_sharded, self._model.parameters())):
+            return "its weights are in shards (FSDP)"
+        if self._gates.plan.parts != ("",):
+            return "it was captured in parts"
+        if own_loop and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return "several processes train it, and what joins them is made for the whole network"
+        return ""
+
+    def begin(self, kept: Tensor | None = None) -> None:
+        """Cut slots of the model; all or nothing.
+
+        Args:
+            kept: the slots that are left, bool, flat; by default those that an export would keep.
+
+        Raises:
+            L0pruneError: the model cannot be cut so, or an optimizer could not follow; it is
+                whole then.
+        """
+        if kept is None:
+            kept = self._gates.plan.kept(self._gates.open())
+        self.end()
+        if bool(kept.all()):
+            return
+        form = self._form(kept)
+        self.let_go()
+        cut = Cut(self._model, form)
+        try:
+            check_states(self._optimizers, cut.by_id())
+        except BaseException:
+            cut.undo()
+            raise
+        cut_states(self._optimizers, cut.by_id())
+        if self.average is not None:
+            self.average.resize(cut.left)
+        self.cut, self.share = cut, self._share_of(kept)
+        self._hook()
+
+    def _share_of(self, kept: Tensor) -> float:
+        cost = cost_of(self._gates.plan)
+        return cost.amount(kept.double(), "macs") / max(cost.dense("macs"), 1)
+
+    def look(self) -> None:
+        """Cut what was closed for good at the last look and is so still, where it saves enough.
+
+        Raises:
+            L0pruneError: as ``begin``.
+        """
+        closed = self._gates.closed_for_good().cpu()
+        before, self._closed = self._closed, closed
+        if before is None:
+            return
+        kept = self._gates.plan.kept(~(closed & before))
+        if self._share_of(kept) <= _LESS * self.share:
+            self.begin(kept)
+
+    def _form(self, kept: Tensor) -> Form:
+        with rng.undisturbed(device_of(self._model)):
+            return of_first(lambda: smaller_form(self._model, kept))
+
+    def end(self, rest: States | None = None) -> None:
+        """Make the model whole: what was cut has its last values, and its gates are closed.
+
+        Args:
+            rest: states of the optimizers, by the parameter's id, that hold what was cut off.
+        """
+        if self.cut is None:
+            return
+        cut, self.cut, self.share = self.cut, None, 1.0
+        for hook in self._hooks:
+            hook.remove()
+        self.let_go()
+        places = cut.by_id()
+        cut.undo()
+        whole_states(self._optimizers, places, rest or {})
+        if self.average is not None:
+            self.average.resize(cut.in_whole)
+
+    def in_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of the model, by name, as they are once it is whole."""
+        cut = self.cut
+        if cut is None:
+            return dict(tensors)
+        return {n: cut.in_whole(n, t) for n, t in tensors.items() if n not in cut.gained}
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """``kept``, the slots that are left, None while the model is whole; and the last look."""
+        return {"kept": None if self.cut is None else self.cut.kept, "closed": self._closed}
+
+    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
+        """Cut the model, which has the tensors of the whole one, as it was then.
+
+        Raises:
+            L0pruneError: it cannot be cut so.
+        """
+        kept, self._closed = state["kept"], state["closed"]
+        now = None if self.cut is None else self.cut.kept
+        if now is not None and kept is not None and torch.equal(now, kept):
+            return
+        self.end(self._loaded)
+        self._loaded = {}
+        if kept is not None and not self.hindrance():
+            self.begin(kept)
+
+    def _hook(self) -> None:
+        """Let what is saved be of the whole model, and what is loaded."""
+        self._hooks = [
+            # torch marks a hook with an attribute, which a method cannot have
+            self._root.register_state_dict_post_hook(partial(self._give_whole)),
+            self._root.register_load_state_dict_pre_hook(partial(self._take_whole)),
+        ]
+        for optimizer in self._optimizers:
+            self._hooks += [
+                optimizer.register_state_dict_post_hook(self._give_whole_states),
+                optimizer.register_load_state_dict_pre_hook(self._take_whole_states),
+            ]
+
+    def _give_whole(
+        self, _: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]
+    ) -> None:
+        assert self.cut is not None
+        own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for name, value in own.items():
+            path = name.removeprefix(prefix)
+            if path not in self.cut.gained:
+                is_tensor = isinstance(value, Tensor)
+                state[name] = self.cut.in_whole(path, value) if is_tensor else value
+
+    def _take_whole(
+        self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, **___: Any
+    ) -> None:
+        assert self.cut is not None
+        for name, value in list(state.items()):
+            if name.startswith(prefix) and isinstance(value, Tensor):
+                state[name] = self.cut.take(name.removeprefix(prefix), value)
+        for name in self.cut.gained:
+            state[prefix + name] = self._root.get_buffer(name)
+
+    def _give_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        assert self.cut is not None
+        saved_whole(optimizer, saved, self.cut.by_id())
+
+    def _take_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        assert self.cut is not None
+        self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
+
+
+def _nothing() -> None:
+    """Nobody holds on to anything."""
+
+
+@contextmanager
+def whole_in_the_end(compaction: Compaction | None) -> Iterator[None]:
+    """However the context ends, the model is whole then."""
+    try:
+        yield
+    finally:
+        if compaction is not None:
+            compaction.end()
