@@ -24,7 +24,7 @@ class Page:
 
     def __init__(self, write, read):
         self._write, self._read, self._number, self._session = write, read, 0, None
-        self.events = []
+        self.events, self._left = [], b""
         target = self("Target.createTarget", url="about:blank")["targetId"]
         self._session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -45,11 +45,12 @@ class Page:
             self.events.append(answer)
 
     def _next(self):
-        found = b""
-        while (byte := self._read.read(1)) != b"\0":
-            assert byte, "the browser has gone"
-            found += byte
-        return json.loads(found)
+        parts = [self._left]
+        while b"\0" not in parts[-1]:
+            parts.append(self._read.read1(1 << 16))
+            assert parts[-1], "the browser has gone"
+        last, _, self._left = parts.pop().partition(b"\0")
+        return json.loads(b"".join((*parts, last)))
 
     def open(self, path, width, *, dark=False, height=900):
         """Load a file in a window of this width, in the light or the dark theme."""

@@ -258,7 +258,7 @@ def test_time(page, wide):
     bars = last[1].findall(f"{SVG}rect")
     assert at(bars[0], "width") / unit == pytest.approx(place, abs=2 * close)
     assert at(bars[1], "width") / unit == pytest.approx(filling, abs=2 * close)
-    assert f"Dashed: {numbers.milliseconds(filling)}" in page.text
+    assert f"Hollow: {numbers.milliseconds(filling)}" in page.text
 
 
 @both
@@ -394,7 +394,7 @@ def assert_columns(epochs, columns):
         shades = [ceil(9 * sqrt(count / total)) for count in counts]
         cells = column.findall(f"{SVG}rect")
         places = {
-            round((24 + 7 * (len(counts) - 1) - at(c, "y")) / 7): c.get("class") for c in cells
+            round((28 + 7 * (len(counts) - 1) - at(c, "y")) / 7): c.get("class") for c in cells
         }
         assert places == {bin: f"s{shade}" for bin, shade in enumerate(shades) if shade}
 

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from browser import BROWSER, browser
-from reported import content, epoch, layer
+from reported import content, epoch, layer, look
 from torch import nn
 
 import l0prune
 from benchmarks import pictures
-from l0prune.report.content import Comparison, Content, OwnerTime, Training
+from l0prune.report.content import Comparison, Content, Fit, OwnerTime, Training
 from l0prune.report.page import numbers
 from l0prune.report.page.certificate import rows_of
+from l0prune.report.page.looks import groups_of
 from l0prune.report.page.time import by_block, steps_of
 from l0prune.report.page.verdict import verdict
 
@@ -38,7 +39,7 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "wbr"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -143,6 +144,34 @@ def test_what_was_not_recorded_leaves_no_hole():
     short = Training(name="t", planned=4, metric="error", epochs=[epoch(1)])
     assert "has done 1 of 4 epochs" in verdict(content(trainings=[short]))
     read(page(trainings=[short]))
+
+
+def test_what_a_run_that_has_not_ended_has_is_so_far():
+    short = Training(name="t", planned=4, metric="error", epochs=[epoch(1)])
+    assert verdict(content(trainings=[short])).startswith("So far the network keeps")
+    text = " ".join(read(page(trainings=[short], stopped="the <disk> is full")).words)
+    assert "✓ met so far" in text
+    assert "It stopped. The <disk> is full" in re.sub(r"\s+", " ", text)
+    assert "so far" not in " ".join(read(page()).words).lower()
+
+
+def test_each_choice_of_widths_is_a_row_of_its_budget():
+    fit = Fit(looks=[look(4.0, 4.4), look(3.7, 3.9, chosen=True)])
+    stages = [Training(name=f"round-{n}/finetune", epochs=[epoch(1)], fit=fit) for n in (1, 2)]
+    found = groups_of(content(trainings=stages, fit=fit, time=None))
+    assert [group.title for group in found] == [
+        "Widths for latency=0.5",
+        "Widths for latency=0.5, round-1/finetune",
+        "Widths for latency=0.5, round-2/finetune",
+    ]
+    assert [(row.name, row.predicted, row.observed) for row in found[0].rows] == [
+        ("choice 1", 4.0 / 8, 4.4 / 8),
+        ("choice 2, taken", 3.7 / 8, 3.9 / 8),
+    ]
+    assert found[0].allowed == 0.5
+    text = " ".join(read(page(trainings=stages, time=None)).words)
+    assert "Predicted and timed" in text
+    assert "Which layers paid in time" not in text
 
 
 def test_times_that_differ_less_than_their_turns_say_nothing_of_speed():

@@ -114,7 +114,7 @@ def gates(training: Training, width: int) -> Markup:
     """
     shown = _some([epoch for epoch in training.epochs if epoch.gates])
     bins = len(shown[-1].gates)
-    top, height = 24.0, _CELL * bins
+    top, height = 28.0, _CELL * bins
     column = (width - _LEFT - 8) / len(shown)
     drawn = [text(0, 13, "Gates by the probability that they are open", class_="heading")]
     rest = f"{undecided(shown[-1].gates):,} of {sum(shown[-1].gates):,} undecided at the end"

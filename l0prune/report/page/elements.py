@@ -67,6 +67,11 @@ def short(name: str, most: int) -> str:
     return name if len(name) <= most else _ELLIPSIS + name[len(name) - most + 1 :]
 
 
+def breakable(name: str) -> Markup:
+    """A name that may go on in another line after a dot, rather than anywhere."""
+    return Markup(".<wbr>").join(map(escape, name.split(".")))
+
+
 def column(names: Iterable[str], most: int = 44) -> float:
     """How wide a column has to be for these names, none of them longer than so many letters."""
     return 7.0 * min(most, max(map(len, names), default=0)) + 18

@@ -15,12 +15,12 @@ from l0prune.report.content import Content, Training
 from l0prune.report.page import numbers
 from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.curves import curves, gates, remarks
-from l0prune.report.page.elements import element
+from l0prune.report.page.elements import breakable, element
 from l0prune.report.page.looks import groups_of, looks
 from l0prune.report.page.network import Row, heads, network
 from l0prune.report.page.sweep import shown_costs, sweep
 from l0prune.report.page.time import time_by_layer
-from l0prune.report.page.verdict import cards, verdict
+from l0prune.report.page.verdict import cards, is_unfinished, verdict
 
 _FOLDER = Path(__file__).parent
 _WIDE, _NARROW = 1000, 360  # pictures are drawn for both: text that is scaled down cannot be read
@@ -44,6 +44,7 @@ def html(content: Content, *, live: bool = False) -> str:
         comparisons=grouped(content.certificate),
         widths=lambda side: Row("", "", side, content.about == "survey").widths,
         commands=_commands(content),
+        unfinished=is_unfinished(content),
         refresh=_REFRESH if live else None,
         style=Markup((_FOLDER / "page.css").read_text()),
         script=Markup((_FOLDER / "page.js").read_text()),
@@ -111,6 +112,7 @@ def _environment() -> Environment:
         "error": numbers.error,
         "metric": lambda metric, value: numbers.metric(metric.name, value),
         "ms": numbers.milliseconds,
+        "breakable": breakable,
         "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }
     return made

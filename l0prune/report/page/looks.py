@@ -89,8 +89,6 @@ def looks(group: Group, width: int) -> Markup:
 
     floor = _TOP + height * len(rows)
     drawn = [text(0, 13, group.title, class_="heading"), *_axis(low, high, at, floor)]
-    if group.allowed is not None:
-        drawn.append(_limit(group.allowed, at, floor))
     for number, row in enumerate(rows):
         y = _TOP + height * (number + 0.5)
         line, dots = (y - 7, y + 8) if narrow else (y + 4, y)
@@ -99,6 +97,7 @@ def looks(group: Group, width: int) -> Markup:
                 f"{row.name}: {row.said} of the dense network’s",
                 text(0, line, row.name, class_="label"),
                 text(width, line, row.said, class_="value", text_anchor="end"),
+                *_limit(group, at, dots),
                 *_dots(row, at, dots),
             )
         )
@@ -116,10 +115,12 @@ def _axis(low: float, high: float, at: Place, floor: float) -> list[Markup]:
     return drawn
 
 
-def _limit(allowed: float, at: Place, floor: float) -> Markup:
-    x = at(allowed)
-    line = element("line", x1=x, x2=x, y1=_TOP, y2=floor, class_="limit")
-    return titled(f"the budget allows {numbers.percent(allowed)}", line)
+def _limit(group: Group, at: Place, y: float) -> list[Markup]:
+    if group.allowed is None:
+        return []
+    x = at(group.allowed)
+    line = element("line", x1=x, x2=x, y1=y - 9, y2=y + 9, class_="limit")
+    return [titled(f"the budget allows {numbers.percent(group.allowed)}", line)]
 
 
 def _dots(row: Row, at: Place, y: float) -> Sequence[Markup]:

@@ -43,7 +43,8 @@ def verdict(content: Content) -> str:
         parts.append(_speed(gain.time))
     if gain.metric is not None:
         parts.append(_metric(gain.metric))
-    lines = [_sentence(parts)] if parts else []
+    so_far = is_unfinished(content)
+    lines = [_sentence(parts, "So far the network" if so_far else "The network")] if parts else []
     if content.certificate:
         worst = max(check.error for check in content.certificate)
         passed = all(check.passed for check in content.certificate)
@@ -69,10 +70,15 @@ def _reach(content: Content) -> str:
     return f"{where} can reach {_shares(content.gain, 'the') or 'nothing'}. Nothing is cut yet."
 
 
-def _sentence(parts: list[str]) -> str:
+def is_unfinished(content: Content) -> bool:
+    """Whether a training has not come to its end, so that gates may yet open and close."""
+    return any(not training.finished for training in content.trainings)
+
+
+def _sentence(parts: list[str], subject: str) -> str:
     *first, last = parts
     joined = f"{', '.join(first)}, and {last}" if first else last
-    return f"The network {joined}."
+    return f"{subject} {joined}."
 
 
 def _shares(gain: Gain, whose: str) -> str:
