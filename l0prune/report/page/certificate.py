@@ -15,7 +15,8 @@ from l0prune.report.page.elements import drawing, element, is_narrow, short, tex
 
 Scale = Callable[[float], float]
 
-_ROW, _HEADING, _TOP, _BOTTOM = 40, 30, 12, 34
+_TOP, _BOTTOM = 12, 34
+_ROW, _HEADING, _OUTPUT = 40, 34, 28  # heights
 _INDENT = 14
 _MOST_OUTPUTS = 8  # of one kind of comparison that have a row of their own
 _SMALLEST = 1e-17  # differences of 0 are shown there
@@ -45,10 +46,11 @@ class Row:
     batches: tuple[int, ...] = ()
     heading: str = ""
 
-    @property
-    def height(self) -> float:
-        """Of the line in the picture."""
-        return _ROW if self.errors else _HEADING
+    def height(self, width: float) -> float:
+        """Of the line in a picture of this width."""
+        if not self.errors:
+            return _HEADING
+        return _OUTPUT if self.heading and not is_narrow(width) else _ROW
 
     @property
     def said(self) -> str:
@@ -67,15 +69,15 @@ def certificate(checks: Sequence[Comparison], width: int) -> Markup:
     left, right = (8, width - 12) if is_narrow(width) else (258, width - 150)
     low = floor(log10(min(_shown(error) for row in rows for error in row.errors)))
     high = ceil(log10(max(max(c.tolerance, c.error) for c in checks))) + 0.5
-    floor_ = _TOP + sum(row.height for row in rows)
+    floor_ = _TOP + sum(row.height(width) for row in rows)
 
     def at(value: float) -> float:
         return left + (right - left) * (log10(_shown(value)) - low) / (high - low)
 
     drawn, y = [_axis(low, floor(high), at, floor_)], float(_TOP)
     for row in rows:
-        drawn.append(_drawn(row, y + row.height / 2, at, left, right, width))
-        y += row.height
+        drawn.append(_drawn(row, y + row.height(width) / 2, at, left, right, width))
+        y += row.height(width)
     passed = all(check.passed for check in checks)
     said = "all within their tolerance" if passed else "not all within their tolerance"
     return drawing(width, floor_ + _BOTTOM, f"{len(checks)} comparisons, {said}", *drawn)
@@ -85,8 +87,8 @@ def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
     """Comparisons of one kind together, under what they are called."""
     found: dict[str, list[Comparison]] = {}
     for check in checks:
-        of = f" of {check.part}" if check.part else ""
-        name = f"{WHAT.get(check.what, check.what)}{of}, {check.dtype}"
+        of = f"{check.part}: " if check.part else ""
+        name = f"{of}{WHAT.get(check.what, check.what)}, {check.dtype}"
         found.setdefault(name, []).append(check)
     return found
 
@@ -131,14 +133,14 @@ def _axis(low: int, high: int, at: Scale, y: float) -> Markup:
     for power in range(low, high + 1, every):
         x = at(10.0**power)
         marks.append(element("line", x1=x, x2=x, y1=_TOP, y2=y, class_="grid"))
-        marks.append(text(max(x, 16), y + 18, f"1e{power}", class_="tick", text_anchor="middle"))
+        marks.append(text(max(x, 20), y + 18, f"1e{power}", class_="tick", text_anchor="middle"))
     return element("g", *marks)
 
 
 def _drawn(row: Row, y: float, at: Scale, left: float, right: float, width: int) -> Markup:
     indent = _INDENT if row.heading else 0
     if not row.errors:
-        return text(0, y + 7, short(row.name, 60), class_="label")
+        return text(0, y + 4, short(row.name, 44 if is_narrow(width) else 120), class_="label")
     line, y = (y - 9, y + 6) if is_narrow(width) else (y + 4, y)
     limit = at(row.allowed)
     dots = [element("circle", cx=at(each), cy=y, r=4, class_="dot") for each in row.errors]
