@@ -48,10 +48,14 @@ def verdict(content: Content) -> str:
     if content.certificate:
         worst = max(check.error for check in content.certificate)
         passed = all(check.passed for check in content.certificate)
+        where = f"in {len(content.certificate)} comparisons"
+        found = (
+            f"the largest difference {where} is {numbers.error(worst)} of the output's scale"
+            if worst
+            else f"there is no difference {where}"
+        )
         lines.append(
-            "It computes the same function as the network with its gates: the largest difference "
-            f"in {len(content.certificate)} comparisons is {numbers.error(worst)} of the output's "
-            "scale."
+            f"It computes the same function as the network with its gates: {found}."
             if passed
             else "It does not compute the same function as the network with its gates."
         )
