@@ -14,7 +14,7 @@ from torch import nn
 import l0prune
 from benchmarks import pictures
 from l0prune.report.content import Comparison, Content, Fit, OwnerTime, Training
-from l0prune.report.page import numbers
+from l0prune.report.page import html, numbers
 from l0prune.report.page.certificate import rows_of
 from l0prune.report.page.looks import groups_of
 from l0prune.report.page.time import by_block, steps_of
@@ -180,6 +180,44 @@ def test_times_that_differ_less_than_their_turns_say_nothing_of_speed():
     said = verdict(content(gain=gain.model_copy(update={"time": near})))
     assert "takes about as long (single turns differ by 54 %)" in said
     assert "times as" not in said
+
+
+# What is written on what: words on grounds, reasons on grey bars, numbers of remarks and runs.
+WRITTEN = [
+    *(
+        (words, ground)
+        for words in ("ink", "soft", "accent", "bad")
+        for ground in ("ground", "paper")
+    ),
+    ("ink", "whole"),
+    ("ground", "ink"),
+    ("ground", "soft"),
+    ("soft", "phase"),
+]
+
+
+def luminance(color):
+    """The relative luminance of WCAG 2."""
+    parts = (
+        [int(color[n : n + 2], 16) / 255 for n in (0, 2, 4)]
+        if len(color) == 6
+        else [int(digit * 2, 16) / 255 for digit in color]
+    )
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(c * share for c, share in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
+
+
+def test_what_is_written_can_be_read_in_every_theme():
+    style = (Path(html.__file__).parent / "page.css").read_text()
+    themes = [
+        dict(re.findall(r"--([\w-]+): #([0-9a-f]{3,6});", block))
+        for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    ]
+    assert len(themes) == 3  # light, dark, printed
+    for theme in themes:
+        for words, ground in WRITTEN:
+            dark, light = sorted(luminance(theme[name]) for name in (words, ground))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (words, ground, theme[words])
 
 
 def test_only_a_page_of_a_run_that_goes_on_looks_again():
