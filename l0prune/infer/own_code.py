@@ -20,7 +20,7 @@ from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
-from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls
+from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls, without_rows
 from l0prune.infer.standardised_weights import weight_behind
 from l0prune.plan.code import PARTS, Code, ReusedSize
 from l0prune.plan.layout import Cat, Layout, Layouts, Slots, axes_of, leaves, size_of
@@ -135,7 +135,9 @@ def _numbers(model: nn.Module, path: str) -> set[int]:
 
 def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
     """The dims of a call's output whose size is a number among its arguments."""
-    return (dim for size, dim in given_sizes(node, analysis) if is_number_of(size, dim))
+    batch = analysis.captured.batch
+    given = given_sizes(node, analysis)
+    return (without_rows(dim, batch) for size, dim in given if is_number_of(size, dim))
 
 
 # --- averages -------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.layout import size_of as layout_size
 
 _MOVED = (*RESHAPES, *PERMUTATIONS, *IDENTITIES, *SLICES, *SPLITS, "getitem")
+_PIECES = (*SLICES, *SPLITS, "getitem", "aten.select", "aten.unbind")
 _MOVED += tuple(
     f"aten.{name}"
     for name in (
@@ -81,7 +82,9 @@ def query_factors(analysis: Analysis) -> dict[Node, list[Factor] | None]:
         if not axes_of(head) or argument(node, 6, "scale") is not None:
             continue
         try:
-            found[node] = list(_factors(_Followed(analysis).rows(query), head))
+            followed = _Followed(analysis)
+            factors = list(_factors(followed.rows(query), head))
+            found[node] = factors if followed.is_all_for(node) else None
         except _Unknown:
             found[node] = None
     return found
@@ -126,6 +129,19 @@ class _Followed:
             except _Missing as missing:
                 waiting.append(missing.node)
         return self._known[node]
+
+    def is_all_for(self, attention: Node) -> bool:
+        """Is what the query is made of read by nothing else, such as a bias made of the query?
+
+        But for pieces of it, which are the keys and values.
+        """
+        own = {attention, *(node for node, rows in self._known.items() if rows)}
+        computed = (node for node in own if node.op == "call_function" and node != attention)
+        return all(
+            user in own or operator_name(user.target) in _PIECES
+            for node in computed
+            for user in node.users
+        )
 
     def _read(self, node: Node) -> Any:
         if node not in self._known:

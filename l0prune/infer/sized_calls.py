@@ -17,7 +17,7 @@ from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import RESHAPES, SIZED, SLICES, SPLITS, argument, operator_name
 from l0prune.infer.rules.reduction import reduced_dims
 from l0prune.plan.code import SizedCall
-from l0prune.plan.layout import Const, Layout, Layouts, axes_of, size_of
+from l0prune.plan.layout import Const, Layout, Layouts, Prod, axes_of, size_of
 
 # Products with a number, and what code calls them.
 _PRODUCTS, SCALED = ("aten.mul", "aten.mul_"), "mul"
@@ -97,10 +97,11 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
         return _scaled(node, analysis)
     if not name:
         return None
-    follows = _follows(node, analysis)
+    follows, batch = _follows(node, analysis), analysis.captured.batch
     sizes = tuple(
-        dim if is_number_of(size, dim) and dim in follows else None
-        for size, dim in given_sizes(node, analysis)
+        dim if is_number_of(size, dim) and dim in follows and not is_rows else None
+        for number, (size, dim) in enumerate(given_sizes(node, analysis))
+        for is_rows in [number == 0 and _is_rows(dim, batch) or without_rows(dim, batch) != dim]
     )
     return SizedCall(name, 1 if operator == "aten.split" else len(sizes), sizes)
 
@@ -114,6 +115,19 @@ def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
     if not (size and isclose(number, size**-0.5)):
         return SizedCall(SCALED, 1, (None,))
     return SizedCall(SCALED, 1, (dims[-1] if size_of(dims[-1]) == size else Const(size),))
+
+
+def without_rows(dim: Layout, batch: int) -> Layout:
+    """Of ``batch × heads`` the heads: the other factor follows the input, whatever is cut."""
+    if not isinstance(dim, Prod) or not _is_rows(dim.factors[0], batch):
+        return dim
+    rest = dim.factors[1:]
+    return rest[0] if len(rest) == 1 else Prod(rest)
+
+
+def _is_rows(dim: Layout, batch: int) -> bool:
+    """Does it seem to be the batch, or so many for each example? Another batch has others."""
+    return batch > 1 and isinstance(dim, Const) and dim.size % batch == 0
 
 
 def _known(call: SizedCall) -> Iterator[Layout]:

@@ -20,14 +20,14 @@ from torch.fx import GraphModule
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
 from l0prune.infer.sized_calls import SCALED
-from l0prune.plan.code import PARTS
+from l0prune.plan.code import PARTS, ReusedSize
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 
 # Kinds of sizes, each with what the name of an attribute for it contains.
 _NAMES = {
     "head": ("head",),
-    "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim", "val_dim"),
+    "head_dim": ("head_dim", "head_size", "kv_dim", "key_dim", "val_dim", "dim_head"),
     "group": ("group",),
     "": ("dim", "size", "channel", "feature", "width", "plane", "hidden", "embed", "units"),
 }
@@ -161,6 +161,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
         kept: the slots that stay, bool, flat.
     """
     found = {}
+    apart = {reused.module for reused in _now_apart(plan, kept)}
     for path, calls in plan.code.calls.items():
         kinds = [(call.name, call.count) for call in calls]
         old, new = (
@@ -168,6 +169,8 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
             for size in (size_of, lambda dim: int(plan.mask(dim, kept).sum()))
         )
         changed = {kind for kind, *sizes in zip(kinds, old, new, strict=True) if ne(*sizes)}
+        if path in apart:
+            changed |= set(kinds)
         # Code may have the size of a head as that of another dim over the number of heads.
         changed |= {kind for kind in kinds if kind[0] == SCALED}
         if changed and not _is_torchs(model.get_submodule(path)):
@@ -198,10 +201,14 @@ def known_cause(chosen: Chosen) -> str:
     for name in plan.code.standardised:
         if not all(plan.mask(dim, kept).all() for dim in plan.tensors[name][1:] if axes_of(dim)):
             return f"{name} is standardised over its inputs in each forward, and some are gone"
+    return next((reused.text(plan.names) for reused in _now_apart(plan, kept)), "")
+
+
+def _now_apart(plan: Plan, kept: Tensor) -> Iterator[ReusedSize]:
+    """Where the code has one size for two dims that differ once the others are cut."""
     for reused in plan.code.reused:
         left = int(plan.mask(reused.used, kept).sum())
         read = reused.read
         known = size_of(reused.used) if read is None else int(plan.mask(read, kept).sum())
         if left != known:
-            return reused.text(plan.names)
-    return ""
+            yield reused
