@@ -42,7 +42,7 @@ def _not_native(plan: Plan, model: nn.Module) -> Iterator[Layout]:
         has_epsilon = any("eps" in name for name in vars(model.get_submodule(path)))
         for call in calls:
             is_mean = call.name == "mean" and not has_epsilon
-            if is_mean or call.name == "scaled_dot_product_attention":
+            if is_mean or call.name in ("layer_norm", "scaled_dot_product_attention"):
                 yield from (dim for dim in call.sizes if dim is not None)
     for name, dims in plan.tensors.items():
         yield from (dim.fine for dim in dims if isinstance(dim, Both))

@@ -90,6 +90,9 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
         dims = analysis.layouts.get(node.all_input_nodes[0].name, ())
         over = (dims[number] for number in reduced_dims(argument(node, 1, "dim"), len(dims)))
         return SizedCall("mean", 1, tuple(dim for dim in over if axes_of(dim)) or (None,))
+    if operator == "aten.layer_norm" and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        last = analysis.layouts[node.name][-1]
+        return SizedCall("layer_norm", 1, (last if axes_of(last) else None,))
     if operator == "aten.scaled_dot_product_attention":
         head = analysis.layouts[argument(node, 0, "query").name][-1] if node in unscaled else None
         return SizedCall(name, 1, (head,))

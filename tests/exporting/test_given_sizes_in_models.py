@@ -84,6 +84,37 @@ class ScaledByHand(nn.Module):
         return 0.7 * self.proj(x.reshape(rows, count, dim))
 
 
+class HeadsInTheBatch(nn.Module):
+    """Heads are rows of the batch, and a bias is made of the queries (SAM, HaloNet)."""
+
+    def __init__(self, heads=3, dim_head=3):
+        super().__init__()
+        self.num_heads, self.dim_head = heads, dim_head
+        self.qkv, self.proj = nn.Linear(12, 27), nn.Linear(9, 12)
+        self.positions = nn.Parameter(torch.randn(1, 3))
+
+    def forward(self, x):
+        rows, count, _ = x.shape
+        qkv = self.qkv(x).view(rows, count, 3, self.num_heads, self.dim_head).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(3, rows * self.num_heads, count, -1)
+        bias = (q @ self.positions.T).transpose(1, 2)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        x = x.view(rows, self.num_heads, count, -1).transpose(1, 2)
+        return self.proj(x.reshape(rows, count, -1))
+
+
+class NormAndActivation(nn.Module):
+    """A norm that holds its activation (timm's LayerNormAct)."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.shape, self.activation = (dim,), nn.GELU()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x):
+        return self.activation(F.layer_norm(x, self.shape, self.weight, self.bias, 1e-3))
+
+
 def network(inner):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), inner, nn.Linear(12, 3))
@@ -97,8 +128,10 @@ def exported(inner, seed=1):
 
 
 @pytest.mark.parametrize(
-    "make", [ReadsItsInput, Remembers, ByPieces, WrittenEpsilon, OfConvolutions, ScaledByHand]
-)
+    "make",
+    [ReadsItsInput, Remembers, ByPieces, WrittenEpsilon, OfConvolutions, ScaledByHand,
+     HeadsInTheBatch, NormAndActivation],
+)  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)
@@ -127,6 +160,13 @@ def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
     call = dense._manifest["attributes"]["2"][GIVEN][0]
     assert call[:2] == ["reshape", 5]
     assert call[2][-1] == 4
+
+
+def test_heads_stay_as_large_where_only_the_size_that_the_code_reads_is_cut():
+    model, x = network(ReadsItsInput())
+    dense = l0prune.export(close_some(l0prune.gate(model, x, include="0"), seed=1))
+    assert dense.rebuilt
+    assert difference(model, dense, (x,)) < 1e-12
 
 
 @pytest.mark.parametrize("make", [ReadsItsInput, ScaledByHand])

@@ -183,7 +183,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
 
 def _given(name: str, old: list[Any], new: list[Any]) -> list[Any]:
     """What a call is given, as ``GivenSizes`` has it."""
-    if name == "mean" and None not in new:
+    if name in ("mean", "layer_norm") and None not in new:
         return [prod(new), prod(old)]
     return old if name in ("scaled_dot_product_attention", SCALED) else new
 

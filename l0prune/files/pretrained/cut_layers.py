@@ -25,7 +25,7 @@ class CutLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """The norm of what is left, by the averages over all. Shape: as the input."""
         if self.dim == -1:
-            return _layer_norm(input, self.inputs, self.eps, self.weight, self.bias)
+            return layer_norm(input, self.inputs, self.eps, self.weight, self.bias)
         dims = [1] if self.dim == 1 else list(range(self.dim, 0))
         return _normalised(input, dims, self.inputs, self.eps, self.weight, self.bias)
 
@@ -175,10 +175,10 @@ class PickedAttention(CutAttention):
         return given.index_select(-1, self.kept)
 
 
-def _layer_norm(
+def layer_norm(
     x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Over the last dim, of which ``before`` values were there: the others are zeros again.
+    """Of what is left, over the last dim, of which ``before`` values were there, the others zero.
 
     This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
     """

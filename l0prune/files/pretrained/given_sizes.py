@@ -4,8 +4,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from l0prune.files.pretrained.cut_layers import layer_norm
 
 GIVEN = "given_sizes"  # the attribute
 _mixed: dict[type[nn.Module], type[nn.Module]] = {}
@@ -21,7 +23,7 @@ _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 # Functions that take a size off their inputs.
-_AVERAGE, _ATTENTION = "mean", "scaled_dot_product_attention"
+_AVERAGE, _ATTENTION, _NORM = "mean", "scaled_dot_product_attention", "layer_norm"
 _PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
@@ -30,13 +32,13 @@ class GivenSizes(nn.Module):
 
     Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
     was as wide; a mean divides by what is left of its inputs, of which those that are gone were
-    zero; attention without a scale of its own takes it from what is left of a head, and so does
+    zero, and so does a norm that is called as a function; attention without a scale of its own takes it from what is left of a head, and so does
     code that multiplies by ``(C // heads) ** -0.5``. This is mixed into the module's own class,
     whose forward runs as it is.
 
     Attributes:
         given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
-            those that it is to have: None for one that is right. Those of a mean are how many
+            those that it is to have: None for one that is right. Those of a mean or norm are how many
             values are left and how many there were, that of attention and of a product with a
             number the size of a head by which it scales. Calls of other functions, or with another
             number of sizes, are not among them.
@@ -83,7 +85,7 @@ def are_sizes_of_calls(data: Any) -> bool:
     return isinstance(data, (tuple, list)) and all(
         isinstance(call, (tuple, list))
         and len(call) == 3
-        and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION, _PRODUCTS[0])
+        and call[0] in (*_TAKE_SIZES, _AVERAGE, _ATTENTION, _NORM, _PRODUCTS[0])
         and type(call[1]) is int
         and isinstance(call[2], (tuple, list))
         and len(call[2]) > 0
@@ -111,6 +113,9 @@ class _Sizes(TorchFunctionMode):
             left, *before = self._known(name, 1) or [None]
             result = func(*args, **kwargs)
             return result if left is None else result * (left / before[0])
+        elif name == _NORM:
+            left, *before = self._known(name, 1) or [None]
+            return func(*args, **kwargs) if left is None else _normed(before[0], *args, **kwargs)
         elif name == _ATTENTION:
             size = (self._known(name, 1) or [None])[0]
             kwargs = kwargs if size is None else {**kwargs, "scale": size**-0.5}
@@ -141,3 +146,16 @@ class _Sizes(TorchFunctionMode):
         if key is not None:
             return args, {**kwargs, key: new}
         return (*args[:place], new, *after), kwargs
+
+
+def _normed(
+    before: int,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    """What ``F.layer_norm`` takes, over ``before`` values of which some are gone."""
+    return layer_norm(input, before, eps, weight, bias)
