@@ -104,7 +104,7 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
     sizes = tuple(
         dim if is_number_of(size, dim) and dim in follows and not is_rows else None
         for number, (size, dim) in enumerate(given_sizes(node, analysis))
-        for is_rows in [number == 0 and _is_rows(dim, batch) or without_rows(dim, batch) != dim]
+        for is_rows in [(number == 0 and _is_rows(dim, batch)) or without_rows(dim, batch) != dim]
     )
     return SizedCall(name, 1 if operator == "aten.split" else len(sizes), sizes)
 

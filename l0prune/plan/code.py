@@ -59,8 +59,8 @@ class ReusedSize:
 class SizedCall:
     """A call of a module's forward that is given sizes, such as those to reshape to.
 
-    Or one that depends on sizes that it takes off its inputs: a mean over these dims, a
-    norm over this one, attention with the scale of a head of this dim, or a product with 1/√size of it.
+    Or one that depends on sizes that it takes off its inputs: a mean over these dims, a norm over
+    this one, attention with the scale of a head of this dim, or a product with 1/√size of it.
 
     Attributes:
         name: of the function, as Python code calls it: ``reshape``.

@@ -32,14 +32,15 @@ class GivenSizes(nn.Module):
 
     Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
     was as wide; a mean divides by what is left of its inputs, of which those that are gone were
-    zero, and so does a norm that is called as a function; attention without a scale of its own takes it from what is left of a head, and so does
-    code that multiplies by ``(C // heads) ** -0.5``. This is mixed into the module's own class,
-    whose forward runs as it is.
+    zero, and so does a norm that is called as a function; attention without a scale of its own
+    takes it from what is left of a head, and so does code that multiplies by
+    ``(C // heads) ** -0.5``. This is mixed into the module's own class, whose forward runs as it
+    is.
 
     Attributes:
         given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
-            those that it is to have: None for one that is right. Those of a mean or norm are how many
-            values are left and how many there were, that of attention and of a product with a
+            those that it is to have: None for one that is right. Those of a mean or a norm are how
+            many values are left and how many there were, that of attention and of a product with a
             number the size of a head by which it scales. Calls of other functions, or with another
             number of sizes, are not among them.
     """
