@@ -7,6 +7,7 @@ import torch
 from differences import ROUNDED, difference
 from small_task import FEATURES, clouds, differing, gated, tensors
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
@@ -37,6 +38,19 @@ class Task(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer)]
 
 
+class Compiled(Task):
+    def __init__(self, network):
+        super().__init__(network)
+        self.network.compile(backend="eager")
+
+
+class Checkpointed(Task):
+    def training_step(self, batch, index):
+        inputs, targets = batch
+        outputs = checkpoint(self.network, inputs, use_reentrant=False)
+        return nn.functional.cross_entropy(outputs, targets)
+
+
 def quiet(text):
     """These runs are too short to be any good, which would be said."""
 
@@ -47,7 +61,9 @@ def made(network, compact="never"):
     )
 
 
-def trained(folder, network=None, pruner=None, parts=1, resume=None, more=(), **arguments):
+def trained(
+    folder, network=None, pruner=None, parts=1, resume=None, more=(), task=Task, **arguments
+):
     network = gated(norm=False) if network is None else network
     pruner = made(network) if pruner is None else pruner
     trainer = lightning.Trainer(
@@ -56,7 +72,7 @@ def trained(folder, network=None, pruner=None, parts=1, resume=None, more=(), **
         **{"max_steps": STEPS, "accumulate_grad_batches": parts, **arguments},
     )  # fmt: skip
     examples = TensorDataset(clouds().inputs, clouds().targets)
-    trainer.fit(Task(network), DataLoader(examples, batch_size=24 // parts), ckpt_path=resume)
+    trainer.fit(task(network), DataLoader(examples, batch_size=24 // parts), ckpt_path=resume)
     return network, pruner, trainer
 
 
@@ -90,6 +106,19 @@ def test_the_gates_are_in_no_state_of_its_optimizer(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_precision(precision, tmp_path):
     network, _, _ = trained(tmp_path, precision=precision)
+    dense = l0prune.export(network)
+    assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
+
+
+@pytest.mark.parametrize("task", [Compiled, Checkpointed])
+def test_compiled_or_with_checkpoints_the_gates_are_the_same(task, tmp_path):
+    """With gates that draw nothing."""
+    ends = []
+    for each in (Task, task):
+        network = gated(ContinuousSparsification(), norm=False)
+        _, pruner, _ = trained(tmp_path / each.__name__, network, task=each)
+        ends.append(pruner.gates.log_alpha.detach())
+    torch.testing.assert_close(*ends)
     dense = l0prune.export(network)
     assert difference(network, dense, torch.randn(2, FEATURES)) <= ROUNDED
 
