@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import UsageError
 
 # Probabilities of classes sum to 1 up to this, also in half precision.
 _SUMS_TO_1 = 0.01
@@ -84,17 +84,12 @@ def scores_of(outputs: Any) -> Tensor:
             "loss (and a metric) that knows what to do with it: loss=a function of (outputs, "
             "targets)"
         )
-    if scores.dim() < 2:
-        raise DataError(
-            f"the model's output has the shape {tuple(scores.shape)}; class scores would be "
-            "(batch, classes). Give a loss of your own: a function of (outputs, targets)"
-        )
     return scores
 
 
 def _are_classes(scores: Tensor, targets: Any) -> bool:
     """Do the targets choose between classes: by number, or by probabilities that sum to 1?"""
-    if not isinstance(targets, Tensor) or targets.dtype == torch.bool or scores.shape[1] == 1:
+    if not isinstance(targets, Tensor) or targets.dtype == torch.bool or _is_one(scores):
         return False
     if not targets.is_floating_point():
         return targets.shape == _places(scores)
@@ -113,13 +108,15 @@ def _other_losses(scores: Tensor, targets: Any) -> str:
         f"cross-entropy is not for outputs of shape {tuple(scores.shape)} with "
         f"{_described(targets)}"
     )
-    if scores.shape[1] == 1:
-        text += ": one output column is no choice between classes"
+    if _is_one(scores):
+        text += ": one number for an example is no choice between classes"
     if targets.numel() == scores.numel():
         return (
             f"{text}. For numbers give loss='mse', 'l1' or 'smooth-l1', for labels that are 0 or 1 "
             "loss='bce'"
         )
+    if _is_one(scores):
+        return f"{text}. Give a loss of your own: loss=a function of (outputs, targets)"
     places = tuple(_places(scores))
     if targets.is_floating_point() and targets.shape == places:
         return f"{text}. Class numbers are whole: give targets.long()"
@@ -127,6 +124,11 @@ def _other_losses(scores: Tensor, targets: Any) -> str:
         f"{text}. Class numbers would have the shape {places}; for anything else give loss=a "
         "function of (outputs, targets)"
     )
+
+
+def _is_one(scores: Tensor) -> bool:
+    """Is there one number for an example, and so nothing to choose from?"""
+    return scores.dim() < 2 or scores.shape[1] == 1
 
 
 def _described(part: Any) -> str:

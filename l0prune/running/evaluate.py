@@ -34,7 +34,8 @@ def evaluate(
 
     Args:
         model: left as it was found, its mode included.
-        data: a data source or a ``Task``, as for ``finetune``.
+        data: a data source, (training, test) or a ``Task``, as for ``finetune``. Only the test
+            part is read: of batches alone make ``([], batches)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         metric: see ``Task``; None for that of the data.
         batch_size: examples at a time, where the source lets us choose.
@@ -52,7 +53,11 @@ def evaluate(
     """
     task = Task.of(data, loss, metric)
     if task.test is None:
-        raise DataError("this data has no test part; give a Task(…, test=…) or (training, test)")
+        raise DataError(
+            "this data has no test part, and what stands alone counts as training data. Give both, "
+            "of which the first may be empty here: evaluate(model, ([], test)), or a "
+            "Task(…, test=…)"
+        )
     place = choose(device, model)
     with on_device(model, place), task.on_device(place):
         batches = test_batches(task, batch_size, place, WHOLE)

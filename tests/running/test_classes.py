@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import UsageError
 from l0prune.running.classes import choose_classes, cross_entropy, error_rate
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
@@ -41,7 +41,7 @@ def test_scores_may_be_called_logits():
 def test_other_outputs_need_a_loss_of_their_own():
     with pytest.raises(UsageError, match=r"dict.*loss=a function of"):
         cross_entropy({"a": SCORES}, TARGETS)
-    with pytest.raises(DataError, match="loss of your own"):
+    with pytest.raises(UsageError, match="loss of your own"):
         cross_entropy(SCORES[0], TARGETS)
 
 
@@ -52,7 +52,9 @@ HALF_WRONG = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])  # of 
     ("outputs", "targets", "says"),
     [
         (SCORES[:, :1], torch.rand(4, 1), "loss='mse', 'l1' or 'smooth-l1'"),
-        (SCORES[:, :1], TARGETS.clamp(max=1), "one output column"),
+        (SCORES[:, :1], TARGETS.clamp(max=1), "one number for an example"),
+        (SCORES[:, 0], torch.rand(4), "loss='mse', 'l1' or 'smooth-l1'"),
+        (SCORES[:, 0], torch.rand(2), "a loss of your own"),
         (SCORES[:, :1], torch.rand(4), "loss='mse'"),
         (SCORES, torch.rand(4, 3) + 1, "0 or 1 loss='bce'"),
         (SCORES, HALF_WRONG, r"float32 of shape \(4, 3\)"),
