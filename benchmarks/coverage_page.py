@@ -13,13 +13,13 @@ axes of each kind: maps of convolutions (channel), neurons, attention heads and 
 them, whole groups of a grouped convolution or norm, and inputs of the model; *params* and *MACs*
 are the shares that some axis can take away; *class* says whether the exported model is of its own
 class at the new sizes: *yes*, with some cut *layers* in it (`CutLayerNorm`, `PickedLinear`,
-`GivenSizes`), or the captured *graph*, as the survey says beforehand; *free sizes* are the batches
-that its files take, and
-beside them the sizes that are free where they were asked for (`--sizes`: sides of images, lengths),
-all of them certified; *capture* is torch.export alone, *plan* is torch.export and the inference of
-axes; *float64* is the largest difference between the gated and the exported model, *ONNX* that
-between the gated model and ONNX Runtime in float32, both relative to the output's scale; *peak* is
-the whole process, export in float64 and ONNX included.
+`GivenSizes`), or the captured *graph*, as the survey says beforehand; *free sizes* are the
+batches that its files take, and beside them the sizes that are free where they were asked for
+(`--sizes`: sides of images, lengths), all of them certified; *capture* is torch.export alone,
+*plan* is torch.export and the inference of axes; *float64* is the largest difference between
+the gated and the exported model, *ONNX* that between the gated model and ONNX Runtime in
+float32, both relative to the output's scale; *peak* is the whole process, export in float64 and
+ONNX included.
 """
 THEIRS = """
 The columns **TP** are Torch-Pruning's ({version}) on the same models and inputs, by `python -m
