@@ -219,6 +219,7 @@ def test_what_is_not_there_is_refused(model, given, said):
         l0prune.measure(model, **given)
 
 
+@pytest.mark.slow
 def test_pytorch_is_a_runtime_too(model):
     table = l0prune.measure(model, runtime="eager", samples=12)
     latency = table.of(l0prune.gates(model).plan)

@@ -365,7 +365,7 @@ def finetuned(make, compact, **settings):
         (mlp, {"optimizer": "sgd", "ema": 0.9}),
         (mlp, {"distill": 0.5, "schedule": "constant"}),
         (residual, {"checkpointing": True, "accumulate": 2}),
-        (residual, {"compile": "eager"}),
+        pytest.param(residual, {"compile": "eager"}, marks=pytest.mark.slow),
         (partial(residual, True), {"l2": 1e-2, "optimizer": "adamw", "weight_decay": 0.1}),
     ],
     ids=["average", "distilled", "checkpointed", "compiled", "norms and L2"],
