@@ -101,7 +101,7 @@ class Asked(Section):
     Attributes:
         text: as the user gave it, such as ``macs=0.5``.
         limit: the share of the dense amount that it allows.
-        share: the share that is left.
+        share: the share that is left; as observed of the export, where it was.
     """
 
     text: str

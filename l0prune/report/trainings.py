@@ -112,12 +112,20 @@ def _metric(records: Sequence[Record]) -> str:
 
 
 def budgets_of(trainings: Sequence[Training]) -> list[Asked]:
-    """What was asked of the last training that had a budget, and what came of it."""
+    """What was asked of the last training that had a budget, and what came of it.
+
+    What was observed of the export counts where something was, not what was predicted.
+    """
     for training in reversed(trainings):
         for epoch in training.epochs[-1:]:
             if epoch.budgets:
+                looks = [] if training.fit is None else training.fit.looks
+                seen = {each.budget: each.observed / each.dense for each in looks if each.chosen}
                 found = epoch.budgets.items()
-                return [Asked(text=text, limit=of.limit, share=of.share) for text, of in found]
+                return [
+                    Asked(text=text, limit=of.limit, share=seen.get(text, of.share))
+                    for text, of in found
+                ]
     return []
 
 

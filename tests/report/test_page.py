@@ -285,6 +285,10 @@ def test_the_waterfall_shows_blocks_where_there_are_many_modules():
         OwnerTime(name="x", before=1, after=1),
     ]
     assert steps_of(same)[-2].name == "2 that hardly changed"
+    (own, _) = by_block(
+        [OwnerTime(name="", before=2, after=1), OwnerTime(name="a", before=1, after=1)]
+    )
+    assert own.name == "the model’s own forward"
     assert steps_of(same)[-1].after == 44
 
 

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from reported import content, look
 from small_task import data, gated, network
 
 import l0prune
 from l0prune.cost import measures
 from l0prune.errors import FileError, TrainingError, UsageError
-from l0prune.report.content import Pair
+from l0prune.report.content import BudgetState, Fit, Pair
 from l0prune.report.live import live_page
 from l0prune.report.run_folder import report_of
+from l0prune.report.trainings import budgets_of
 from l0prune.running.environment import environment
 
 QUIET = {"progress": False, "batch_size": 30, "epochs": 3}
@@ -72,6 +74,19 @@ def test_how_widths_were_chosen_is_recorded():
     for name, count in training.fit.filling.items():
         assert 0 < count < 6
         assert int(axes[name].open.sum()) in (6, 12, axes[name].size)
+
+
+def test_a_budget_is_met_where_what_was_observed_meets_it():
+    (training,) = content().trainings
+    state = BudgetState(limit=0.5, target=0.5, share=0.499, multiplier=0.0)
+    last = training.epochs[-1].model_copy(update={"budgets": {"latency=0.5": state}})
+    fit = Fit(looks=[look(3.99, 3.8), look(3.992, 4.16, chosen=True)])
+    after = training.model_copy(update={"epochs": [last], "fit": fit})
+    (asked,) = budgets_of([after])
+    assert asked.share == 4.16 / 8
+    assert not asked.met
+    (predicted,) = budgets_of([after.model_copy(update={"fit": None})])
+    assert predicted.met
 
 
 def test_a_run_from_before_there_were_reports(trained, tmp_path):

@@ -11,6 +11,7 @@ from l0prune.report.content import OwnerTime, TimeByLayer
 from l0prune.report.page import numbers
 from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 
+_NO_MODULE = "the model’s own forward"  # what it computes beside its modules
 _SLIGHT = 0.002  # of the whole time
 _MOST = 24  # bars beside the first and the last
 
@@ -104,7 +105,7 @@ def _together(name: str, owners: Sequence[OwnerTime]) -> OwnerTime:
 
 
 def _block(name: str, depth: int) -> str:
-    return ".".join(name.split(".")[:depth])
+    return ".".join(name.split(".")[:depth]) or _NO_MODULE
 
 
 def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
