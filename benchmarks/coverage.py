@@ -57,7 +57,7 @@ def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
     except L0pruneError:
         yield {"captured": False}
     start = time.perf_counter()
-    survey = l0prune.survey(model, args, kwargs)
+    survey = l0prune.survey(model, args, kwargs, own_class=False)
     yield {
         "plan_s": round(time.perf_counter() - start, 2),
         "axes": len(survey.axes),
