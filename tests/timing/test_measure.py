@@ -114,7 +114,7 @@ def test_what_fills_blocks_is_a_part_of_the_time(model, table, latency):
     fewer = kept.clone()
     fewer[wide.slice][5:] = False
     more = latency.filling_by_owner(kept, fewer)
-    assert sum(more.values()) > sum(filling.values())
+    assert all(more[name] >= ms for name, ms in filling.items())  # some took no time at all
     time = l0prune.Report.of(model=model, latency=table).content.time
     assert {of.name: of.filling for of in time.owners} == pytest.approx(filling)
     assert time.measured == table.dense
