@@ -30,7 +30,7 @@ import l0prune
 from benchmarks.isolation import ROOT, Row, append, rows
 from l0prune.exporting.onnx import collect
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
-from l0prune.timing.sampling import first_slots, sampled_widths
+from l0prune.timing.sampling import sampled_widths, slots_of
 
 NETWORKS = (
     "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "convnext_tiny", "vit_b_16",
@@ -96,7 +96,7 @@ def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
         bench = Bench(model, Path(folder))
         ratios = []
         for widths in islice(sampled_widths(gates.plan, seed=99, aligned=(0.0, 1.0)), UNSEEN):
-            open_ = first_slots(gates.plan, widths)
+            open_ = slots_of(gates.plan, widths)
             share, _ = bench.share(bench.files.write("unseen.onnx", gates.plan.kept(open_)))
             ratios.append(measure.actual(open_) / table.dense / share)
         yield {**about, "what": "unseen", "predicted over measured": ratios}

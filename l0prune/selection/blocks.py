@@ -39,13 +39,18 @@ def have_widths(plan: Plan) -> list[bool]:
 
     That of heads and groups is none, nor that of single inputs that are cut beside whole maps.
     """
-    fine = {
+    fine = beside_maps(plan)
+    return [
+        axis.kind not in ("head", "group") and number not in fine
+        for number, axis in enumerate(plan.axes)
+    ]
+
+
+def beside_maps(plan: Plan) -> set[int]:
+    """The axes, by number, of single inputs of a layer that are cut beside whole maps."""
+    return {
         axis
         for site in plan.sites
         if isinstance(site.layout, Both)
         for axis in axes_of(site.layout.fine)
     }
-    return [
-        axis.kind not in ("head", "group") and number not in fine
-        for number, axis in enumerate(plan.axes)
-    ]

@@ -15,7 +15,7 @@ from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
 from l0prune.timing.facts import facts_to_json, plan_id
 from l0prune.timing.network_files import DENSE, NetworkFiles
-from l0prune.timing.sampling import first_slots, sampled_widths
+from l0prune.timing.sampling import sampled_widths, slots_of
 
 ABOUT, SCRIPT = "bundle.json", "run.py"
 
@@ -47,7 +47,7 @@ def write_bundle(
     with stage(f"writing {samples} networks of other widths"):
         names = [f"{number:03d}.onnx" for number in range(samples)]
         for name, widths in zip(names, chosen, strict=True):
-            files.write(name, plan.kept(first_slots(plan, widths)))
+            files.write(name, plan.kept(slots_of(plan, widths)))
         (folder / SCRIPT).write_text(Path(collect.__file__).read_text())
         about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
         about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

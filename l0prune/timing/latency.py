@@ -17,7 +17,7 @@ from l0prune.gating.attaching import gates_of
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Cost, Plan
 from l0prune.timing.groups import Group
-from l0prune.timing.sampling import first_slots, preferred_blocks
+from l0prune.timing.sampling import preferred_blocks, slots_of
 from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
 
 Observe = Callable[[Tensor], float]
@@ -94,7 +94,7 @@ class TimedLatency(Latency):
     @cached_property
     def _blocks(self) -> list[int]:
         def time(widths: list[int]) -> float:
-            return self.actual(first_slots(self.plan, widths))
+            return self.actual(slots_of(self.plan, widths))
 
         return preferred_blocks(self.plan, time)
 

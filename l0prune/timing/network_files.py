@@ -43,7 +43,8 @@ class NetworkFiles:
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: it becomes several ONNX files, or its files differ by more than sizes.
+        UsageError: it becomes several ONNX files, or its files differ by more than
+            sizes; says where.
     """
 
     def __init__(self, model: nn.Module, batch: int, folder: Path) -> None:
@@ -93,7 +94,8 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
     except NoTemplate as error:
         raise UsageError(
             f"no latency table can be made of this model: its ONNX files at other widths differ by "
-            f"more than sizes ({error})"
+            f"more than sizes ({error}). Gate it with exclude=[…] (--exclude) for the axes there: "
+            f"the survey lists them"
         ) from error
 
 

@@ -18,7 +18,7 @@ from l0prune.exporting.export import export
 from l0prune.exporting.pieces import Piece
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.timing.parts import check_whole
-from l0prune.timing.sampling import Widths, first_slots
+from l0prune.timing.sampling import Widths, slots_of
 
 _NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equal
 
@@ -63,7 +63,7 @@ class Exporter:
         Raises:
             UsageError: it was captured in parts, or does not take that batch.
         """
-        open_ = first_slots(self._gates.plan, widths)
+        open_ = slots_of(self._gates.plan, widths)
         self._gates.put(open_)
         dense = export(self._model)
         check_whole([piece.path for piece in dense.pieces])

@@ -17,7 +17,7 @@ from l0prune.plan.plan import Plan
 from l0prune.timing.facts import facts_from_json, plan_id
 from l0prune.timing.groups import Group, groups_of
 from l0prune.timing.regression import Samples, fitted, smooth
-from l0prune.timing.sampling import all_slots, first_slots
+from l0prune.timing.sampling import all_slots, slots_of
 from l0prune.timing.setting import Setting
 from l0prune.timing.stairs import LayoutSizes, Numbers
 from l0prune.timing.table import LatencyTable, Quality
@@ -87,7 +87,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     groups = groups_of(facts_from_json(about), nodes)
     layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
     sizes_of = LayoutSizes(plan, layouts)
-    sizes = np.stack([sizes_of(plan.kept(first_slots(plan, w))) for w in about["widths"]])
+    sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
     times = np.array([[group.time(each) for group in groups] for each in nodes])
     samples = Samples(layouts, sizes, times, whole)
     stairs = fitted(groups, samples)

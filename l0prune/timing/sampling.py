@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.plan import Axis, Plan
-from l0prune.selection.blocks import blocks_of, have_widths
+from l0prune.selection.blocks import beside_maps, blocks_of, have_widths
 
 _TRIES = 50
 _NARROWEST = 0.1  # of an axis, in samples
@@ -72,11 +72,20 @@ def sampled_widths(
         yield widths
 
 
-def first_slots(plan: Plan, widths: Widths) -> Tensor:
-    """As many slots of each axis, the first ones; bool, flat."""
+def slots_of(plan: Plan, widths: Widths) -> Tensor:
+    """As many slots of each axis; bool, flat.
+
+    They are the first ones, but for single inputs that are cut beside whole maps. Those are spread
+    over the maps, as gates leave them: the first ones would close whole maps, and the file would
+    not have the node that picks inputs. The first map, which stays, always lacks some.
+    """
     open_ = torch.zeros(plan.size, dtype=torch.bool)
-    for axis, width in zip(plan.axes, widths, strict=True):
-        open_[axis.start : axis.start + width] = True
+    spread = beside_maps(plan)
+    for number, (axis, width) in enumerate(zip(plan.axes, widths, strict=True)):
+        slots = torch.arange(width)
+        if number in spread:
+            slots = axis.size - 1 - slots * axis.size // width
+        open_[axis.start + slots] = True
     return open_
 
 

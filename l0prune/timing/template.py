@@ -9,6 +9,7 @@ milliseconds. Its weights are slices of the dense ones, since time does not depe
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,7 +90,7 @@ def template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
     plain = [with_names(model) for model in models]
     first = plain[0]
     if any(_structure(model.graph) != _structure(first.graph) for model in plain[1:]):
-        raise NoTemplate("they have other nodes")
+        raise NoTemplate(f"they have other nodes{_difference(models)}")
     made = Template(first)
     hints = _hints(models[0], finder)
     tensors = [{t.name: t for t in model.graph.initializer} for model in plain]
@@ -117,6 +118,15 @@ def _owner(node: NodeProto) -> str:
             scopes = ast.literal_eval(entry.value)
             return scopes[-2] if len(scopes) > 1 else ""
     return ""
+
+
+def _difference(models: Sequence[ModelProto]) -> str:
+    """The first node that not all files have, with its module."""
+    counts = [Counter((_owner(n), n.op_type) for n in model.graph.node) for model in models]
+    for owner, kind in {key: None for count in counts for key in count}:
+        if len({count[owner, kind] for count in counts}) > 1:
+            return f": not all have the {kind} in {owner or 'the model itself'}"
+    return ", or the same ones in another order"
 
 
 def _find_all(

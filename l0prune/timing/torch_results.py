@@ -19,7 +19,7 @@ from l0prune.timing.eager import Eager, facts_of
 from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.graphs import Graphs, Inputs
 from l0prune.timing.job import Job
-from l0prune.timing.sampling import Widths, all_slots, first_slots, sampled_widths, telling_widths
+from l0prune.timing.sampling import Widths, all_slots, sampled_widths, slots_of, telling_widths
 from l0prune.timing.sizes import SizeFinder
 
 
@@ -74,7 +74,7 @@ class Turns:
     def facts(self) -> dict[str, Any]:
         """What operators are called, and what there is to know of each."""
         plan, kept, found = self._graphs.plan, [self._whole], []
-        kept += [plan.kept(first_slots(plan, widths)) for widths in telling_widths(plan, 2)]
+        kept += [plan.kept(slots_of(plan, widths)) for widths in telling_widths(plan, 2)]
         with self._runtime.running():
             for slots in kept:
                 found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
@@ -83,7 +83,7 @@ class Turns:
 
     def of_widths(self, widths: Widths, names: Sequence[str]) -> dict[str, Any]:
         """What the network of these widths took, the dense one beside it, and each operator."""
-        kept = first_slots(self._graphs.plan, widths)
+        kept = slots_of(self._graphs.plan, widths)
         found = self.of_slots(kept, collect.SECONDS)
         times = max(collect.RUNS, collect.runs(collect.typical(found["own"])))
         with self._runtime.running():

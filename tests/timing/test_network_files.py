@@ -13,7 +13,7 @@ import l0prune
 from l0prune.errors import UsageError
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.timing.networks import Exporter
-from l0prune.timing.sampling import first_slots
+from l0prune.timing.sampling import slots_of
 from l0prune.timing.template import with_names
 
 
@@ -42,8 +42,17 @@ def gated_attention():
     return l0prune.gate(Attention().eval(), (torch.randn(2, 6, 24),))
 
 
+def gated_inputs():
+    """Single inputs of a Linear, cut beside the maps that they are of: a Gather picks them."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 9, 10), nn.Linear(10, 3)
+    return l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 1, 5, 5),))
+
+
 @pytest.mark.parametrize(
-    "made", [gated, pytest.param(gated_attention, marks=pytest.mark.slow)], ids=["cnn", "attention"]
+    "made",
+    [gated, gated_inputs, pytest.param(gated_attention, marks=pytest.mark.slow)],
+    ids=["cnn", "inputs", "attention"],
 )
 def test_files_are_those_that_an_export_writes(tmp_path, made):
     model = made()
@@ -52,7 +61,7 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     files = NetworkFiles(model, 3, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     widths = [max(1, axis.size * 5 // 9) for axis in plan.axes]
-    kept = plan.kept(first_slots(plan, widths))
+    kept = plan.kept(slots_of(plan, widths))
     path = files.write("other.onnx", kept)
     expected = with_names(Exporter(model, 3).network(widths).model)
     found = onnx.load(str(path))
@@ -75,7 +84,9 @@ def dims(model):
 def integers(model):
     kinds = (TensorProto.INT32, TensorProto.INT64)
     tensors = [t for t in model.graph.initializer if t.data_type in kinds]
-    return {tensor.name: numpy_helper.to_array(tensor).tolist() for tensor in tensors}
+    values = {tensor.name: numpy_helper.to_array(tensor).tolist() for tensor in tensors}
+    picked = {n.input[1] for n in model.graph.node if n.op_type == "Gather"}  # time knows how many
+    return values | {name: len(values[name]) for name in picked & values.keys()}
 
 
 def attributes(model):
@@ -98,3 +109,12 @@ def test_a_model_that_becomes_several_files_is_refused(tmp_path):
     model = l0prune.gate(Branches().eval(), (torch.randn(2, 6),))
     with pytest.raises(UsageError, match="captured in parts"):
         NetworkFiles(model, 1, tmp_path)
+
+
+def test_files_that_differ_by_more_than_sizes_are_refused_with_the_place(tmp_path, monkeypatch):
+    """Here some keep all 72 inputs of a Linear, so that they have no Gather."""
+    compared = [[6, 5, 72], [7, 6, 40], [5, 7, 72]]
+    monkeypatch.setattr("l0prune.timing.network_files.telling_widths", lambda *_: compared)
+    where = r"not all have the Gather in 3\).*--exclude"
+    with pytest.raises(UsageError, match=where):
+        NetworkFiles(gated_inputs(), 1, tmp_path)

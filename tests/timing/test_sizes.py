@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from l0prune.plan.layout import Cat, Const, Prod, Slots
 from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.sampling import first_slots, telling_widths
+from l0prune.timing.sampling import slots_of, telling_widths
 from l0prune.timing.sizes import Size, SizeFinder, constant
 
 A, B = Slots(0, 0, 24), Slots(1, 0, 24)
@@ -19,7 +19,7 @@ PLAN = Plan(
     sites=(),
     costs=(),
 )
-KEPT = [first_slots(PLAN, widths) for widths in ([24, 24], [7, 11], [13, 20])]
+KEPT = [slots_of(PLAN, widths) for widths in ([24, 24], [7, 11], [13, 20])]
 FINDER = SizeFinder(PLAN, KEPT)
 
 
@@ -47,13 +47,13 @@ def test_a_number_is_what_has_its_sizes(numbers, found):
     assert size.is_constant == found.is_constant
     for kept, number in zip(KEPT, numbers, strict=True):
         assert size.at(int(PLAN.mask(size.layout, kept).sum())) == number
-    other = first_slots(PLAN, [5, 9])
+    other = slots_of(PLAN, [5, 9])
     expected = found.at(int(PLAN.mask(found.layout, other).sum()))
     assert size.at(int(PLAN.mask(size.layout, other).sum())) == expected
 
 
 def test_a_hint_decides_between_axes_that_look_alike():
-    same = SizeFinder(PLAN, [first_slots(PLAN, [w, w]) for w in (24, 7, 13)])
+    same = SizeFinder(PLAN, [slots_of(PLAN, [w, w]) for w in (24, 7, 13)])
     assert same.find((24, 7, 13), hint=B) == Size(B)
     assert same.find((24, 7, 13), hint=BOTH) == Size(A)  # a hint that does not fit is none
 
@@ -76,4 +76,4 @@ def test_axes_are_told_apart_wherever_that_is_possible(sizes, seed):
     assert len(set(large)) == len(large)
     assert all(1 <= width <= size for size, *widths in keys for width in widths)
     assert all(width < size for size, *widths in keys if size > 1 for width in widths)
-    assert torch.stack([first_slots(Plan(axes, (), {}, (), ()), w) for w in drawn]).any()
+    assert torch.stack([slots_of(Plan(axes, (), {}, (), ()), w) for w in drawn]).any()

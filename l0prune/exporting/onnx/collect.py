@@ -33,6 +33,7 @@ SECONDS = 0.3  # of all turns of one network, about
 TURNS = 8  # at least
 FEWEST, MOST = 2, 100  # runs of a turn
 RUNS = 5  # by which nodes are known, at least
+MOST_RUNS = 2000  # at most: of a tiny network more would be millions of lines to read
 NODE = re.compile(r"n(\d{5})_")
 BEFORE = "before"  # what no node of the file's is charged with, since it is the first
 
@@ -152,7 +153,7 @@ def timed(
 ) -> dict[str, Any]:
     """What one network took, the dense one beside it, and each of its nodes."""
     found = networks_turns(Network(path, threads, provider), dense, inputs, SECONDS)
-    times = max(RUNS, round(SECONDS * 1e3 / typical(found["own"])))
+    times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
     return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
 
 
