@@ -423,6 +423,7 @@ def test_a_function_may_return_a_task_and_inputs_have_names(command, tmp_path):
     assert {"metric", "test_loss"} < json.loads(out).keys()
 
 
+@pytest.mark.slow
 def test_a_size_that_stays_free(command, tmp_path):
     layers = nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 3)
     torch.save(nn.Sequential(*layers), tmp_path / "model.pt")

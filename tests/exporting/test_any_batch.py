@@ -166,6 +166,7 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("clips", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_frames_of_clips_in_the_batch(clips, tmp_path):
     x = torch.randn(4 * clips, 3, 6, 6)
     model, dense = cut(Shifted(), x)

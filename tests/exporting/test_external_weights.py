@@ -74,6 +74,7 @@ def test_small_ones_have_none_any_more(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_model_or_the_new(moment, tmp_path, monkeypatch):
     """A process that is killed does nothing any more: no error is caught, nothing is removed."""
     path = tmp_path / "model.onnx"

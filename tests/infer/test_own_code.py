@@ -163,6 +163,7 @@ def test_rows_that_queries_are_made_of(name):
         torch.testing.assert_close(make_query(net, x), 3 * query)
 
 
+@pytest.mark.slow
 def test_a_network_may_be_deeper_than_calls_can_be():
     def deep(m, x):
         q = m.a(x).unflatten(-1, (3, -1)).transpose(1, 2)

@@ -32,6 +32,7 @@ def test_its_optimizers_do_not_decay_gates(layer_decay):
     assert any(g["weight_decay"] == 0.05 for g in optimizer.param_groups)
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_exported_with_averaged_gates():
     model = gated()
     average = utils.ModelEmaV3(model, decay=0.5)

@@ -122,6 +122,7 @@ def few(monkeypatch):
         monkeypatch.setattr(crepe, name, number)
 
 
+@pytest.mark.slow
 def test_the_report_is_of_known_pitches_and_of_what_the_dense_network_hears(monkeypatch, tmp_path):
     torch.manual_seed(0)
     dense, file = Small().eval(), tmp_path / "small.onnx"

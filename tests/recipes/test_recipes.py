@@ -229,6 +229,7 @@ def test_the_small_network_learns_on_alone(done, folder):
     assert longer["training"]["test_loss"] < short["training"]["test_loss"]
 
 
+@pytest.mark.slow
 def test_each_round_starts_from_what_the_last_one_left(tmp_path):
     pytest.importorskip("sklearn")
     folder = tmp_path / "run"
@@ -287,6 +288,7 @@ progress = false
 """
 
 
+@pytest.mark.slow
 def test_a_recipe_names_its_loss_and_metric(tmp_path):
     (tmp_path / "numbers.py").write_text(REGRESSION)
     (tmp_path / "numbers.toml").write_text(NUMBERS)

@@ -80,6 +80,7 @@ def test_a_round_is_fitted_or_learns(recipe):
         recipes.load(recipe, ["fit={budget='macs=0.5'}"])
 
 
+@pytest.mark.slow
 def test_a_report_is_a_dict(recipe, tmp_path):
     (tmp_path / "own.toml").write_text(
         RECIPE.replace("report", "nothing").replace("nothing =", "report =")
