@@ -139,7 +139,7 @@ def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(l0prune, "load_data", lambda name: noise(80, 32))
     options = argparse.Namespace(
         network="resnet20", ways=["dense"], macs=[0.47, 0.39], epochs=2, dense_epochs=1,
-        examples=64, schedule="cosine", shortcuts="conv", autocast="bf16", seed=0, device="cpu",
+        examples=64, schedule="cosine", shortcuts="conv", autocast=None, seed=0, device="cpu",
         out=tmp_path / "cifar",
     )  # fmt: skip
     rows = cifar.run(options, options.macs, cifar.measure)

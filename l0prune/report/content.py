@@ -217,6 +217,8 @@ class Epoch(Section):
 
     Attributes:
         gates: how many gates there are in each bin of P(z ≠ 0), of equal width, from 0 to 1.
+        training_macs: the share of MACs that all steps so far had, of what they have at the whole
+            size of the network.
         doctor: what was wrong, by what it is about.
     """
 
@@ -232,6 +234,7 @@ class Epoch(Section):
     amounts: dict[str, Amount] = Field(default_factory=dict)
     budgets: dict[str, BudgetState] = Field(default_factory=dict)
     gates: list[int] = Field(default_factory=list)
+    training_macs: float | None = None
     doctor: dict[str, str] = Field(default_factory=dict)
 
 

@@ -17,7 +17,7 @@ from l0prune.running.task import LOSS, TAKEN
 from l0prune.training.history import FACTS, NAME, History, Record
 
 _OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a place
-_PLAIN = ("seconds", "lr", "train_loss", "penalty", LOSS)  # numbers of a record
+_PLAIN = ("seconds", "lr", "train_loss", "penalty", "training_macs", LOSS)  # numbers of a record
 
 
 def training_of(history: History, name: str = "finetune") -> Training:

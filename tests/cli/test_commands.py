@@ -153,7 +153,8 @@ def forked(*arguments, cwd):
     return launched(*arguments, cwd=cwd, count=1)
 
 
-@pytest.mark.parametrize("start", [forked, pytest.param(run, marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [forked, run])
 def test_a_stopped_run_goes_on(command, tmp_path, start):
     """Ctrl-C is pressed at the first example that is read after an epoch."""
     torch.save(network(), tmp_path / "model.pt")

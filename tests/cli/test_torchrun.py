@@ -41,7 +41,7 @@ def gated(tmp_path):
 @pytest.mark.parametrize(
     ("distributed", "start"),
     [
-        ("fsdp", launched),
+        pytest.param("fsdp", launched, marks=SLOW),
         pytest.param("fsdp", torchrun, marks=SLOW),
         pytest.param("ddp", torchrun, marks=SLOW),
     ],

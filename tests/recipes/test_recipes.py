@@ -215,6 +215,7 @@ def test_a_run_does_each_stage_once(done, folder):
         recipes.run(recipes.load("digits-lenet", []), folder)
 
 
+@pytest.mark.slow
 def test_the_small_network_learns_on_alone(done, folder):
     short = done[1]
     alone = ["recover.epochs=3", "recover.distill=0.5", "recover.progress=false"]

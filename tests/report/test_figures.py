@@ -19,6 +19,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 DRAWN = 0.11  # positions are written to a tenth of a point
 COMMITTED = Path(__file__).parents[2] / "docs" / "digits-lenet.report.json"
 
+# MACs of all steps up to the end of each epoch of ten: after the first, 60 and 45 % of a step.
+WORK = {1: 10.0, 2: 16.0, 3: 20.5}
+
 
 def varied():
     """A run in which no two numbers are alike, with several outputs and a layer that got slower."""
@@ -30,6 +33,7 @@ def varied():
                 "test_loss": 1.7 / (n + 0.1),
                 "metric": 0.4 / n**1.1,
                 "gates": [7 * n, n, 3, *[0] * 14, 2 * n, 5, 40 - n],
+                "training_macs": WORK[n] / (10 * n),
             }
         )
         for n in (1, 2, 3)
@@ -328,6 +332,14 @@ def series(training):
     for budget in epochs[-1]["budgets"]:
         of = [(e["step"], e["budgets"][budget]["multiplier"]) for e in epochs]
         found[f"Multiplier of {budget}"] = {"λ": of}
+    if any((e["training_macs"] or 1) < 1 for e in epochs):
+        ends = [(0, 0.0), *((e["step"], e["step"] * e["training_macs"]) for e in epochs)]
+        found["MACs of a training step"] = {
+            "step": [
+                (stop, 100 * (after - before) / (stop - start))
+                for (start, before), (stop, after) in pairwise(ends)
+            ]
+        }
     return {title: {n: v for n, v in of.items() if v} for title, of in found.items()}
 
 
@@ -371,6 +383,25 @@ def test_phases(page, wide):
             f"{name}: steps {start} to {stop}"
             for name, (start, stop) in zip(names, pairwise(ends), strict=True)
         ]
+
+
+@both
+def test_where_the_network_was_made_smaller(wide, tmp_path):
+    picture = Page(l0prune.Report(varied()), tmp_path).picture("training1", "Loss", wide)
+    marks = [title for title, _ in groups(picture) if "made smaller" in title]
+    assert marks == [
+        "The network was made smaller after step 10: 60 % of the MACs of a step, up to step 20",
+        "The network was made smaller after step 20: 45 % of the MACs of a step, up to step 30",
+    ]
+    width = float(picture.get("viewBox").split()[2])
+    lines = of_class(picture, "line", "cut")
+    steps = [(at(line, "x1") - 52) / (width - 60) * 30 for line in lines]
+    assert steps == pytest.approx([10, 20], abs=DRAWN * 30 / 300)
+
+
+def test_what_training_at_a_smaller_size_cost(tmp_path):
+    page = Page(l0prune.Report(varied()), tmp_path)
+    assert "steps with gates at 68.3 % of their MACs" in page.text
 
 
 @both

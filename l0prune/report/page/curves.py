@@ -11,6 +11,7 @@ from l0prune.cost.measures import kind_of, names
 from l0prune.report.content import Epoch, Training
 from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
 from l0prune.report.page.panel import Curve, Point, panel
+from l0prune.report.page.phases import cuts, step_shares
 from l0prune.training.description import IN_PERCENT
 
 _COLUMNS = 60  # epochs that are shown at most
@@ -53,6 +54,10 @@ def curves(training: Training, width: int) -> list[Markup]:
                 f"{_label(measure)}, % of the dense network’s", of, training, width, from_zero=True
             )
         )
+    if cuts(training):
+        title = "MACs of a training step, % of the whole network’s"
+        of = _curves(training, step=[_percent(share) for share in step_shares(training)])
+        found.append(panel(title, of, training, width, from_zero=True))
     for budget in dict.fromkeys(asked for epoch in epochs for asked in epoch.budgets):
         of = _curves(
             training,
@@ -60,6 +65,10 @@ def curves(training: Training, width: int) -> list[Markup]:
         )
         found.append(panel(f"Multiplier of {budget}", of, training, width, from_zero=True))
     return found
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _label(measure: str) -> str:

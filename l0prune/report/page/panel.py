@@ -10,6 +10,7 @@ from markupsafe import Markup
 from l0prune.report.content import Training
 from l0prune.report.page import numbers
 from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
+from l0prune.report.page.phases import Cut, Span, cuts, last_step, spans
 
 Point = tuple[float, float]
 Place = Callable[[Point], Point]
@@ -24,30 +25,6 @@ class Curve:
 
     name: str
     points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Span:
-    """A phase, from step to step."""
-
-    name: str
-    start: float
-    stop: float
-
-
-def spans(training: Training) -> list[Span]:
-    """The phases of a training with gates, as far as they are known."""
-    if training.steps is None or training.warmup is None or training.settle is None:
-        return []
-    ends = (0, training.warmup, training.steps - training.settle, training.steps)
-    names = ("warm-up", "prune", "settle")
-    pairs = zip(names, ends, ends[1:], strict=False)
-    return [Span(name, start, stop) for name, start, stop in pairs if stop > start]
-
-
-def last_step(training: Training) -> float:
-    """Where the steps end."""
-    return float(training.steps or training.epochs[-1].step)
 
 
 def panel(
@@ -84,6 +61,7 @@ def panel(
 
     drawn = [
         *(_phase(span, number, at, low, high) for number, span in enumerate(phases)),
+        *(_cut(cut, at, low, high) for cut in cuts(training)),
         *_grid(low, high, end, at, width),
         *_legend(title, curves),
         *(_line(curve, number, at) for number, curve in enumerate(curves)),
@@ -105,6 +83,14 @@ def _phase(span: Span, number: int, at: Place, low: float, high: float) -> Marku
     fits = right - left > 7 * len(span.name)
     name = [text(left + 1, top - 6, span.name, class_="phase")] if fits else []
     return titled(f"{span.name}: steps {span.start:g} to {span.stop:g}", shade, *name)
+
+
+def _cut(cut: Cut, at: Place, low: float, high: float) -> Markup:
+    (x, floor), (_, top) = at((cut.start, low)), at((cut.start, high))
+    line = element("line", x1=x, x2=x, y1=top, y2=floor, class_="cut")
+    left = f"{numbers.percent(cut.share)} of the MACs of a step"
+    said = f"The network was made smaller after step {cut.start:g}: {left}, up to step {cut.stop:g}"
+    return titled(said, line)
 
 
 def _grid(low: float, high: float, end: float, at: Place, width: float) -> list[Markup]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from l0prune.report.content import Content, Gain, Metric, Pair, Time
+from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
 from l0prune.report.page import numbers
 
 
@@ -137,9 +137,16 @@ def cards(content: Content) -> list[Card]:
     if gain.seconds is not None:
         epochs = sum(len(training.epochs) for training in content.trainings)
         spent = numbers.duration(gain.seconds)
-        note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all"
+        note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all{_saved(content.trainings)}"
         found.append(Card("Training", "", spent, note=note))
     return [card for card in found if card is not None]
+
+
+def _saved(trainings: Sequence[Training]) -> str:
+    """What the steps cost while gates learned, where the network was made smaller meanwhile."""
+    shares = [t.epochs[-1].training_macs for t in trainings if t.epochs]
+    known = [share for share in shares if share is not None and share < 1]
+    return f"; steps with gates at {numbers.percent(known[-1])} of their MACs" if known else ""
 
 
 def _card(label: str, pair: Pair | None, show: Callable[[float], str]) -> Card | None:
