@@ -55,7 +55,7 @@ class Row:
     @property
     def said(self) -> str:
         """The largest error beside what is allowed."""
-        return f"{numbers.error(max(self.errors))} of {numbers.error(self.allowed)}"
+        return f"{numbers.error(max(self.errors))}, allowed {numbers.error(self.allowed)}"
 
 
 def certificate(checks: Sequence[Comparison], width: int) -> Markup:
@@ -66,7 +66,7 @@ def certificate(checks: Sequence[Comparison], width: int) -> Markup:
         width: of the picture.
     """
     rows = rows_of(checks)
-    left, right = (8, width - 12) if is_narrow(width) else (258, width - 150)
+    left, right = (8, width - 12) if is_narrow(width) else (258, width - 190)
     low = floor(log10(min(_shown(error) for row in rows for error in row.errors)))
     high = ceil(log10(max(max(c.tolerance, c.error) for c in checks))) + 0.5
     floor_ = _TOP + sum(row.height(width) for row in rows)
@@ -147,7 +147,7 @@ def _drawn(row: Row, y: float, at: Scale, left: float, right: float, width: int)
     name = f"{row.heading}, {row.name}" if row.heading else row.name
     return titled(
         f"{name}: {row.said}, batches of {', '.join(map(str, row.batches))}",
-        text(indent, line, short(row.name, 32), class_="label"),
+        text(indent, line, short(row.name, 24 if is_narrow(width) else 32), class_="label"),
         text(width, line, row.said, class_="value", text_anchor="end"),
         element("line", x1=left, x2=right, y1=y, y2=y, class_="rule"),
         element("line", x1=limit, x2=limit, y1=y - 8, y2=y + 8, class_="limit"),

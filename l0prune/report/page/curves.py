@@ -1,23 +1,16 @@
-"""How a training went: its curves, and where its gates stood at the end of each epoch."""
+"""How a training went: its curves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import ceil, sqrt
 
 from markupsafe import Markup
 
 from l0prune.cost.measures import kind_of, names
-from l0prune.report.content import Epoch, Training
-from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
+from l0prune.report.content import Training
 from l0prune.report.page.panel import Curve, Point, panel
 from l0prune.report.page.phases import cuts, step_shares
 from l0prune.training.description import IN_PERCENT
-
-_COLUMNS = 60  # epochs that are shown at most
-_SHADES = 9
-_UNDECIDED = (0.1, 0.9)  # P(z ≠ 0) of a gate that has not decided
-_LEFT, _CELL = 52, 7.0
 
 
 def remarks(training: Training) -> list[tuple[float, str]]:
@@ -105,65 +98,3 @@ def _curves(training: Training, **series: Sequence[float | None]) -> list[Curve]
 
 def _known(pairs: Iterable[tuple[float, float | None]]) -> Iterable[Point]:
     return ((step, value) for step, value in pairs if value is not None)
-
-
-def undecided(counts: Sequence[int]) -> int:
-    """How many gates are neither open nor closed, out of counts by bin of P(z ≠ 0)."""
-    bins = len(counts)
-    low, high = (round(edge * bins) for edge in _UNDECIDED)
-    return sum(counts[low:high])
-
-
-def gates(training: Training, width: int) -> Markup:
-    """The distribution of P(z ≠ 0) at the end of each epoch: the darker, the more gates.
-
-    Args:
-        training: with an epoch that has counted its gates.
-        width: of the picture.
-    """
-    shown = _some([epoch for epoch in training.epochs if epoch.gates])
-    bins = len(shown[-1].gates)
-    top, height = 28.0, _CELL * bins
-    column = (width - _LEFT - 8) / len(shown)
-    drawn = [text(0, 13, "Gates by the probability that they are open", class_="heading")]
-    rest = f"{undecided(shown[-1].gates):,} of {sum(shown[-1].gates):,} undecided at the end"
-    if not is_narrow(width):
-        drawn.append(text(width - 8, 13, rest, class_="tick", text_anchor="end"))
-    for number, epoch in enumerate(shown):
-        x = _LEFT + column * number
-        cells = [
-            element(
-                "rect",
-                x=x,
-                y=top + _CELL * (bins - 1 - bin),
-                width=column,
-                height=_CELL,
-                class_=f"s{shade}",
-            )
-            for bin, count in enumerate(epoch.gates)
-            if (shade := ceil(_SHADES * sqrt(count / max(sum(epoch.gates), 1))))
-        ]
-        drawn.append(titled(_said(epoch), *cells))
-    for share in (0.0, 0.5, 1.0):
-        y = top + height * (1 - share)
-        drawn.append(text(_LEFT - 6, y + 4, f"{share:g}", class_="tick", text_anchor="end"))
-        drawn.append(element("line", x1=_LEFT, x2=width - 8, y1=y, y2=y, class_="grid"))
-    ends = {0: ("start", 0.0), len(shown) // 2: ("middle", 0.5), len(shown) - 1: ("end", 1.0)}
-    for number, (anchor, part) in ends.items():
-        x, label = _LEFT + column * (number + part), f"epoch {shown[number].epoch:,}"
-        drawn.append(text(x, top + height + 18, label, class_="tick", text_anchor=anchor))
-    return drawing(width, top + height + 26, _said(shown[-1]), *drawn)
-
-
-def _said(epoch: Epoch) -> str:
-    total, open_ = sum(epoch.gates), round(len(epoch.gates) * _UNDECIDED[1])
-    return (
-        f"Epoch {epoch.epoch}: of {total:,} gates {sum(epoch.gates[open_:]):,} are open, "
-        f"{undecided(epoch.gates):,} undecided"
-    )
-
-
-def _some(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """No more than can be shown, the last one among them."""
-    every = max(1, ceil(len(epochs) / _COLUMNS))
-    return list(epochs[::-every][::-1])

@@ -14,10 +14,13 @@ from markupsafe import Markup
 from l0prune.report.content import Content, Training
 from l0prune.report.page import numbers
 from l0prune.report.page.certificate import certificate, grouped
-from l0prune.report.page.curves import curves, gates, remarks
+from l0prune.report.page.curves import curves, remarks
 from l0prune.report.page.elements import breakable, element
+from l0prune.report.page.gate_map import gates
+from l0prune.report.page.layers_table import sums
 from l0prune.report.page.looks import groups_of, looks
-from l0prune.report.page.network import Row, heads, network
+from l0prune.report.page.network import flattened, heads, network
+from l0prune.report.page.phases import in_words
 from l0prune.report.page.sweep import shown_costs, sweep
 from l0prune.report.page.time import time_by_layer
 from l0prune.report.page.verdict import cards, is_unfinished, verdict
@@ -42,7 +45,9 @@ def html(content: Content, *, live: bool = False) -> str:
         pictures=_pictures(content),
         trainings=[_shown(training) for training in content.trainings if training.epochs],
         comparisons=grouped(content.certificate),
-        widths=lambda side: Row("", "", side, content.about == "survey").widths,
+        flattened=flattened(content.layers, content.axes),
+        change=partial(numbers.change, is_survey=content.about == "survey"),
+        sums=sums(content),
         commands=_commands(content),
         unfinished=is_unfinished(content),
         refresh=_REFRESH if live else None,
@@ -84,7 +89,12 @@ def _shown(training: Training) -> dict[str, Any]:
     pictures = [_pair(wide, narrow) for wide, narrow in panels]
     if any(epoch.gates for epoch in training.epochs):
         pictures.append(_both(lambda width: gates(training, width)))
-    return {"of": training, "pictures": pictures, "remarks": remarks(training)}
+    return {
+        "of": training,
+        "phases": in_words(training),
+        "pictures": pictures,
+        "remarks": remarks(training),
+    }
 
 
 def _both(draw: Callable[[int], Markup]) -> Markup:

@@ -44,10 +44,7 @@ class Row:
     @property
     def widths(self) -> str:
         """How wide it was and is; in a survey, how much of it can go."""
-        before, after = numbers.count(self.side.before), numbers.count(self.side.after)
-        if self.is_survey:
-            return before if self.side.after in (0, self.side.before) else f"{after} of {before}"
-        return before if self.is_whole else f"{before} → {after}"
+        return numbers.change(self.side.before, self.side.after, is_survey=self.is_survey)
 
 
 def network(
@@ -92,6 +89,13 @@ def rows_of(layers: Sequence[Layer], is_survey: bool = False) -> list[Row]:
             rows.append(Row(f"{layer.name} (inputs)", layer.kind, layer.input, is_survey))
         rows.append(Row(layer.name, layer.kind, layer.output, is_survey))
     return rows
+
+
+def flattened(layers: Sequence[Layer], axes: Sequence[Axis]) -> list[str]:
+    """Layers that read flattened maps of which single positions have gates beside whole maps."""
+    fine = {number for number, axis in enumerate(axes) if axis.kind == "input"}
+    sides = {layer.name: set(layer.input.axes) for layer in layers}
+    return [name for name, read in sides.items() if read & fine and read - fine]
 
 
 def said_of(row: Row) -> str:

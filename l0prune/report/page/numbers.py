@@ -14,6 +14,17 @@ def count(amount: float) -> str:
     return f"{round(amount):,}"
 
 
+def change(before: float | None, after: float, *, is_survey: bool = False) -> str:
+    """``160 → 110``; in a survey, ``110 of 160`` can go."""
+    if before is None:
+        return count(after)
+    if after in ((0, before) if is_survey else (before,)):
+        return count(before)
+    return (
+        f"{count(after)} of {count(before)}" if is_survey else f"{count(before)} → {count(after)}"
+    )
+
+
 def brief(amount: float) -> str:
     """Three digits: ``13.8 k``."""
     value, units = float(amount), list(_UNITS)

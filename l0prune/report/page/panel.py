@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from l0prune.report.content import Training
-from l0prune.report.page import numbers
+from l0prune.report.page import bands, numbers
+from l0prune.report.page.bands import Band
 from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
 from l0prune.report.page.phases import Cut, Span, cuts, last_step, spans
 
@@ -60,7 +61,7 @@ def panel(
         return x, floor - _PLOT * (point[1] - low) / (high - low)
 
     drawn = [
-        *(_phase(span, number, at, low, high) for number, span in enumerate(phases)),
+        *_phases(phases, at, low, high, width),
         *(_cut(cut, at, low, high) for cut in cuts(training)),
         *_grid(low, high, end, at, width),
         *_legend(title, curves),
@@ -76,13 +77,18 @@ def _said(curve: Curve) -> str:
     return f"{curve.name} from {numbers.tick(first)} to {numbers.tick(last)}"
 
 
-def _phase(span: Span, number: int, at: Place, low: float, high: float) -> Markup:
-    (left, floor), (right, top) = at((span.start, low)), at((span.stop, high))
-    size = {"width": right - left, "height": floor - top}
-    shade = element("rect", x=left, y=top, class_=f"phase{number % 2}", **size)
-    fits = right - left > 7 * len(span.name)
-    name = [text(left + 1, top - 6, span.name, class_="phase")] if fits else []
-    return titled(f"{span.name}: steps {span.start:g} to {span.stop:g}", shade, *name)
+def _phases(
+    phases: Sequence[Span], at: Place, low: float, high: float, width: float
+) -> Iterator[Markup]:
+    found = []
+    for span in phases:
+        (left, floor), (right, top) = at((span.start, low)), at((span.stop, high))
+        found.append(Band(span.name, left, right))
+    names = bands.names(found, top - 8, width) if found else []
+    for number, (span, band, name) in enumerate(zip(phases, found, names, strict=True)):
+        size = {"width": band.right - band.left, "height": floor - top}
+        shade = element("rect", x=band.left, y=top, class_=f"phase{number % 2}", **size)
+        yield titled(f"{span.name}: steps {span.start:g} to {span.stop:g}", shade, name)
 
 
 def _cut(cut: Cut, at: Place, low: float, high: float) -> Markup:
@@ -102,7 +108,7 @@ def _grid(low: float, high: float, end: float, at: Place, width: float) -> list[
     for step in numbers.ticks(0, end, 3 if is_narrow(width) else 6):
         x, floor = at((step, low))
         anchor = "end" if x > width - 40 else "middle"
-        label = numbers.tick(step)
+        label = numbers.tick(step) if step else "step 0"
         drawn.append(text(x, floor + 18, label, class_="tick", text_anchor=anchor))
     return drawn
 

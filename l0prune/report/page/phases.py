@@ -28,6 +28,23 @@ def spans(training: Training) -> list[Span]:
     return [Span(name, start, stop) for name, start, stop in pairs if stop > start]
 
 
+def in_words(training: Training) -> str:
+    """Up to which step each phase goes, and what the gates do in it."""
+    steps = {span.name: f"{span.name} (to step {span.stop:,.0f})" for span in spans(training)}
+    settle, learning, said = steps.pop("settle", ""), " and ".join(steps.values()), []
+    if learning:
+        said.append(f"Gates learn in {learning}.")
+    if settle:
+        has_budget = any(epoch.budgets for epoch in training.epochs)
+        by_budget = "open as far as the budgets go, the likeliest first"
+        rule = by_budget if has_budget else "open where their value without noise is above 0"
+        said.append(
+            f"In {settle} all gates stand, undecided ones too: {rule}, else closed. "
+            "The weights learn on."
+        )
+    return " ".join(said)
+
+
 def last_step(training: Training) -> float:
     """Where the steps end."""
     return float(training.steps or training.epochs[-1].step)

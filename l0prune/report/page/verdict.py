@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
 from l0prune.report.page import numbers
+from l0prune.report.page.elements import plain
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _shares(gain: Gain, whose: str) -> str:
 
 def _speed(time: Time) -> str:
     if time.is_undecided:
-        return f"takes about as long (single turns differ by {numbers.percent(time.spread)})"
+        return f"takes about as long (repeated timings differ by {numbers.percent(time.spread)})"
     return f"{'is' if time.after <= time.before else 'takes'} {_pace(time)}"
 
 
@@ -131,15 +132,23 @@ def cards(content: Content) -> list[Card]:
         _card("Parameters", gain.params, numbers.count),
         _card("MACs of one example", gain.macs, numbers.brief),
         _card("ONNX file", gain.bytes, numbers.size),
-        None if gain.time is None else _time_card(gain.time),
+        None if gain.time is None else _time_card(gain.time, gain.macs),
         None if gain.metric is None else _metric_card(gain.metric),
     ]
     if gain.seconds is not None:
         epochs = sum(len(training.epochs) for training in content.trainings)
         spent = numbers.duration(gain.seconds)
-        note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all{_saved(content.trainings)}"
+        note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all"
+        note += _by_stage(content.trainings) + _saved(content.trainings)
         found.append(Card("Training", "", spent, note=note))
     return [card for card in found if card is not None]
+
+
+def _by_stage(trainings: Sequence[Training]) -> str:
+    """The seconds of each stage, where there are several."""
+    seconds = {t.name: [e.seconds for e in t.epochs if e.seconds is not None] for t in trainings}
+    taken = [f"{plain(name)} {numbers.duration(sum(of))}" for name, of in seconds.items() if of]
+    return f": {', '.join(taken)}" if len(taken) > 1 else ""
 
 
 def _saved(trainings: Sequence[Training]) -> str:
@@ -170,16 +179,17 @@ def _survey_cards(gain: Gain) -> list[Card]:
     ]
 
 
-def _time_card(time: Time) -> Card:
+def _time_card(time: Time, macs: Pair | None) -> Card:
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
+    is_elsewhere = time.is_undecided and macs is not None and (macs.share or 1) < 1
     return Card(
         "Time of a call",
         numbers.milliseconds(time.before),
         numbers.milliseconds(time.after),
-        _pace(time),
+        _pace(time) + (": fewer MACs save no time here" if is_elsewhere else ""),
         time.share,
-        f"{time.runtime}, {threads}, batch {time.batch}, {time.processor}; half of the "
-        f"turns within {time.spread:.1%}",
+        f"{time.runtime}, {threads}, batch {time.batch}, {time.processor}; the middle half of "
+        f"repeated timings differ by {numbers.percent(time.spread)}",
     )
 
 
