@@ -1,131 +1,17 @@
 """Every number of every figure is the one that report.json has: read back from the page."""
 
-import json
 import re
 from itertools import pairwise
-from math import ceil, log10, sqrt
-from pathlib import Path
-from xml.etree import ElementTree
+from math import log10, sqrt
 
 import pytest
-from reported import content, epoch, owner
+from read_page import DRAWN, SVG, Page, at, both, groups, number, of_class, scale, titled
+from reported import content
 
 import l0prune
 from l0prune.report.content import Gain, Metric, Pair
 from l0prune.report.page import numbers
 from l0prune.report.run_folder import report_of
-
-SVG = "{http://www.w3.org/2000/svg}"
-DRAWN = 0.11  # positions are written to a tenth of a point
-COMMITTED = Path(__file__).parents[2] / "docs" / "digits-lenet.report.json"
-
-# MACs of all steps up to the end of each epoch of ten: after the first, 60 and 45 % of a step.
-WORK = {1: 10.0, 2: 16.0, 3: 20.5}
-
-
-def varied():
-    """A run in which no two numbers are alike, with several outputs and a layer that got slower."""
-    made = content("conv1")
-    epochs = [
-        epoch(n).model_copy(
-            update={
-                "train_loss": 1 / (n + 0.3),
-                "test_loss": 1.7 / (n + 0.1),
-                "metric": 0.4 / n**1.1,
-                "gates": [7 * n, n, 3, *[0] * 14, 2 * n, 5, 40 - n],
-                "training_macs": WORK[n] / (10 * n),
-            }
-        )
-        for n in (1, 2, 3)
-    ]
-    training = made.trainings[0].model_copy(update={"epochs": epochs})
-    checks = [
-        check.model_copy(update={"error": max(of.values()), "outputs": of})
-        for check, of in zip(
-            made.certificate,
-            ({"a": 2e-8, "b": 3e-7}, {"a": 5e-8, "b": 0.0}, {}, {}),
-            strict=True,
-        )
-        if of
-    ] + made.certificate[2:]
-    owners = [owner("conv1", 5, 1.5, 0.75), owner("b", 3, 3.4, 0.5), owner("c", 1, 1.001, 0.1)]
-    time = made.time.model_copy(update={"owners": owners})
-    return made.model_copy(update={"trainings": [training], "certificate": checks, "time": time})
-
-
-class Page:
-    """A page as it was saved, and the data that was written beside it.
-
-    Attributes:
-        text: the HTML.
-        data: ``report.json``, as JSON reads it.
-    """
-
-    def __init__(self, report, folder):
-        page, data = report.save(folder)
-        self.text, self.data = page.read_text(), json.loads(data.read_text())
-        self._pictures = {}
-        for section in self.text.split("<section")[1:]:
-            name = re.search(r'aria-label(?:ledby)?="([^"]+)"', section)[1]
-            for kind in ("wide", "narrow"):
-                drawn = re.findall(rf'<div class="{kind}">(<svg.*?</svg>)</div>', section)
-                self._pictures[name, kind] = list(map(ElementTree.fromstring, drawn))
-
-    def pictures(self, section, wide):
-        """Those of a section, for wide or for narrow screens."""
-        return self._pictures.get((section, "wide" if wide else "narrow"), [])
-
-    def picture(self, section, start, wide):
-        """The one whose title starts so."""
-        (found,) = [p for p in self.pictures(section, wide) if titled(p).startswith(start)]
-        return found
-
-    def sections(self):
-        """Each training with the name of its section."""
-        done = [training for training in self.data["trainings"] if training["epochs"]]
-        return [(f"training{n}", training) for n, training in enumerate(done, start=1)]
-
-
-@pytest.fixture(scope="module", params=["varied", "committed"])
-def page(request, tmp_path_factory):
-    is_committed = request.param == "committed"
-    report = l0prune.Report.load(COMMITTED) if is_committed else l0prune.Report(varied())
-    return Page(report, tmp_path_factory.mktemp("saved"))
-
-
-def titled(picture):
-    return picture.find(f"{SVG}title").text
-
-
-def groups(picture):
-    """What is under a title of its own, by that title, in order."""
-    return [
-        (title.text, group)
-        for group in picture.iter(f"{SVG}g")
-        if (title := group.find(f"{SVG}title")) is not None
-    ]
-
-
-def of_class(node, tag, name):
-    return [e for e in node.iter(SVG + tag) if name in (e.get("class") or "").split()]
-
-
-def at(element, name):
-    return float(element.get(name))
-
-
-def scale(places):
-    """From a position to a value, by the two outermost of (position, value)."""
-    (x0, v0), (x1, v1) = min(places), max(places)
-    return lambda x: v0 + (x - x0) * (v1 - v0) / (x1 - x0), abs(v1 - v0) / (x1 - x0) * DRAWN
-
-
-def number(text):
-    factor = {"k": 1e3, "M": 1e6}.get(text[-1], 1)
-    return float(text.rstrip(" kM%").replace(",", "")) * factor
-
-
-both = pytest.mark.parametrize("wide", [True, False], ids=["wide", "narrow"])
 
 
 def test_cards(page):
@@ -181,7 +67,7 @@ def test_certificate(page, wide):
         for output, error in (check["outputs"] or {"": check["error"]}).items():
             key = (check["what"], check["part"], check["dtype"], output)
             worst[key] = max(worst.get(key, (0, 0)), (error, check["tolerance"]))
-    assert said == {f"{numbers.error(e)} of {numbers.error(t)}" for e, t in worst.values()}
+    assert said == {f"{numbers.error(e)}, allowed {numbers.error(t)}" for e, t in worst.values()}
 
 
 @both
@@ -297,154 +183,6 @@ def test_predicted_and_timed(page, wide):
     assert len(drawn) == len(expected)
     for found, wanted in zip(drawn, expected, strict=True):
         assert found == pytest.approx([100 * x for x in wanted], abs=0.1)
-
-
-def series(training):
-    """What each panel has to show, by its title: by name the values at each step."""
-    epochs = training["epochs"]
-    found = {
-        "Loss of the task": {
-            name: [(e["step"], e[f"{name}_loss"]) for e in epochs if e[f"{name}_loss"] is not None]
-            for name in ("train", "test")
-        }
-    }
-    metric = training["metric"]
-    if any(e["metric"] is not None for e in epochs):
-        unit = 100 if metric == "error" else 1
-        found[f"{metric.capitalize()} on the test data"] = {
-            metric: [(e["step"], unit * e["metric"]) for e in epochs]
-        }
-    for measure in epochs[-1]["amounts"]:
-        shares = {
-            name: [
-                (e["step"], 100 * a[name] / a["dense"])
-                for e in epochs
-                for a in [e["amounts"][measure]]
-            ]
-            for name in ("actual", "expected")
-        }
-        for budget in epochs[-1]["budgets"]:
-            if budget.startswith(f"{measure}="):
-                of = [(e["step"], 100 * e["budgets"][budget]["target"]) for e in epochs]
-                shares["target"] = of
-        label = {"macs": "MACs"}.get(measure, measure)
-        found[f"{label}, % of"] = shares
-    for budget in epochs[-1]["budgets"]:
-        of = [(e["step"], e["budgets"][budget]["multiplier"]) for e in epochs]
-        found[f"Multiplier of {budget}"] = {"λ": of}
-    if any((e["training_macs"] or 1) < 1 for e in epochs):
-        ends = [(0, 0.0), *((e["step"], e["step"] * e["training_macs"]) for e in epochs)]
-        found["MACs of a training step"] = {
-            "step": [
-                (stop, 100 * (after - before) / (stop - start))
-                for (start, before), (stop, after) in pairwise(ends)
-            ]
-        }
-    return {title: {n: v for n, v in of.items() if v} for title, of in found.items()}
-
-
-@both
-def test_curves(page, wide):
-    for section, training in page.sections():
-        steps = training["steps"]
-        for title, curves in series(training).items():
-            picture = page.picture(section, title, wide)
-            ticks = of_class(picture, "text", "tick")
-            heights = [
-                (at(t, "y") - 4, number(t.text))
-                for t in ticks
-                if t.get("text-anchor") == "end" and at(t, "x") == 46
-            ]
-            if len(heights) < 2:
-                continue  # a curve that never moves
-            value, close = scale(heights)
-            lines = picture.iter(f"{SVG}polyline")
-            for (name, points), line in zip(curves.items(), lines, strict=True):
-                drawn = [tuple(map(float, p.split(","))) for p in line.get("points").split()]
-                width = float(picture.get("viewBox").split()[2])
-                xs = [(x - 52) / (width - 60) * steps for x, _ in drawn]
-                assert xs == pytest.approx([step for step, _ in points], abs=DRAWN * steps / 300)
-                assert [value(y) for _, y in drawn] == pytest.approx(
-                    [v for _, v in points], abs=2 * close
-                ), (title, name)
-
-
-@both
-def test_phases(page, wide):
-    for section, training in page.sections():
-        picture = page.picture(section, "Loss of the task", wide)
-        spans = [title for title, _ in groups(picture) if ": steps " in title]
-        if training["warmup"] is None:
-            assert spans == []
-            continue
-        ends = (0, training["warmup"], training["steps"] - training["settle"], training["steps"])
-        names = ("warm-up", "prune", "settle")
-        assert spans == [
-            f"{name}: steps {start} to {stop}"
-            for name, (start, stop) in zip(names, pairwise(ends), strict=True)
-        ]
-
-
-@both
-def test_where_the_network_was_made_smaller(wide, tmp_path):
-    picture = Page(l0prune.Report(varied()), tmp_path).picture("training1", "Loss", wide)
-    marks = [title for title, _ in groups(picture) if "made smaller" in title]
-    assert marks == [
-        "The network was made smaller after step 10: 60 % of the MACs of a step, up to step 20",
-        "The network was made smaller after step 20: 45 % of the MACs of a step, up to step 30",
-    ]
-    width = float(picture.get("viewBox").split()[2])
-    lines = of_class(picture, "line", "cut")
-    steps = [(at(line, "x1") - 52) / (width - 60) * 30 for line in lines]
-    assert steps == pytest.approx([10, 20], abs=DRAWN * 30 / 300)
-
-
-def test_what_training_at_a_smaller_size_cost(tmp_path):
-    page = Page(l0prune.Report(varied()), tmp_path)
-    assert "steps with gates at 68.3 % of their MACs" in page.text
-
-
-@both
-def test_gates(page, wide):
-    for section, training in page.sections():
-        epochs = [e for e in training["epochs"] if e["gates"]]
-        epochs = epochs[:: -ceil(len(epochs) / 60) or -1][::-1]  # the last and each n-th before it
-        pictures = [p for p in page.pictures(section, wide) if titled(p).startswith("Epoch ")]
-        columns = [found for picture in pictures for found in groups(picture)]
-        assert_columns(epochs, columns)
-
-
-def assert_columns(epochs, columns):
-    for e, (title, column) in zip(epochs, columns, strict=True):
-        counts, total = e["gates"], sum(e["gates"])
-        low, high = (round(edge * len(counts)) for edge in (0.1, 0.9))
-        assert title == (
-            f"Epoch {e['epoch']}: of {total:,} gates {sum(counts[high:]):,} are open, "
-            f"{sum(counts[low:high]):,} undecided"
-        )
-        shades = [ceil(9 * sqrt(count / total)) for count in counts]
-        cells = column.findall(f"{SVG}rect")
-        places = {
-            round((28 + 7 * (len(counts) - 1) - at(c, "y")) / 7): c.get("class") for c in cells
-        }
-        assert places == {bin: f"s{shade}" for bin, shade in enumerate(shades) if shade}
-
-
-def test_table_of_layers(page):
-    data = page.data
-    section = page.text[page.text.index('<h2 id="layers">') :]
-    rows = re.findall(r"<tr>\s*(<td.*?)</tr>", section[: section.index("</table>")], re.DOTALL)
-    for layer, row in zip(data["layers"], rows, strict=True):
-        cells = [re.sub(r"<[^>]+>", "", c) for c in re.findall(r"<td.*?</td>", row, re.DOTALL)]
-        params, macs = layer["params"], layer["macs"]
-        assert cells[1] == layer["name"]
-        for cell, side in zip(cells[3:5], (layer["input"], layer["output"]), strict=True):
-            same = side["before"] == side["after"]
-            assert cell == f"{side['before']:,}" + ("" if same else f" → {side['after']:,}")
-        amounts = (params["before"], params["after"], macs["before"], macs["after"])
-        assert cells[5:9] == [f"{round(amount):,}" for amount in amounts]
-        share = macs["after"] / macs["before"] if macs["before"] else None
-        assert cells[9] == ("–" if share is None else numbers.percent(share))
 
 
 def test_budgets_and_files(page):

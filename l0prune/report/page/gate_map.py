@@ -59,7 +59,8 @@ def _head(last: Epoch, width: int, narrow: bool) -> list[Markup]:
     )
     place = (0, 13 + _LINE, "start") if narrow else (width - _RIGHT, 13, "end")
     y = 13 + _LINE * (1 + narrow)
-    start = _LEFT + 46
+    left = 0 if narrow else _LEFT
+    start = left + 46
     shades = [
         element("rect", x=start + _KEY * n, y=y - 9, width=_KEY, height=_KEY, class_=f"s{n + 1}")
         for n in range(_SHADES)
@@ -68,7 +69,7 @@ def _head(last: Epoch, width: int, narrow: bool) -> list[Markup]:
     return [
         text(0, 13, "Gates by the probability that they are open", class_="heading"),
         text(place[0], place[1], rest, class_="tick", text_anchor=place[2]),
-        text(_LEFT, y, "1 gate", class_="tick"),
+        text(left, y, "1 gate", class_="tick"),
         *shades,
         text(end, y, f"all {sum(last.gates):,}, by the square root", class_="tick"),
     ]

@@ -30,7 +30,8 @@ def sums(content: Content) -> list[Sum]:
         _without(params, [layer.params for layer in content.layers]),
         _without(macs, [layer.macs for layer in content.layers]),
     )
-    return [rest, total] if rest.params.before or rest.macs.before else [total]
+    amounts = [rest.params.before or 0, rest.params.after, rest.macs.before or 0, rest.macs.after]
+    return [rest, total] if max(amounts) > 0 and min(amounts) >= 0 else [total]
 
 
 def _without(all_: Pair, parts: Sequence[Pair]) -> Pair:

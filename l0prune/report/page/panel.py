@@ -84,7 +84,7 @@ def _phases(
     for span in phases:
         (left, floor), (right, top) = at((span.start, low)), at((span.stop, high))
         found.append(Band(span.name, left, right))
-    names = bands.names(found, top - 8, width) if found else []
+    names = bands.names(found, top - 9, width) if found else []
     for number, (span, band, name) in enumerate(zip(phases, found, names, strict=True)):
         size = {"width": band.right - band.left, "height": floor - top}
         shade = element("rect", x=band.left, y=top, class_=f"phase{number % 2}", **size)
