@@ -43,17 +43,15 @@ def test_table_of_layers(page):
     data = page.data
     section = page.text[page.text.index('<h2 id="layers">') :]
     body, _, foot = section[: section.index("</table>")].partition("<tfoot>")
-    for layer, cells in zip(data["layers"], rows_of(body), strict=True):
+    for of, cells in zip(data["layers"], rows_of(body), strict=True):
         name, *reasons = [line.strip() for line in cells[1].splitlines()]
-        assert name == layer["name"]
+        assert name == of["name"]
         said = [
-            f"{side}s: {layer[side]['reason']}"
-            for side in ("input", "output")
-            if layer[side]["reason"]
+            f"{side}s: {of[side]['reason']}" for side in ("input", "output") if of[side]["reason"]
         ]
         assert "".join(reasons) == "".join(said)
-        assert cells[3:5] == [before_and_after(layer[side]) for side in ("input", "output")]
-        assert cells[5:] == amounts(layer["params"], layer["macs"])
+        assert cells[3:5] == [before_and_after(of[side]) for side in ("input", "output")]
+        assert cells[5:] == amounts(of["params"], of["macs"])
     whole, layers = data["gain"], data["layers"]
     rest = {
         unit: {
