@@ -81,6 +81,19 @@ def test_where_nothing_is_outside_the_layers_there_is_only_the_total():
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
+def test_sorted_by_name_the_sums_stay_at_the_foot(tmp_path):
+    path, _ = l0prune.Report(content(layers=[layer(name) for name in ("10", "9", "2")])).save(
+        tmp_path
+    )
+    with browser() as opened:
+        opened.open(path, 1200)
+        opened.evaluate("document.querySelector('.broad th:nth-child(2) button').click()")
+        rows = "[...document.querySelectorAll('.broad td:nth-child(2)')].map(c => c.innerText)"
+        names = [cell.splitlines()[0] for cell in opened.evaluate(rows)]
+    assert names == ["2", "9", "10", "total"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
 def test_the_table_of_layers_is_as_wide_as_its_column_unless_it_needs_more(tmp_path):
     long = [layer(f"encoder.layers.{n}.attention.query.projection") for n in range(3)]
     huge = [of.model_copy(update={"macs": Pair(before=10**15, after=10**14)}) for of in long]

@@ -191,6 +191,7 @@ def test_single_positions_of_flattened_maps_are_said_where_they_have_gates():
     layers = [layer("conv"), layer("fc", axes=()).model_copy(update={"input": reads})]
     text = re.sub(r"\s+", " ", " ".join(read(page(axes=[maps, fine], layers=layers)).words))
     assert "The inputs of fc are flattened maps" in text
+    assert "flattened maps" in page(axes=[maps, fine], layers=layers, about="survey")
     alone = reads.model_copy(update={"axes": [1]})  # features of the data, of no map
     layers[1] = layers[1].model_copy(update={"input": alone})
     assert "flattened" not in page(axes=[maps, fine], layers=layers)

@@ -73,6 +73,7 @@ def test_curves(page, wide):
         for title, curves in series(training).items():
             picture = page.picture(section, title, wide)
             ticks = of_class(picture, "text", "tick")
+            assert "step 0" in [t.text for t in ticks]
             heights = [
                 (at(t, "y") - 4, number(t.text))
                 for t in ticks
