@@ -21,7 +21,7 @@ def cut_class(subject: Subject, chosen: Chosen) -> Proven | None:
         chosen: the slots that stay, all whose gates are open among them.
     """
     plan, counted = subject.plan, counted_in(subject.plan)
-    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one:
+    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one or chosen.gone:
         return None
     tensors = cut_by_plan(subject.plain, chosen)
     if tensors is None:

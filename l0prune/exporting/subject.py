@@ -22,6 +22,7 @@ from l0prune.infer.build import analyse
 from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import KIND, switched
 from l0prune.running.stages import stage
 
 
@@ -134,7 +135,8 @@ def surveyed(subject: Subject) -> Parts:
 
 
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
-    """Without dims that are kept alike, if they were not to be when the model was gated."""
+    """With the switches of that time, and no dims kept alike if they were not to be then."""
+    plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
     return plan if gated_by.alike else replace(plan, alike=())
 
 

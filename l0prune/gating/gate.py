@@ -30,6 +30,7 @@ from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import switched
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -58,6 +59,7 @@ def gate(
     jitter: float = JITTER,
     seed: int = SEED,
     keep_class: KeepClass = KEEP_CLASS,
+    branches: bool | Globs = False,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -85,6 +87,9 @@ def gate(
             slots, so that an export can be of its own class; False does not. ``"native"`` gates
             only what also needs no layer that torch does not have: no LayerNorm or attention of
             torch's is cut, no single inputs are picked.
+        branches: give whole branches a gate of their own, too, beside those of their slots: what
+            is added to a stream and can be left out (``survey(model, args).branches``). True for
+            all, or their names, or globs over them.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.
@@ -112,7 +117,7 @@ def gate(
         )
     found = inferred(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
-    plan = _selected(for_class(found.plan, model, keep_class), include, exclude)
+    plan = _selected(for_class(found.plan, model, keep_class), include, exclude, branches)
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
@@ -156,22 +161,31 @@ def gates(model: nn.Module) -> Gates:
     return gates_of(model)
 
 
-def _selected(plan: Plan, include: Globs, exclude: Globs) -> Plan:
-    """The part of the plan that the user wants gated."""
-    if not plan.axes:
+def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs) -> Plan:
+    """The part of the plan that the user wants gated, and switches on branches."""
+    switches = _branches(plan, branches)
+    if not plan.axes and not switches:
         reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
         raise NothingToPrune(
             "nothing in this model can be cut out" + (f":\n{reasons}" if reasons else "")
         )
     left_out = named(plan.names, exclude, "exclude", "axis of this model")
     wanted = named(plan.names, include, "include", "axis of this model")
-    selected = plan.select(set(wanted) - set(left_out))
+    selected = switched(plan.select(set(wanted) - set(left_out)), switches)
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={include!r}, exclude={exclude!r}; "
             f"the model's axes are {listed(plan.names)}"
         )
     return selected
+
+
+def _branches(plan: Plan, wanted: bool | Globs) -> list[str]:
+    """The names of the branches that get a switch."""
+    names = [branch.name for branch in plan.branches]
+    if isinstance(wanted, bool):
+        return names if wanted else []
+    return named(names, wanted, "branches", "branch of this model")
 
 
 def _initial(

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
+from l0prune.infer.branches import Ending, branches, own_parameters
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.expressions import (
     COPIES,
@@ -32,6 +33,7 @@ from l0prune.infer.reasons import pins
 from l0prune.infer.zero_flow import Zeros, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.plan import Axis, Cost, Plan, Site
+from l0prune.plan.switches import Branch
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Analysis:
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
     with many outputs); ``picks`` says for calls by a constant index which positions they pick;
     ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
-    summed follows there (none where that is zero itself).
+    summed follows there (none where that is zero itself); ``endings`` where the plan's branches
+    end.
     """
 
     captured: Captured
@@ -49,6 +52,7 @@ class Analysis:
     layouts: dict[str, tuple]
     picks: dict[str, tuple[int, ...]]
     closed: dict[str, frozenset[str]]
+    endings: tuple[Ending, ...] = ()
 
 
 def analyse(captured: Captured) -> Analysis:
@@ -61,7 +65,8 @@ def analyse(captured: Captured) -> Analysis:
     infer.run()
     builder = Builder(infer)
     plan = builder.build()
-    return Analysis(captured, plan, builder.node_layouts(), infer.picks, infer.closed)
+    layouts, endings = builder.node_layouts(), tuple(builder.endings)
+    return Analysis(captured, plan, layouts, infer.picks, infer.closed, endings)
 
 
 @dataclass
@@ -76,6 +81,7 @@ class Builder:
     numbers: dict[Var, int] = field(default_factory=dict)
     fine: dict[Place, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
+    endings: list[Ending] = field(default_factory=list)
 
     def build(self) -> Plan:
         """The plan of the inferred graph."""
@@ -87,8 +93,10 @@ class Builder:
             self.numbers[var] = len(self.sizes)
             self.sizes.append(var.size)
         self._add_fine_axes()
+        axes = self._axes()
+        self.endings = branches(self.infer, [axis.name for axis in axes])
         return Plan(
-            axes=self._axes(),
+            axes=axes,
             pins=pins(self.infer, self.numbers, self.fine),
             tensors={name: self.tensor_layouts(name) for name in self.infer.tensors},
             sites=tuple(self._sites()),
@@ -97,7 +105,13 @@ class Builder:
             roles=self._roles(),
             wider=tuple(self._wider()),
             activations=tuple(activations(self.infer, self.layout)),
+            branches=tuple(map(self._branch, self.endings)),
         )
+
+    def _branch(self, ending: Ending) -> Branch:
+        own = own_parameters(self.infer, ending.region)
+        sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
+        return Branch(ending.name, ending.tensors, sum(sizes))
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
         """What has to keep more positions than another, or than none.
@@ -279,14 +293,19 @@ class Builder:
         What the eval graph never reads (auxiliary heads) does not count: no export has it.
         """
         costs, captured = [], self.infer.captured
+        for_alone: dict[str | Node, tuple[str, ...]] = defaultdict(tuple)
+        for ending in self.endings:
+            for each in (*own_parameters(self.infer, ending.region), *ending.region):
+                for_alone[each] += (ending.name,)
         for name in self.infer.tensors:
             if name in captured.parameters and name not in captured.unused:
-                owner = name.rpartition(".")[0]
-                costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name))
+                owner, of = name.rpartition(".")[0], for_alone[name]
+                costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name, of))
         for work in self.infer.works:
             dims = [self.layout(expr) for expr in work.dims]
             dims += [self.tensor_layouts(name)[dim] for name, dim in work.places]
-            costs.append(_cost(work.owner, "macs", work.scale, tuple(dims), work.tensor))
+            of = for_alone[work.node]
+            costs.append(_cost(work.owner, "macs", work.scale, tuple(dims), work.tensor, of))
         return costs
 
     def _roles(self) -> dict[str, tuple[str, ...]]:
@@ -360,7 +379,9 @@ def _has_positions(expr: Expr) -> bool:
             return False
 
 
-def _cost(owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str) -> Cost:
+def _cost(
+    owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str, branches: tuple[str, ...]
+) -> Cost:
     """A cost term with its constant dims folded into the scale."""
     scale, varying = folded(scale, dims)
-    return Cost(owner, unit, scale, varying, tensor)
+    return Cost(owner, unit, scale, varying, tensor, branches)

@@ -78,6 +78,7 @@ class Computed:
 class Work:
     """Multiply-accumulates of one node: ``scale × Π sizes`` of dims, for the whole example."""
 
+    node: Node
     owner: str
     scale: float
     dims: tuple[Expr, ...]
@@ -301,7 +302,7 @@ class Inference:
         scale = 1.0 / self.captured.batch
         known = tuple(p for p in places if p is not None)
         tensor = self._weight([weight] if weight else node.all_input_nodes)
-        self.works.append(Work(module_of(node), scale, dims, known, tensor))
+        self.works.append(Work(node, module_of(node), scale, dims, known, tensor))
 
     def _weight(self, operands: list[Node]) -> str:
         """The parameter of two or more dims among the operands; empty where there is none."""

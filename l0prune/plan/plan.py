@@ -31,6 +31,7 @@ from l0prune.plan.layout import (
     to_json,
 )
 from l0prune.plan.narrowing import narrowed, those
+from l0prune.plan.switches import KIND, Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Axis:
 
     Attributes:
         name: readable and unique in its plan, after the module that writes the axis.
-        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group`` or ``input``.
+        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input`` or ``branch``.
         size: number of slots.
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
@@ -93,7 +94,8 @@ class Cost:
     """``scale × Π open size of dims`` parameters, multiply-accumulates, … of one module.
 
     ``unit`` is the name of the measure that it belongs to. ``tensor`` is the parameter that is
-    counted or multiplied with; empty where there is none.
+    counted or multiplied with; empty where there is none. ``branches`` are those that it is for
+    alone, by name.
     """
 
     owner: str
@@ -101,6 +103,7 @@ class Cost:
     scale: float
     dims: Layouts
     tensor: str = ""
+    branches: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Plan:
         code: what the code of the modules knows of sizes.
         activations: the values that the captured graph makes, where they are known: a model that
             was saved before they were noted has none.
+        branches: what could have a gate of its own, a switch, beside those of the axes.
     """
 
     axes: tuple[Axis, ...]
@@ -138,6 +142,7 @@ class Plan:
     alike: tuple[Layouts, ...] = ()
     code: Code = field(default_factory=Code)
     activations: tuple[Activation, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     @property
     def size(self) -> int:
@@ -177,15 +182,15 @@ class Plan:
         """The slots that stay in a sliced model, as a flat bool vector.
 
         An open slot that nobody reads any more (all its fine gates are closed) goes too; an
-        axis whose gates are all closed keeps its first slot, whose weights are zero. So does a
-        dim that has to stay ``wider`` than another, or than nothing, keep closed slots, and one
-        that is to be as wide as others (``alike``).
+        axis whose gates are all closed keeps its first slot, whose weights are zero, unless it is
+        the switch of a branch. So does a dim that has to stay ``wider`` than another, or than
+        nothing, keep closed slots, and one that is to be as wide as others (``alike``).
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         for number, sites in self._finely_read:
             kept[self.axes[number].slice] &= self._is_read(number, sites, kept)
         for axis in self.axes:
-            if not kept[axis.slice].any():
+            if axis.kind != KIND and not kept[axis.slice].any():
                 kept[axis.start] = True
         for wide, narrow in self.wider:
             self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
@@ -335,7 +340,7 @@ class Plan:
             "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
             "costs": [
-                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor]
+                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor, c.branches]
                 for c in self.costs
             ],
             "aliases": self.aliases,
@@ -345,6 +350,7 @@ class Plan:
             "alike": [list(map(to_json, dims)) for dims in self.alike],
             "code": self.code.to_json(),
             "activations": [each.to_json() for each in self.activations],
+            "branches": [[b.name, b.tensors, b.size] for b in self.branches],
         }
         return json.dumps(data)
 
@@ -363,8 +369,8 @@ class Plan:
                 tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
                 sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
                 costs=tuple(
-                    Cost(owner, unit, scale, tuple(map(from_json, dims)), *tensor)
-                    for owner, unit, scale, dims, *tensor in data["costs"]
+                    Cost(owner, unit, scale, tuple(map(from_json, dims)), *_cost_rest(*rest))
+                    for owner, unit, scale, dims, *rest in data["costs"]
                 ),
                 aliases=dict(data["aliases"]),
                 parts=tuple(data.get("parts", ("",))),
@@ -373,9 +379,14 @@ class Plan:
                 alike=tuple(tuple(map(from_json, dims)) for dims in data.get("alike", ())),
                 code=Code.from_json(data.get("code", {})),
                 activations=tuple(map(Activation.from_json, data.get("activations", ()))),
+                branches=tuple(Branch(n, tuple(t), s) for n, t, s in data.get("branches", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error
+
+
+def _cost_rest(tensor: str = "", branches: Iterable[str] = ()) -> tuple[str, tuple[str, ...]]:
+    return tensor, tuple(branches)
 
 
 def slots_in(layouts: Iterable[Layout]) -> set[Slots]:

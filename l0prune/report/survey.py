@@ -20,6 +20,8 @@ from l0prune.cost.model import cost_of
 from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
 from l0prune.plan.plan import Axis, Pin, Plan
+from l0prune.plan.switches import Branch
+from l0prune.plan.globs import listed
 from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
 from l0prune.running.notebook import as_html
@@ -63,6 +65,11 @@ class Survey:
         return self.plan.pins
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What could be left out as a whole, if it gets a gate of its own: see ``gate``."""
+        return self.plan.branches
+
+    @property
     def params(self) -> int:
         """Parameters of the dense model that its forward uses."""
         return cost_of(self.plan).dense("params")
@@ -96,6 +103,7 @@ class Survey:
                 {"where": p.where, "reason": p.reason, "operator": p.operator, "source": p.source}
                 for p in self.pins
             ],
+            "branches": [asdict(branch) for branch in self.branches],
             "layers": [asdict(layer) for layer in self.layers],
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
@@ -118,6 +126,14 @@ class Survey:
             f"{self.reachable('params'):.1%} of the params and {self.reachable('macs'):.1%} of the "
             "MACs"
         )
+        if self.branches:
+            names = listed([branch.name for branch in self.branches], 4)
+            size = sum(branch.size for branch in self.branches)
+            yield Text(
+                f"{len(self.branches)} branches that are added to a stream can go as a whole "
+                f"(gate(branches=True), --branches '*'), with {size / max(self.params, 1):.1%} of "
+                f"the params: {names}."
+            )
         if self.plan.parts != ("",):
             yield Text(
                 "torch.export cannot follow the whole model, so it is captured in parts: "

@@ -10,6 +10,7 @@ from l0prune.cost.measures import Measure
 from l0prune.errors import UsageError
 from l0prune.plan.layout import Both, axes_of
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import KIND
 
 Widths = int | Literal["auto"]
 """Widths are multiples of this; ``"auto"``: of what the measures in use are best cut by."""
@@ -37,11 +38,12 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
 def have_widths(plan: Plan) -> list[bool]:
     """For each axis, whether the number of its slots is a width of some tensor.
 
-    That of heads and groups is none, nor that of single inputs that are cut beside whole maps.
+    That of heads and groups is none, nor that of branches, nor that of single inputs that are cut
+    beside whole maps.
     """
     fine = beside_maps(plan)
     return [
-        axis.kind not in ("head", "group") and number not in fine
+        axis.kind not in ("head", "group", KIND) and number not in fine
         for number, axis in enumerate(plan.axes)
     ]
 

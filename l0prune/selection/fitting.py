@@ -17,6 +17,7 @@ from torch import Tensor
 from l0prune.cost.bounds import Bound
 from l0prune.errors import UsageError
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import KIND
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002
@@ -172,6 +173,8 @@ class Fitting:
     def _best_of_each(self) -> Tensor:
         best = torch.zeros(self._plan.size, dtype=torch.bool)
         for axis in self._plan.axes:
+            if axis.kind == KIND:
+                continue  # nothing of a branch has to stay
             best[axis.start + int(self._scores[axis.slice].argmax())] = True
         return best
 

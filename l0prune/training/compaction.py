@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from l0prune.cost.model import cost_of
 from l0prune.exporting.in_place import Cut, Form, smaller_form
 from l0prune.gating.attaching import holder
+from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
 from l0prune.running.device import device_of
 from l0prune.running.processes import of_first
@@ -96,6 +97,7 @@ class Compaction:
         """
         if kept is None:
             kept = self._gates.plan.kept(self._gates.open())
+        kept = with_all_branches(self._gates.plan, kept)
         self.end()
         if bool(kept.all()):
             return
@@ -127,7 +129,8 @@ class Compaction:
         before, self._closed = self._closed, closed
         if before is None:
             return
-        kept = self._gates.plan.kept(~(closed & before))
+        plan = self._gates.plan
+        kept = with_all_branches(plan, plan.kept(~(closed & before)))
         if self._share_of(kept) <= _LESS * self.share:
             self.begin(kept)
 

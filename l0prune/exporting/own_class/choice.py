@@ -37,6 +37,7 @@ from l0prune.exporting.own_class.resizing import (
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.subnormal import flush
 from l0prune.exporting.slicing.tensors import stored_in, under_all_names
+from l0prune.plan.switches import Branch
 from l0prune.running.stages import stage
 
 
@@ -52,6 +53,7 @@ class OwnClass:
         layers: by path, the modules that need more than cut tensors and attributes.
         scales: by parameter, what it is multiplied with.
         hint: why it may be wrong, for the user; empty where nothing is known.
+        gone: branches that are left out, which its code would compute.
     """
 
     plain: nn.Module
@@ -60,6 +62,7 @@ class OwnClass:
     layers: Mapping[str, Layer]
     scales: Mapping[str, Tensor]
     hint: str = ""
+    gone: tuple[Branch, ...] = ()
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
@@ -113,7 +116,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    return OwnClass(plain, tensors, distinct, layers, scales, known_cause(chosen))
+    return OwnClass(plain, tensors, distinct, layers, scales, known_cause(chosen), chosen.gone)
 
 
 def _joined(*changes: Changes) -> Changes:
@@ -203,11 +206,19 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
     comparisons = {}
     for each in references:
         new = module.get_submodule(each.path)
-        comparison = compare_class(new, each.answers)
+        reason = _of_branches(own.gone, each.path)
+        comparison = Comparison(reason) if reason else compare_class(new, each.answers)
         if not comparison.reason:
             comparison = replace(comparison, training=training_fault(each.in_training, new))
         comparisons[each.path] = comparison
     return Choice(module, changes, comparisons)
+
+
+def _of_branches(gone: Sequence[Branch], path: str) -> str:
+    """Why the class of a part is not what is left of it; empty where no branch of it is gone."""
+    mine = [each.name for each in gone if all(is_within(name, path) for name in each.tensors)]
+    more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
+    return f"the branch {mine[0]}{more} is gone, and its code computes that" if mine else ""
 
 
 def _guesses(plain: nn.Module, changes: Changes, sure: Changes) -> list[list[tuple[str, str]]]:

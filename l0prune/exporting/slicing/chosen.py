@@ -11,6 +11,7 @@ from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import Both
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import Branch, gone
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Chosen:
         )
         inputs = [axis for axis in plan.axes if axis.kind == "input"] if gathers else []
         return tuple(axis.name for axis in inputs if not self.is_open[axis.slice].all())
+
+    @property
+    def gone(self) -> tuple[Branch, ...]:
+        """The branches that are left out."""
+        names = gone(self.plan, self.kept)
+        return tuple(branch for branch in self.plan.branches if branch.name in names)
 
     @property
     def is_open(self) -> Tensor:

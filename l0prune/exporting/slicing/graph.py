@@ -14,10 +14,12 @@ from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
 from l0prune.exporting.slicing.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
+from l0prune.exporting.slicing.without_branches import leave_out
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import Both
+from l0prune.plan.switches import gone
 
 # What the capture noted about this example's dtypes and strides; no part of the function.
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
@@ -58,6 +60,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
+    leave_out(module, analysis.endings, gone(analysis.plan, kept))
     sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)
     rewrite_literals(module, sizes)
     _set_tensors(module, analysis, tensors)

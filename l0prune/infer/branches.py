@@ -1,0 +1,203 @@
+"""Branches of a captured graph: what is added to a stream, and computed for that alone.
+
+A branch may have a gate of its own where it is exactly zero once a few parameters are: the last
+ones before the sum, of a convolution and its bias, a norm, a scale. Then the sum is its other
+operand, and all that only the branch needs can go.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch.fx import Node
+
+from l0prune.capture.provenance import modules_of
+from l0prune.infer.inference import Inference, Work
+from l0prune.infer.nodes import operator_name, shape_of
+from l0prune.infer.zero_flow import zero_of
+
+_SUMS = ("aten.add", "aten.add_")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a branch ends.
+
+    Attributes:
+        name: of the branch.
+        join: the sum.
+        stays: its other operand.
+        region: what only the branch needs.
+        tensors: parameters for which the branch is zero where they are.
+    """
+
+    name: str
+    join: Node
+    stays: Node
+    region: frozenset[Node]
+    tensors: tuple[str, ...]
+
+
+def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
+    """Those of a graph that inference has been through, in the order of their sums.
+
+    Args:
+        infer: that.
+        taken: names that are taken already.
+    """
+    users = _users_of_parameters(infer)
+    works: dict[Node, list[Work]] = defaultdict(list)
+    for work in infer.works:
+        works[work.node].append(work)
+    found, names = [], set(taken)
+    for join in infer.captured.graph.nodes:
+        candidates = [
+            (sum(_macs(infer, works, region)), end, stays, region, tensors)
+            for end, stays in _operands(join)
+            if (region := _region(end, join)) is not None
+            and (tensors := _Zeroing(infer, region, users).of(end))
+        ]
+        if not candidates:
+            continue
+        # Of two the one with more work is the branch, and the other one the stream.
+        macs, _, stays, region, tensors = max(candidates, key=lambda each: each[0])
+        if macs:
+            name = _unique(_name(works, region), names)
+            found.append(Ending(name, join, stays, region, tuple(dict.fromkeys(tensors))))
+    return found
+
+
+def _operands(join: Node) -> Iterator[tuple[Node, Node]]:
+    """What may be a branch, and what is left without it: two tensors of the sum's own shape."""
+    if join.op != "call_function" or operator_name(join.target) not in _SUMS:
+        return
+    operands = join.args[:2]
+    shapes = [shape_of(each) if isinstance(each, Node) else None for each in operands]
+    if None in shapes or any(list(s or ()) != list(shape_of(join) or ()) for s in shapes):
+        return
+    first, second = operands
+    if isinstance(first, Node) and isinstance(second, Node) and first is not second:
+        if join.kwargs.get("alpha", 1) == 1 or operator_name(join.target) == "aten.add":
+            yield second, first
+        if join.kwargs.get("alpha", 1) == 1:
+            yield first, second
+
+
+def _region(end: Node, join: Node) -> frozenset[Node] | None:
+    """The nodes whose results reach nothing but the sum; None where that is not so of the end."""
+    if end.op != "call_function" or set(end.users) != {join}:
+        return None
+    region, pending = {end}, list(end.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node in region or node.op != "call_function" or not region.issuperset(node.users):
+            continue
+        region.add(node)
+        pending += node.all_input_nodes
+    return None if any(_writes_elsewhere(node, region) for node in region) else frozenset(region)
+
+
+def _writes_elsewhere(node: Node, region: set[Node]) -> bool:
+    """Does it write into something that others may read?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and node.args[0] not in region
+
+
+def _macs(
+    infer: Inference, works: dict[Node, list[Work]], region: frozenset[Node]
+) -> Iterator[float]:
+    for node in region:
+        for work in works.get(node, ()):
+            macs = work.scale
+            for dim in work.dims:
+                macs *= dim.size
+            for name, number in work.places:
+                macs *= infer.tensors[name][number].size
+            yield macs
+
+
+def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
+    """By name of a parameter, all that reads it, under whichever of its names."""
+    users: dict[str, set[Node]] = defaultdict(set)
+    for node in infer.captured.graph.find_nodes(op="placeholder"):
+        if infer.is_parameter(node):
+            users[infer.captured.names[node.name]].update(node.users)
+    return users
+
+
+def own_parameters(infer: Inference, region: frozenset[Node]) -> list[str]:
+    """The parameters that nothing outside the region reads."""
+    users = _users_of_parameters(infer)
+    return [name for name, readers in users.items() if readers and readers <= region]
+
+
+class _Zeroing:
+    """Which parameters make the nodes of a region zero, by what the operators do to zeros."""
+
+    def __init__(
+        self, infer: Inference, region: frozenset[Node], users: dict[str, set[Node]]
+    ) -> None:
+        self._infer, self._region, self._users = infer, region, users
+        self._known: dict[Node, list[str] | None] = {}
+
+    def of(self, node: Node) -> list[str] | None:
+        """The parameters; None where there are none that do.
+
+        Those that the operator itself reads come first: they are the last ones of the branch.
+        """
+        if node not in self._known:
+            self._known[node] = None  # a region has no cycles, and may be deep
+            self._known[node] = self._found(node)
+        return self._known[node]
+
+    def _found(self, node: Node) -> list[str] | None:
+        operands = node.all_input_nodes
+        own = {o: [name] for o in operands if (name := self._parameter(o)) is not None}
+        if self._is_zero(node, own):
+            return [name for names in own.values() for name in names]
+        computed: dict[Node, list[str]] = {}
+        for operand in operands:
+            tensors = self.of(operand) if operand in self._region else None
+            if tensors:
+                computed[operand] = tensors
+                for some in ({**own, operand: tensors}, {operand: tensors}):
+                    if self._is_zero(node, some):
+                        return [name for names in some.values() for name in names]
+        both = {**own, **computed}
+        if self._is_zero(node, both):
+            return [name for names in both.values() for name in names]
+        return None
+
+    def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
+        states = [True if operand in zeros else None for operand in node.all_input_nodes]
+        reaching = [True if operand in zeros else False for operand in node.all_input_nodes]
+        zero = zero_of(node)
+        return bool(zeros) and zero(node, states) is True and zero(node, reaching) is True
+
+    def _parameter(self, node: Node) -> str | None:
+        """The name of a parameter with a dim that only the region reads."""
+        if node.op != "placeholder" or not self._infer.is_parameter(node):
+            return None
+        name = self._infer.captured.names[node.name]
+        has_dims = bool(self._infer.tensors.get(name))
+        return name if has_dims and self._users[name] <= self._region else None
+
+
+def _name(works: dict[Node, list[Work]], region: frozenset[Node]) -> str:
+    """The innermost module in which all the work of the branch is done."""
+    stacks = [modules_of(node) for node in region if node in works]
+    shared = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
+    return next(reversed([paths[0] for paths in shared]), "") or "branch"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """The name, or one like it that is not taken; it is taken then."""
+    wanted = (
+        n for n in (name, f"{name}.branch", *(f"{name}.branch#{i}" for i in range(2, 10_000)))
+    )
+    found = next(each for each in wanted if each not in taken)
+    taken.add(found)
+    return found

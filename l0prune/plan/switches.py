@@ -1,0 +1,100 @@
+"""Switches: one gate for a whole branch, beside the gates of the slots in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
+
+if TYPE_CHECKING:
+    from l0prune.plan.plan import Plan, Site
+
+KIND = "branch"  # of the axes that are switches: they may close completely
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is added to a stream, and computed for that alone.
+
+    Attributes:
+        name: of the module that computes it, unique among branches and axes.
+        tensors: the parameters with which all of it is multiplied: where they are zero, it is.
+        size: the parameters that only it needs.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    size: int
+
+
+def switched(plan: Plan, names: Collection[str]) -> Plan:
+    """The same plan with a switch on each branch of these names: an axis with one slot.
+
+    The branch is multiplied by it, and whatever only the branch needs costs what it did times the
+    probability that the switch is open.
+    """
+    found = [branch for branch in plan.branches if branch.name in names]
+    if not found:
+        return plan
+    from l0prune.plan.plan import Axis
+
+    first, start = len(plan.axes), plan.size
+    axes = tuple(
+        Axis(branch.name, KIND, 1, start + number, max(branch.size, 1))
+        for number, branch in enumerate(found)
+    )
+    numbers = {branch.name: first + number for number, branch in enumerate(found)}
+    sites = {(site.tensor, site.dim): site for site in plan.sites}
+    for branch in found:
+        for tensor in branch.tensors:
+            site = _site(plan, sites, tensor)
+            under = Prod((_switch(numbers[branch.name]), site.layout))
+            sites[site.tensor, site.dim] = replace(site, layout=under)
+    costs = tuple(
+        replace(
+            cost, dims=(*cost.dims, *(_switch(numbers[b]) for b in cost.branches if b in numbers))
+        )
+        for cost in plan.costs
+    )
+    return replace(plan, axes=(*plan.axes, *axes), sites=tuple(sites.values()), costs=costs)
+
+
+def _switch(number: int) -> Layout:
+    return Slots(number, 0, 1)
+
+
+def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
+    """Where a parameter is multiplied: along a dim in which no single inputs are."""
+    from l0prune.plan.plan import Site
+
+    dims = plan.tensors[tensor]
+    taken = (sites.get((tensor, dim)) for dim in range(len(dims)))
+    dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Both))
+    return sites.get((tensor, dim)) or Site(tensor, dim, Const(size_of(dims[dim])), "write")
+
+
+def gone(plan: Plan, kept: Tensor) -> list[str]:
+    """The names of the branches whose switches are not among the slots that stay."""
+    return [a.name for a in plan.axes if a.kind == KIND and not bool(kept[a.start])]
+
+
+def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
+    """The slots that stay where every branch has to: its switch multiplies it by zero there."""
+    result = kept.clone()
+    for axis in plan.axes:
+        if axis.kind == KIND:
+            result[axis.start] = True
+    return result
+
+
+def may_close(plan: Plan) -> Tensor:
+    """Which gates need no other of their axis to be open: bool, ``(plan.size,)``."""
+    return torch.cat(
+        [torch.full((axis.size,), axis.kind == KIND) for axis in plan.axes]
+        or [torch.zeros(0, dtype=torch.bool)]
+    )
