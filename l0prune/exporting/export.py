@@ -17,6 +17,7 @@ from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.manifest import constants, manifest
+from l0prune.exporting.own_class.passed_by import around, ways_around
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
@@ -127,8 +128,11 @@ def _as_graph(subject: Subject) -> _Cut:
     tensors = cut_tensors(subject.plain, parts, by_part)
     graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
     own = own_class(subject.plain, chosen, tensors)
+    gone = [branch.name for branch in chosen.gone]
+    ways = ways_around(subject.plain, parts.found, gone)
+    classes = [*(around(own, way, parts.plan, parts.found) for way in ways), own]
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
-    proven = prove(subject, parts, graphs, own, predicted)
+    proven = prove(subject, parts, graphs, classes, predicted)
     state = _state(subject, parts.plan, proven)
     apart = constants(subject.plain, proven.tensors)
     for each in (tensors, proven.tensors):

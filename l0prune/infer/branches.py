@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 
 from torch.fx import Node
 
@@ -32,6 +32,7 @@ class Ending:
         stays: its other operand.
         region: what only the branch needs.
         tensors: parameters for which the branch is zero where they are.
+        own: the parameters that nothing else reads.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Ending:
     stays: Node
     region: frozenset[Node]
     tensors: tuple[str, ...]
+    own: tuple[str, ...]
 
 
 def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
@@ -66,7 +68,8 @@ def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
         macs, _, stays, region, tensors = max(candidates, key=lambda each: each[0])
         if macs:
             name = _unique(_name(works, region), names)
-            found.append(Ending(name, join, stays, region, tuple(dict.fromkeys(tensors))))
+            own = tuple(each for each, readers in users.items() if readers and readers <= region)
+            found.append(Ending(name, join, stays, region, tuple(dict.fromkeys(tensors)), own))
     return found
 
 
@@ -128,12 +131,6 @@ def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
     return users
 
 
-def own_parameters(infer: Inference, region: frozenset[Node]) -> list[str]:
-    """The parameters that nothing outside the region reads."""
-    users = _users_of_parameters(infer)
-    return [name for name, readers in users.items() if readers and readers <= region]
-
-
 class _Zeroing:
     """Which parameters make the nodes of a region zero, by what the operators do to zeros."""
 
@@ -173,9 +170,9 @@ class _Zeroing:
 
     def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
         states = [True if operand in zeros else None for operand in node.all_input_nodes]
-        reaching = [True if operand in zeros else False for operand in node.all_input_nodes]
+        others_reach_it = [operand in zeros for operand in node.all_input_nodes]
         zero = zero_of(node)
-        return bool(zeros) and zero(node, states) is True and zero(node, reaching) is True
+        return bool(zeros) and zero(node, states) is True and zero(node, others_reach_it) is True
 
     def _parameter(self, node: Node) -> str | None:
         """The name of a parameter with a dim that only the region reads."""
@@ -195,9 +192,8 @@ def _name(works: dict[Node, list[Work]], region: frozenset[Node]) -> str:
 
 def _unique(name: str, taken: set[str]) -> str:
     """The name, or one like it that is not taken; it is taken then."""
-    wanted = (
-        n for n in (name, f"{name}.branch", *(f"{name}.branch#{i}" for i in range(2, 10_000)))
-    )
-    found = next(each for each in wanted if each not in taken)
+    if name in taken:
+        name = f"{name}.branch"
+    found = next(n for i in count(1) if (n := name if i == 1 else f"{name}#{i}") not in taken)
     taken.add(found)
     return found

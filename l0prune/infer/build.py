@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
-from l0prune.infer.branches import Ending, branches, own_parameters
+from l0prune.infer.branches import Ending, branches
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.expressions import (
     COPIES,
@@ -109,8 +109,7 @@ class Builder:
         )
 
     def _branch(self, ending: Ending) -> Branch:
-        own = own_parameters(self.infer, ending.region)
-        sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
+        sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in ending.own]
         return Branch(ending.name, ending.tensors, sum(sizes))
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
@@ -293,10 +292,13 @@ class Builder:
         What the eval graph never reads (auxiliary heads) does not count: no export has it.
         """
         costs, captured = [], self.infer.captured
-        for_alone: dict[str | Node, tuple[str, ...]] = defaultdict(tuple)
+        for_alone: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        for_alone_at: dict[Node, tuple[str, ...]] = defaultdict(tuple)
         for ending in self.endings:
-            for each in (*own_parameters(self.infer, ending.region), *ending.region):
-                for_alone[each] += (ending.name,)
+            for tensor in ending.own:
+                for_alone[tensor] += (ending.name,)
+            for node in ending.region:
+                for_alone_at[node] += (ending.name,)
         for name in self.infer.tensors:
             if name in captured.parameters and name not in captured.unused:
                 owner, of = name.rpartition(".")[0], for_alone[name]
@@ -304,7 +306,7 @@ class Builder:
         for work in self.infer.works:
             dims = [self.layout(expr) for expr in work.dims]
             dims += [self.tensor_layouts(name)[dim] for name, dim in work.places]
-            of = for_alone[work.node]
+            of = for_alone_at[work.node]
             costs.append(_cost(work.owner, "macs", work.scale, tuple(dims), work.tensor, of))
         return costs
 

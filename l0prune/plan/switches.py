@@ -6,7 +6,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
@@ -55,13 +54,12 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
             site = _site(plan, sites, tensor)
             under = Prod((_switch(numbers[branch.name]), site.layout))
             sites[site.tensor, site.dim] = replace(site, layout=under)
-    costs = tuple(
-        replace(
-            cost, dims=(*cost.dims, *(_switch(numbers[b]) for b in cost.branches if b in numbers))
-        )
-        for cost in plan.costs
-    )
-    return replace(plan, axes=(*plan.axes, *axes), sites=tuple(sites.values()), costs=costs)
+    costs = []
+    for cost in plan.costs:
+        factors = (_switch(numbers[name]) for name in cost.branches if name in numbers)
+        costs.append(replace(cost, dims=(*cost.dims, *factors)))
+    sites_now = tuple(sites.values())
+    return replace(plan, axes=(*plan.axes, *axes), sites=sites_now, costs=tuple(costs))
 
 
 def _switch(number: int) -> Layout:
@@ -90,11 +88,3 @@ def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
         if axis.kind == KIND:
             result[axis.start] = True
     return result
-
-
-def may_close(plan: Plan) -> Tensor:
-    """Which gates need no other of their axis to be open: bool, ``(plan.size,)``."""
-    return torch.cat(
-        [torch.full((axis.size,), axis.kind == KIND) for axis in plan.axes]
-        or [torch.zeros(0, dtype=torch.bool)]
-    )

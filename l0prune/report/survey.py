@@ -19,9 +19,9 @@ from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
 from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
+from l0prune.plan.globs import listed
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.plan.switches import Branch
-from l0prune.plan.globs import listed
 from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
 from l0prune.running.notebook import as_html

@@ -25,7 +25,7 @@ from l0prune.exporting.certify.certificate import (
     compare_in_parts,
 )
 from l0prune.exporting.certify.inputs import trials
-from l0prune.exporting.own_class.choice import OwnClass, Reference, choose
+from l0prune.exporting.own_class.choice import OwnClass, Reference, choose, first_right
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.replacement import replace_part
@@ -134,7 +134,7 @@ def prove(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    own: OwnClass,
+    classes: Sequence[OwnClass],
     predicted: int,
 ) -> Proven:
     """The dense model, and all that shows that it computes what the gated one does.
@@ -143,22 +143,22 @@ def prove(
         subject: before the cut.
         parts: what was captured.
         graphs: by path, the captured parts at their new sizes.
-        own: what the model's own class may be at the new sizes.
+        classes: what the model's own class may be at the new sizes, the best first.
         predicted: parameters that the dense model must have.
 
     Raises:
         CertificateError: it does not, or cannot be compared.
     """
     if "" in graphs:
-        return _prove_whole(subject, parts, graphs, own, predicted)
-    return _prove_parts(subject, parts, graphs, own, predicted)
+        return _prove_whole(subject, parts, graphs, classes, predicted)
+    return _prove_parts(subject, parts, graphs, classes, predicted)
 
 
 def _prove_whole(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    own: OwnClass,
+    classes: Sequence[OwnClass],
     predicted: int,
 ) -> Proven:
     """A model of one piece: its graph must be right, its own class may be."""
@@ -172,7 +172,7 @@ def _prove_whole(
             return answers, compare(answers, graph)
 
     answers, certificate = _certified(subject, batches, against, captured.free)
-    choice = choose(own, [Reference("", subject.gated, answers)])
+    own, choice = first_right(classes, [Reference("", subject.gated, answers)])
     comparison = choice.comparisons[""]
     is_graph = bool(comparison.reason)
     return Proven(
@@ -191,7 +191,7 @@ def _prove_parts(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    own: OwnClass,
+    classes: Sequence[OwnClass],
     predicted: int,
 ) -> Proven:
     """A model of which only islands were captured: their own classes, or else their graphs."""
@@ -206,7 +206,7 @@ def _prove_parts(
         )
         for p in parts.found
     ]
-    choice = choose(own, references)
+    own, choice = first_right(classes, references)
     dense, changes = choice.module, choice.changes
     layers = dict(own.layers)
     replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]

@@ -201,6 +201,17 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
     return best.explained(references, own.hint)
 
 
+def first_right(
+    classes: Sequence[OwnClass], references: Sequence[Reference]
+) -> tuple[OwnClass, Choice]:
+    """The first class that is right, or else the last one, and the choice in it."""
+    for own in classes:
+        choice = choose(own, references)
+        if not any(comparison.reason for comparison in choice.comparisons.values()):
+            break
+    return own, choice
+
+
 def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:
     module = own.build(changes)
     comparisons = {}

@@ -52,11 +52,8 @@ def _views(node: Node) -> Iterator[Node]:
         yield value
         for user in value.users:
             schema = getattr(user.target, "_schema", None)
-            if (
-                user not in seen
-                and schema is not None
-                and any(r.alias_info for r in schema.returns)
-            ):
+            is_view = schema is not None and any(each.alias_info for each in schema.returns)
+            if is_view and user not in seen:
                 seen.add(user)
                 pending.append(user)
 

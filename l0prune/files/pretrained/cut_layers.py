@@ -4,6 +4,8 @@ Plain torch and nothing else: this file can be copied beside the weights of a cu
 reads its annotations, which are therefore no strings.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -173,6 +175,29 @@ class PickedAttention(CutAttention):
 
     def _read(self, given: Tensor) -> Tensor:
         return given.index_select(-1, self.kept)
+
+
+class PassedBy(nn.Module):
+    """What is left of a module that nothing needs any more.
+
+    Attributes:
+        gives: ``input``, its first one, as it came; ``zeros`` of its shape; or one ``zero``.
+        results: how many it returned in a tuple, of which the others are None now; 0 for no tuple.
+    """
+
+    gives: str
+    results: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes what the module took. Shape: as the first input, or ``()``."""
+        first = args[0] if args else next(iter(kwargs.values()))
+        if self.gives != "input":
+            first = torch.zeros_like(first) if self.gives == "zeros" else first.new_zeros(())
+        return (first,) + (None,) * (self.results - 1) if self.results else first
+
+    def extra_repr(self) -> str:
+        """What it gives."""
+        return self.gives
 
 
 def layer_norm(

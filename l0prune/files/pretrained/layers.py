@@ -11,12 +11,21 @@ from l0prune.files.pretrained.cut_layers import (
     CutAttention,
     CutGroupNorm,
     CutLayerNorm,
+    PassedBy,
     PickedAttention,
     PickedLinear,
 )
 from l0prune.files.pretrained.given_sizes import GivenSizes
 
-_KINDS = (CutLayerNorm, CutGroupNorm, PickedLinear, CutAttention, PickedAttention, GivenSizes)
+_KINDS = (
+    CutLayerNorm,
+    CutGroupNorm,
+    PickedLinear,
+    CutAttention,
+    PickedAttention,
+    PassedBy,
+    GivenSizes,
+)
 LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
 
 

@@ -1,0 +1,153 @@
+"""Modules of a model that nothing needs any more, since branches are gone.
+
+Its own class goes on as it is where these give their input back. A block of which all branches are
+gone gives back what it takes; else the last module of a branch gives zeros, and those before it
+hand their input on. Whether that is right, the comparison of the class shows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from l0prune.capture.capture import Captured
+from l0prune.capture.copying import copied
+from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.provenance import is_within, modules_of, within
+from l0prune.capture.recording import record
+from l0prune.exporting.own_class.choice import OwnClass
+from l0prune.exporting.own_class.layers import Layer
+from l0prune.infer.branches import Ending
+from l0prune.infer.nodes import operator_name, shape_of
+from l0prune.infer.parts import Part
+from l0prune.plan.plan import Plan
+
+_KIND = "PassedBy"
+_ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
+
+
+def ways_around(
+    plain: nn.Module, parts: Sequence[Part], gone: Collection[str]
+) -> list[dict[str, Layer]]:
+    """By path what modules become, the way that leaves least to compute first; none if none is.
+
+    Args:
+        plain: the ungated model at its old sizes.
+        parts: of it, as they were captured.
+        gone: names of the branches that are gone.
+    """
+    found: list[dict[str, Layer]] = []
+    for whole_blocks in (True, False) if gone else ():
+        way: dict[str, Layer] = {}
+        for part in parts:
+            endings = [each for each in part.analysis.endings if each.name in gone]
+            if endings:
+                way |= _way(plain, part, endings, whole_blocks)
+        if way not in found:
+            found.append(way)
+    return found
+
+
+def _way(
+    plain: nn.Module, part: Part, endings: Sequence[Ending], whole_blocks: bool
+) -> dict[str, Layer]:
+    nodes = _nodes_by_module(part.analysis.captured)
+    joins = {ending.join for ending in endings}
+    dead: set[Node] = set().union(*(ending.region for ending in endings))
+    gives: dict[str, str] = {}
+    if whole_blocks:
+        nothing = {*dead, *joins, *_repeated(joins)}
+        blocks = (p for p, of in nodes.items() if of <= nothing and of & joins)
+        gives |= dict.fromkeys(_outermost(blocks), "input")
+    passed = list(gives)
+    for ending in endings:
+        if any(ending.join in nodes[path] for path in passed):
+            continue
+        inner = _outermost(p for p, of in nodes.items() if of <= dead and of & ending.region)
+        last = max(inner, key=lambda path: max(nodes[path]), default="")
+        gives |= {path: "input" if path != last else _zero(ending) for path in inner}
+    results = _results(plain, list(gives), part.example)
+    return {
+        path: Layer({"gives": what, "results": results[path]}, kind=_KIND)
+        for path, what in gives.items()
+        if path in results
+    }
+
+
+def _zero(ending: Ending) -> str:
+    """How its last module gives zeros, if it is handed what the first one took."""
+    outside = {o for node in ending.region for o in node.all_input_nodes} - ending.region
+    wanted = list(shape_of(ending.join) or ())
+    is_like = any(list(shape_of(node) or ()) == wanted for node in outside)
+    return "zeros" if is_like else "zero"
+
+
+def _nodes_by_module(captured: Captured) -> dict[str, set[Node]]:
+    """By path, what is computed in each module; of one that is called again, in all calls."""
+    found: dict[str, set[Node]] = defaultdict(set)
+    for node in captured.graph.nodes:
+        if node.op == "call_function":
+            for path in modules_of(node):
+                found[within(captured.path, path.partition("@")[0])].add(node)
+    found.pop("", None)
+    found.pop(captured.path, None)
+    return found
+
+
+def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
+    """Activations of a sum whose operand without the branch has been through one already."""
+    for join in joins:
+        for user in join.users:
+            if operator_name(user.target) in _ACTIVATIONS:
+                yield user
+
+
+def _outermost(paths: Iterable[str]) -> list[str]:
+    """Those that are in no other one."""
+    found = sorted(paths, key=len)
+    return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
+
+
+def _results(plain: nn.Module, paths: list[str], example: Inputs) -> dict[str, int]:
+    """How many each module returns in a tuple, 0 for a tensor; those that return neither lack."""
+    with torch.no_grad():
+        calls = record(copied(plain), paths, example)
+    found: dict[str, int] = {}
+    for call in calls:
+        if isinstance(call.output, torch.Tensor):
+            found[call.path] = 0
+        elif type(call.output) is tuple:
+            found[call.path] = len(call.output)
+    return found
+
+
+def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, parts: Sequence[Part]) -> OwnClass:
+    """The class in which these modules are passed by, and hold nothing.
+
+    Args:
+        own: what it may be with all of them.
+        way: by path, what they become.
+        plan: of the model.
+        parts: of it, as they were captured.
+    """
+    gone = {branch.name for branch in own.gone}
+    endings = (each for part in parts for each in part.analysis.endings if each.name in gone)
+    unread = {name for ending in endings for name in ending.own}
+    parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
+    tensors = dict(own.tensors)
+    for name, old in own.plain.state_dict().items():
+        first = plan.aliases.get(name, name)
+        is_inside = any(is_within(name, path) for path in way)
+        if is_inside and old.ndim and (name not in parameters or first in unread):
+            tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
+    others = {
+        path: layer
+        for path, layer in own.layers.items()
+        if not any(is_within(path, passed) for passed in way)
+    }
+    return replace(own, tensors=tensors, layers={**others, **way}, gone=())
