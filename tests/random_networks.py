@@ -168,6 +168,40 @@ class Author:
         name = list(kinds)[self.choose(3)]
         self.step(f"{name} of {a}, {b}", lambda v: kinds[name](v[a], v[b]))
 
+    def add_residual(self) -> None:
+        """A branch beside a value: a layer or two, what ends it, and the sum, also in place."""
+        number = start = self.pick()
+        size, width = self.values[start].shape[1], self.width()
+        is_flat = self.values[start].ndim == 2
+
+        def layer(inputs: int, outputs: int) -> nn.Module:
+            has_bias = bool(self.choose(2))
+            if is_flat:
+                return nn.Linear(inputs, outputs, bias=has_bias)
+            return nn.Conv2d(inputs, outputs, 3, padding=1, bias=has_bias)
+
+        if self.choose(2):
+            number = self.apply(number, layer(size, width))
+            number = self.apply(number, (nn.ReLU(), nn.GELU(), nn.Sigmoid())[self.choose(3)])
+            if not self.choose(3):  # a branch in the branch
+                inner, kept = self.apply(number, layer(width, width)), number
+                number = self.step(f"{kept} + {inner}", lambda v: v[kept] + v[inner])
+            number = self.apply(number, layer(width, size))
+        else:
+            number = self.apply(number, layer(size, size))
+        norm = nn.BatchNorm1d(size) if is_flat else nn.BatchNorm2d(size)
+        ends = (None, norm, nn.Tanh(), nn.Dropout(), nn.PReLU(size))
+        end = ends[self.choose(len(ends))]
+        last = number if end is None else self.apply(number, end)
+        how = self.choose(4)
+        sums: tuple[Step, ...] = (
+            lambda v: v[start] + v[last],
+            lambda v: (v[last] * 1).add_(v[start]),
+            lambda v: F.relu_(v[last] + v[start]),
+            lambda v: torch.add(v[start], v[last], alpha=2),
+        )
+        self.step(f"branch {last} beside {start} ({how})", sums[how])
+
     def add_concat(self) -> None:
         a = self.pick()
         shape = self.values[a].shape
@@ -323,4 +357,4 @@ class Author:
 
 
 KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
-KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat"]
+KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat", "residual"]

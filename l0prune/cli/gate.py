@@ -77,6 +77,13 @@ def gate(
             "layers that torch does not have; or no."
         ),
     ] = KeepClass.YES,
+    branches: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Globs of branches that get a gate of their own, so that all of a block can go: "
+            "'*' for all that `survey` finds."
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -106,6 +113,7 @@ def gate(
         jitter=jitter,
         seed=seed,
         keep_class=keep_class.setting,
+        branches=branches or defaults.BRANCHES,
         gate=chosen_gate,
         survey=found,
     )

@@ -17,6 +17,7 @@ from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.defaults import (
+    BRANCHES,
     EXCLUDE,
     INCLUDE,
     JITTER,
@@ -59,7 +60,7 @@ def gate(
     jitter: float = JITTER,
     seed: int = SEED,
     keep_class: KeepClass = KEEP_CLASS,
-    branches: bool | Globs = False,
+    branches: bool | Globs = BRANCHES,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:

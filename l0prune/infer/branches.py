@@ -8,15 +8,16 @@ operand, and all that only the branch needs can go.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
+from torch import Tensor
 from torch.fx import Node
 
-from l0prune.capture.provenance import modules_of
+from l0prune.capture.provenance import module_of
 from l0prune.infer.inference import Inference, Work
-from l0prune.infer.nodes import operator_name, shape_of
+from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.zero_flow import zero_of
 
 _SUMS = ("aten.add", "aten.add_")
@@ -67,26 +68,28 @@ def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
         # Of two the one with more work is the branch, and the other one the stream.
         macs, _, stays, region, tensors = max(candidates, key=lambda each: each[0])
         if macs:
-            name = _unique(_name(works, region), names)
+            name = _unique(_name((node for node in region if node in works), tensors), names)
             own = tuple(each for each, readers in users.items() if readers and readers <= region)
             found.append(Ending(name, join, stays, region, tuple(dict.fromkeys(tensors)), own))
     return found
 
 
 def _operands(join: Node) -> Iterator[tuple[Node, Node]]:
-    """What may be a branch, and what is left without it: two tensors of the sum's own shape."""
+    """What may be a branch, and what the sum is without it: a tensor of its own shape and dtype."""
     if join.op != "call_function" or operator_name(join.target) not in _SUMS:
         return
-    operands = join.args[:2]
-    shapes = [shape_of(each) if isinstance(each, Node) else None for each in operands]
-    if None in shapes or any(list(s or ()) != list(shape_of(join) or ()) for s in shapes):
-        return
-    first, second = operands
+    first, second = join.args[:2]
     if isinstance(first, Node) and isinstance(second, Node) and first is not second:
-        if join.kwargs.get("alpha", 1) == 1 or operator_name(join.target) == "aten.add":
+        if _is_alike(first, join):
             yield second, first
-        if join.kwargs.get("alpha", 1) == 1:
+        if _is_alike(second, join) and join.kwargs.get("alpha", 1) == 1:
             yield first, second
+
+
+def _is_alike(operand: Node, join: Node) -> bool:
+    values = operand.meta.get("val"), join.meta.get("val")
+    dtypes = [each.dtype if isinstance(each, Tensor) else None for each in values]
+    return dtypes[0] == dtypes[1] and shape_of(operand) == shape_of(join) is not None
 
 
 def _region(end: Node, join: Node) -> frozenset[Node] | None:
@@ -169,10 +172,10 @@ class _Zeroing:
         return None
 
     def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
-        states = [True if operand in zeros else None for operand in node.all_input_nodes]
-        others_reach_it = [operand in zeros for operand in node.all_input_nodes]
-        zero = zero_of(node)
-        return bool(zeros) and zero(node, states) is True and zero(node, others_reach_it) is True
+        """Is the node zero where these operands are, whatever the other tensors are?"""
+        operands = node.all_input_nodes
+        states = [o in zeros if has_tensor(o) else None for o in operands]
+        return bool(zeros) and zero_of(node)(node, states) is True
 
     def _parameter(self, node: Node) -> str | None:
         """The name of a parameter with a dim that only the region reads."""
@@ -183,11 +186,14 @@ class _Zeroing:
         return name if has_dims and self._users[name] <= self._region else None
 
 
-def _name(works: dict[Node, list[Work]], region: frozenset[Node]) -> str:
-    """The innermost module in which all the work of the branch is done."""
-    stacks = [modules_of(node) for node in region if node in works]
-    shared = takewhile(lambda paths: len(set(paths)) == 1, zip(*stacks, strict=False))
-    return next(reversed([paths[0] for paths in shared]), "") or "branch"
+def _name(nodes: Iterable[Node], tensors: Sequence[str]) -> str:
+    """What the names of the modules begin with in which these nodes are, by whole words.
+
+    Where they have nothing in common, the module that ends the branch.
+    """
+    paths = [module_of(node).split(".") for node in nodes]
+    shared = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
+    return ".".join(words[0] for words in shared) or tensors[0].rpartition(".")[0] or tensors[0]
 
 
 def _unique(name: str, taken: set[str]) -> str:

@@ -56,7 +56,7 @@ def ways_around(
 def _way(
     plain: nn.Module, part: Part, endings: Sequence[Ending], whole_blocks: bool
 ) -> dict[str, Layer]:
-    nodes = _nodes_by_module(part.analysis.captured)
+    nodes = _nodes_by_module(plain, part.analysis.captured)
     joins = {ending.join for ending in endings}
     dead: set[Node] = set().union(*(ending.region for ending in endings))
     gives: dict[str, str] = {}
@@ -87,15 +87,16 @@ def _zero(ending: Ending) -> str:
     return "zeros" if is_like else "zero"
 
 
-def _nodes_by_module(captured: Captured) -> dict[str, set[Node]]:
+def _nodes_by_module(plain: nn.Module, captured: Captured) -> dict[str, set[Node]]:
     """By path, what is computed in each module; of one that is called again, in all calls."""
+    paths = {path for path, _ in plain.named_modules(remove_duplicate=False)}
+    paths -= {"", captured.path}
     found: dict[str, set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
-        if node.op == "call_function":
-            for path in modules_of(node):
-                found[within(captured.path, path.partition("@")[0])].add(node)
-    found.pop("", None)
-    found.pop(captured.path, None)
+        for called in modules_of(node) if node.op == "call_function" else ():
+            path = within(captured.path, called.partition("@")[0])
+            if path in paths:
+                found[path].add(node)
     return found
 
 

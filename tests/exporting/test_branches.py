@@ -1,0 +1,220 @@
+"""Branches that are gone: out of the graph, the file and the class, and nothing else changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+from differences import difference, graph_difference, onnx_difference
+from torch import nn
+
+import l0prune
+from l0prune.files.pretrained.cut_layers import PassedBy
+from l0prune.infer.nodes import operator_name
+from l0prune.plan.plan import Plan
+
+X = torch.randn(2, 3, 8, 8)
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut, as He et al. write it, in place where ``writes``."""
+
+    def __init__(self, inputs=8, outputs=8, stride=1, writes=False):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, 12, 3, stride, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(12), nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(12, outputs, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=writes)
+        changes = stride > 1 or inputs != outputs
+        self.short = nn.Conv2d(inputs, outputs, 1, stride) if changes else None
+        self.writes = writes
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        x = x if self.short is None else self.short(x)
+        if self.writes:
+            y += x
+            return self.relu(y)
+        return F.relu(x + y)
+
+
+class Net(nn.Module):
+    def __init__(self, writes=False):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.blocks = nn.Sequential(Block(writes=writes), Block(8, 16, 2, writes), Block(16, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
+
+
+def randomised(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape) + 0.2 if tensor.ndim == 1
+                             else torch.randn(tensor.shape) * 0.3)  # fmt: skip
+    return model.eval()
+
+
+def gated(model, *closed, x=X, **kwargs):
+    """With a switch on every branch, those named closed, and a third of all slots."""
+    model = l0prune.gate(randomised(model), *([x] if not kwargs else [(), kwargs]), branches=True)
+    gates = l0prune.gates(model)
+    open_ = torch.rand(gates.plan.size, generator=torch.Generator().manual_seed(0)) > 0.33
+    for axis in gates.plan.axes:
+        if axis.kind == "branch":
+            open_[axis.start] = axis.name not in closed
+    gates.put(open_)
+    return model
+
+
+def branches_of(model):
+    return [axis.name for axis in l0prune.gates(model).axes if axis.kind == "branch"]
+
+
+def operators(graph_module):
+    nodes = (node for node in graph_module.graph.nodes if node.op == "call_function")
+    return Counter(operator_name(node.target).removeprefix("aten.") for node in nodes)
+
+
+def test_with_open_switches_nothing_changes():
+    model = randomised(Net())
+    before = model(X)
+    model = l0prune.gate(model, X, branches=True)
+    assert torch.equal(model(X), before)
+    assert branches_of(model) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert l0prune.export(model).widths["blocks.0"] == (1, 1)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("closed", [("blocks.0",), ("blocks.2", "blocks.1")])
+def test_closed_branches_are_gone(closed, writes, tmp_path):
+    model = gated(Net(writes), *closed)
+    dense = l0prune.export(model)
+    assert difference(model, dense, X) <= 1e-10
+    assert graph_difference(model, dense, X) <= 1e-10
+    left = 2 * (3 - len(closed))
+    assert operators(dense.program.graph_module)["conv2d"] == 1 + 1 + left
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, dense, tmp_path / "model.onnx", X) <= 1e-5
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    counted = Counter(node.op_type for node in graph.node)
+    assert counted["Conv"] == 2 + left
+    assert counted["Add"] == 3 - len(closed)
+    sizes = [torch.tensor(each.dims).prod() for each in graph.initializer]
+    assert all(int(size) for size in sizes)
+    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+    for name in closed:
+        assert dense.widths[name] == (0, 1)
+
+
+def test_a_class_goes_on_without_them():
+    dense = l0prune.export(gated(Net(), "blocks.2", "blocks.1"))
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is Net
+    # Of the last block nothing is left; the second still has its shortcut.
+    assert isinstance(dense.module.blocks[2], PassedBy)
+    assert type(dense.module.blocks[1]) is Block
+    assert isinstance(dense.module.blocks[1].conv1, PassedBy)
+    assert type(dense.module.blocks[0].conv1) is nn.Conv2d
+
+
+def test_a_class_that_writes_into_what_is_gone_is_a_graph_and_says_so():
+    """``y += x`` has nowhere to write where y has another shape."""
+    dense = l0prune.export(gated(Net(writes=True), "blocks.1"))
+    assert not dense.rebuilt
+    assert "the branch blocks.1 is gone, and its code computes that" in dense.note
+
+
+def test_what_is_written_in_place_later_does_not_change_the_stream():
+    """Without the branch the sum would be the stream itself, which ReLU then writes into."""
+
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner, self.head = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, x):
+            x = self.stem(x)
+            y = x + self.inner(x)
+            return self.head(y.relu_() + 2 * x)
+
+    model = gated(Reused(), "inner")
+    assert branches_of(model) == ["inner"]
+    dense = l0prune.export(model)
+    assert difference(model, dense, X) <= 1e-10
+    assert graph_difference(model, dense, X) <= 1e-10
+
+
+def test_what_nobody_closes_costs_what_it_did():
+    closed, open_ = (l0prune.export(gated(Net(), *names)) for names in (("blocks.0",), ()))
+    block = randomised(Net()).blocks[0]
+    assert open_.params_before == closed.params_before
+    assert closed.params <= open_.params - sum(bn.numel() for bn in block.bn2.parameters())
+
+
+def test_by_name_or_glob_and_beside_axes():
+    model = l0prune.gate(randomised(Net()), X, branches="blocks.[01]", include=["blocks.2.*"])
+    kinds = {axis.name: axis.kind for axis in l0prune.gates(model).axes}
+    assert [name for name, kind in kinds.items() if kind == "branch"] == ["blocks.0", "blocks.1"]
+    assert all(name.startswith("blocks") for name in kinds)
+    with pytest.raises(l0prune.errors.UsageError, match="no branch of this model"):
+        l0prune.gate(Net().eval(), X, branches=["layer9"])
+
+
+def test_all_may_go():
+    model = gated(Net(), "blocks.0", "blocks.1", "blocks.2")
+    dense = l0prune.export(model)
+    assert difference(model, dense, X) <= 1e-10
+    assert operators(dense.program.graph_module)["conv2d"] == 2
+
+
+def test_files_bring_back_what_is_left(tmp_path):
+    model = gated(Net(), "blocks.2", "blocks.1")
+    dense = l0prune.export(model)
+    dense.save_pretrained(tmp_path / "small", code=True)
+    again = l0prune.resize(Net(), tmp_path / "small").eval()
+    assert torch.equal(again(X), dense.module.eval()(X))
+    assert sum(p.numel() for p in again.parameters()) == dense.params
+    assert "PassedBy" in (tmp_path / "small" / "l0prune_model.py").read_text()
+
+
+def test_a_gated_model_keeps_its_switches():
+    model = gated(Net(), "blocks.0")
+    plan = l0prune.gates(model).plan
+    assert Plan.from_json(plan.to_json()) == plan
+    again = l0prune.gate(Net(), X, branches=True)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.eval()(X), model(X))
+
+
+class Encoder(nn.Module):
+    """A layer of torch's own between two Linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        return self.head(self.layer(self.stem(x)))
+
+
+@pytest.mark.parametrize(
+    ("closed", "operator"),
+    [("layer.self_attn", "scaled_dot_product_attention"), ("layer", "relu")],
+)
+def test_transformers_lose_attention_and_mlp(closed, operator):
+    x = torch.randn(2, 5, 4)
+    model = gated(Encoder(), closed, x=x)
+    assert branches_of(model) == ["layer.self_attn", "layer"]
+    assert operator in operators(l0prune.export(gated(Encoder(), x=x)).program.graph_module)
+    dense = l0prune.export(model)
+    assert operator not in operators(dense.program.graph_module)
+    assert difference(model, dense, x) <= 1e-10

@@ -1,0 +1,148 @@
+"""What is found to be a branch, and what makes it zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import l0prune
+from l0prune.infer.parts import inferred
+
+X = torch.randn(2, 4, 6, 6)
+
+
+class Stream(nn.Module):
+    """A stem, something beside a shortcut, and a head."""
+
+    def __init__(self, join, **layers):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+        self.block = nn.ModuleDict(layers)
+        self.join = join
+
+    def forward(self, x):
+        return self.head(self.join(self.stem(x), **self.block))
+
+
+def conv(inputs=4, outputs=4, **settings):
+    return nn.Conv2d(inputs, outputs, 3, padding=1, **settings)
+
+
+def found(model, x=X):
+    """Of each branch: its name, what is multiplied, and how many parameters only it has."""
+    plan = inferred(model.eval(), (x,), None).plan
+    return [(branch.name, branch.tensors, branch.size) for branch in plan.branches]
+
+
+def names(model, x=X):
+    return [name for name, *_ in found(model, x)]
+
+
+def test_the_last_layer_and_its_bias_make_a_branch_zero():
+    model = Stream(lambda x, a, b: x + b(a(x).relu()), a=conv(4, 8), b=conv(8, 4))
+    size = 4 * 8 * 9 + 8 + 8 * 4 * 9 + 4
+    assert found(model) == [("block", ("block.b.weight", "block.b.bias"), size)]
+
+
+def test_a_norm_at_its_end_does():
+    model = Stream(lambda x, a, b: b(a(x)).add_(x), a=conv(bias=False), b=nn.BatchNorm2d(4))
+    assert found(model) == [("block.a", ("block.b.weight", "block.b.bias"), 4 * 4 * 9 + 8)]
+
+
+def test_a_scale_at_its_end_does():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.conv = nn.Parameter(torch.ones(4, 1, 1)), conv()
+
+        def forward(self, x):
+            return F.dropout(self.scale * self.conv(x), training=self.training)
+
+    model = Stream(lambda x, a: x + a(x), a=Scaled())
+    assert found(model) == [("block.a.conv", ("block.a.scale",), 4 * 4 * 9 + 4 + 4)]
+
+
+def test_of_a_product_one_factor_is_enough():
+    model = Stream(lambda x, a, b: x + a(x) * b(x).sigmoid(), a=conv(), b=conv())
+    assert found(model) == [("block", ("block.a.weight", "block.a.bias"), 2 * (4 * 4 * 9 + 4))]
+
+
+@pytest.mark.parametrize(
+    ("join", "why"),
+    [
+        (lambda x, a: x + a(x).sigmoid(), "it is not zero where its weights are"),
+        (lambda x, a: x + a(x).mean((2, 3), keepdim=True), "it has another shape"),
+        (lambda x, a: (y := a(x)) + x * y, "something else reads it"),
+        (lambda x, a: a(x + x), "nothing is computed for the sum alone"),
+        (lambda x, a: x + a(a(x)), "its weights are read elsewhere, too: they gate both calls"),
+        (lambda x, a: x * a(x), "it is no sum"),
+    ],
+)
+def test_what_is_no_branch(join, why):
+    if "both calls" in why:  # all of which are in the branch: that is one
+        assert names(Stream(join, a=conv())) == ["block.a"], why
+    else:
+        assert names(Stream(join, a=conv())) == [], why
+
+
+def test_weights_that_something_else_reads_gate_no_branch():
+    model = Stream(lambda x, a: a(x + a(x)), a=conv())
+    assert names(model) == []
+
+
+def test_where_both_can_go_it_is_the_one_with_more_work():
+    model = Stream(lambda x, short, long: short(x) + long(x), short=nn.Conv2d(4, 4, 1), long=conv())
+    assert names(model) == ["block.long"]
+
+
+def test_a_branch_in_a_branch():
+    model = Stream(
+        lambda x, a, b, c: x + c((y := a(x)) + b(y)), a=conv(4, 8), b=conv(8, 8), c=conv(8, 4)
+    )
+    assert names(model) == ["block.b", "block"]
+    plan = inferred(model, (X,), None).plan
+    by_tensor = {cost.tensor: cost.branches for cost in plan.costs if cost.unit == "macs"}
+    assert by_tensor["block.b.weight"] == ("block.b", "block")
+    assert by_tensor["block.a.weight"] == ("block",)
+    assert by_tensor["stem.weight"] == by_tensor["head.weight"] == ()
+
+
+def test_a_sum_of_three_has_a_branch_less():
+    """Parallel attention and MLP: the rest of the sum is what stays."""
+    model = Stream(lambda x, a, b: x + a(x) + b(x), a=conv(), b=conv())
+    assert names(model) == ["block.a", "block.b"]
+
+
+def test_what_writes_into_the_stream_is_none():
+    model = Stream(lambda x, a: x + a(F.relu_(x)), a=conv())
+    (name,) = names(model)  # relu_ belongs to the stream
+    assert name == "block.a"
+
+
+def test_pre_and_post_norm_of_transformers():
+    for norm_first in (True, False):
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 16, batch_first=True, norm_first=norm_first, dropout=0.0
+        )
+        model = nn.Sequential(layer, nn.Linear(8, 3))
+        assert [tensors for _, tensors, _ in found(model, torch.randn(2, 5, 8))] == [
+            ("0.self_attn.out_proj.weight", "0.self_attn.out_proj.bias"),
+            ("0.linear2.weight", "0.linear2.bias"),
+        ]
+
+
+def test_a_single_layer_has_a_name_of_its_own_beside_its_axis():
+    model = Stream(lambda x, a: x + a(x), a=conv(8 // 2, 4))
+    survey = l0prune.survey(model.eval(), (X,))
+    taken = {axis.name for axis in survey.axes}
+    assert not taken & {branch.name for branch in survey.branches}
+
+
+def test_the_survey_says_it():
+    survey = l0prune.survey(Stream(lambda x, a: x + a(x), a=conv()).eval(), (X,))
+    assert "1 branches that are added to a stream can go as a whole" in str(survey).replace(
+        "\n", " "
+    )
+    assert survey.to_dict()["branches"][0]["name"] == survey.branches[0].name
