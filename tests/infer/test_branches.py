@@ -73,18 +73,30 @@ def test_of_a_product_one_factor_is_enough():
     ("join", "why"),
     [
         (lambda x, a: x + a(x).sigmoid(), "it is not zero where its weights are"),
-        (lambda x, a: x + a(x).mean((2, 3), keepdim=True), "it has another shape"),
+        (lambda x, a: x.mean((2, 3), keepdim=True) + a(x), "what is left has another shape"),
+        (lambda x, a: x.half() + a(x), "what is left has another dtype"),
         (lambda x, a: (y := a(x)) + x * y, "something else reads it"),
         (lambda x, a: a(x + x), "nothing is computed for the sum alone"),
-        (lambda x, a: x + a(a(x)), "its weights are read elsewhere, too: they gate both calls"),
         (lambda x, a: x * a(x), "it is no sum"),
     ],
 )
 def test_what_is_no_branch(join, why):
-    if "both calls" in why:  # all of which are in the branch: that is one
-        assert names(Stream(join, a=conv())) == ["block.a"], why
-    else:
-        assert names(Stream(join, a=conv())) == [], why
+    assert names(Stream(join, a=conv())) == [], why
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda x, a: x + a(x).mean((2, 3), keepdim=True),
+        lambda x, a: a(a(x)) + x,
+        lambda x, a: torch.add(x, a(x), alpha=0.5),
+    ],
+    ids=["broadcast", "one layer twice", "times a number"],
+)
+def test_what_is_one_all_the_same(join):
+    assert [tensors for _, tensors, _ in found(Stream(join, a=conv()))] == [
+        ("block.a.weight", "block.a.bias")
+    ]
 
 
 def test_weights_that_something_else_reads_gate_no_branch():
