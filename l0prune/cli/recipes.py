@@ -55,6 +55,8 @@ def run(
 def _table(result: dict) -> Table:
     table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
     table.add_row("axes left", result["architecture"])
+    if result["gone"]:
+        table.add_row("branches gone", ", ".join(result["gone"]))
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")

@@ -36,7 +36,9 @@ from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.pretrained.stored import as_text
 from l0prune.files.tensor_file import each_once, write_tensors
 from l0prune.infer.nodes import called, draws
+from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import gone
 from l0prune.running.notebook import as_html
 from l0prune.running.stages import stage
 
@@ -305,6 +307,11 @@ class Export:
         """
         return l0prune.Report.of(self, history)
 
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """The branches that are left out, by name: see ``gate``."""
+        return tuple(gone(self.plan, self.kept))
+
     def to_dict(self) -> dict[str, Any]:
         """Sizes and certificate as plain data."""
         return {
@@ -318,6 +325,7 @@ class Export:
             "note": self.note,
             "parts": list(dict.fromkeys(piece.path for piece in self._made.pieces)),
             "widths": {name: list(width) for name, width in self.widths.items()},
+            "gone": list(self.gone),
             "certificate": self.certificate.to_dict(),
             "times": None if self.times is None else self.times.to_dict(),
         }
@@ -345,6 +353,8 @@ class Export:
         ):
             sizes.add_row(name, f"{before:,}", f"{after:,}", f"{after / before:.1%}")
         yield sizes
+        if self.gone:
+            yield Text(f"Branches that are gone: {listed(self.gone)}.")
         proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
         for c, batches in self.certificate.summary():
             first = "class" if c.what == "program" else "gated"

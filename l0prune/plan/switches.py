@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
@@ -83,8 +84,12 @@ def gone(plan: Plan, kept: Tensor) -> list[str]:
 
 def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
     """The slots that stay where every branch has to: its switch multiplies it by zero there."""
-    result = kept.clone()
+    return kept | switches_of(plan)
+
+
+def switches_of(plan: Plan) -> Tensor:
+    """Which gates are switches: bool, shape ``(plan.size,)``."""
+    result = torch.zeros(plan.size, dtype=torch.bool)
     for axis in plan.axes:
-        if axis.kind == KIND:
-            result[axis.start] = True
+        result[axis.slice] = axis.kind == KIND
     return result

@@ -27,6 +27,7 @@ from l0prune.files.atomic import write_whole
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
+from l0prune.plan.switches import KIND
 from l0prune.recipes.page import write_page
 from l0prune.recipes.schema import (
     DataSection,
@@ -352,15 +353,17 @@ def _export(
     for wanted, ending in ((recipe.export.pt2, "pt2"), (recipe.export.state, "state.pt")):
         files += small.save(folder / f"{recipe.name}.{ending}") if wanted else ()
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(tuned).axes}
+    widths = [str(axes[axis.name]) for axis in l0prune.gates(tuned).axes if axis.kind != KIND]
     result = {
         "recipe": recipe.name,
-        "architecture": "-".join(map(str, axes.values())),
+        "architecture": "-".join(widths),
         **_measured(small.module, file, data),
         "report": _reported(recipe.report, dense, file),
         **small.to_dict(),
         "params_before": first.params_before,
         "macs_before": first.macs_before,
         "axes": axes,
+        "gone": [name for export in exports for name in export.gone],
         "onnx": str(file),
         "training": history,
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 from l0prune.capture.weights import Weight
 from l0prune.plan.layout import Layout, leaves, size_of
 from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.switches import gone
 from l0prune.report.content import Axis, Layer, Pair, Side
 from l0prune.report.layers import Layer as Found
 from l0prune.report.layers import Side as FoundSide
@@ -79,6 +80,10 @@ def _layer(
         _side(plan, kept, side, of, numbers)
         for side, of in zip((found.input, found.output), layouts, strict=True)
     ]
+    branch = _gone_with(plan, kept, costs)
+    if branch:
+        why = f"the branch {branch} is gone"
+        sides = [side.model_copy(update={"after": 0, "reason": why}) for side in sides]
     return Layer(
         name=found.name,
         kind=found.kind,
@@ -87,6 +92,13 @@ def _layer(
         params=Pair(before=found.params, after=_amount(plan, kept, costs, "params")),
         macs=Pair(before=found.macs, after=_amount(plan, kept, costs, "macs")),
     )
+
+
+def _gone_with(plan: Plan, kept: Tensor, costs: Sequence[Cost]) -> str:
+    """The branch that is gone and had all of the layer to itself; empty where there is none."""
+    of_each = [{*cost.branches} for cost in costs if cost.unit == "params"]
+    left_out = set.intersection(*of_each) & {*gone(plan, kept)} if of_each else set()
+    return min(left_out, default="")
 
 
 def _side(

@@ -23,6 +23,7 @@ from l0prune.gating.bank import Gates
 from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import KIND, switches_of
 from l0prune.running import rng
 from l0prune.running.calling import call
 from l0prune.running.classes import tensor_in
@@ -71,7 +72,8 @@ def score(
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
-    slot counts by how it stands among its like (Torch-Pruning's default, too). With
+    slot counts by how it stands among its like (Torch-Pruning's default, too); a branch as it
+    stands among the branches. With
     ``normalise="none"`` they are as they come, and axes of few large weights go last.
 
     Args:
@@ -210,7 +212,9 @@ def group_magnitude(of: Subject) -> Tensor:
         for name, value in of.tensors().items()
         for dim, layout in enumerate(of.plan.tensors.get(name, ()))
     )
-    return _sums(of.plan, parts).sqrt()
+    result = _sums(of.plan, parts).sqrt()
+    switches = switches_of(of.plan)  # no parameter is as wide as one
+    return torch.where(switches, magnitude(of), result)
 
 
 @register("bn-scale")
@@ -277,12 +281,14 @@ def random(of: Subject) -> Tensor:
 
 
 def over_axis_mean(plan: Plan, values: Tensor) -> Tensor:
-    """Each value over the mean of its axis; an axis that is all 0 stays so."""
-    result = values.clone()
-    for axis in plan.axes:
-        mean = values[axis.slice].mean()
+    """Each value over the mean of its axis, or of all switches; those that are all 0 stay so."""
+    result, switches = values.clone(), switches_of(plan)
+    numbers = torch.arange(plan.size)
+    among = [numbers[axis.slice] for axis in plan.axes if axis.kind != KIND]
+    for slots in (*among, switches.nonzero().flatten()):
+        mean = values[slots].mean() if len(slots) else 0
         if mean > 0:
-            result[axis.slice] /= mean
+            result[slots] /= mean
     return result
 
 

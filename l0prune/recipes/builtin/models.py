@@ -126,6 +126,29 @@ class CifarResNet(nn.Module):
         return self.linear(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
+def digits_resnet() -> nn.Module:
+    """A small residual network for 8×8 digits: six blocks of 16 and 32 channels."""
+    return DigitsResNet()
+
+
+class DigitsResNet(nn.Module):
+    """A stem, three blocks at 8×8, three at 4×4, and a Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16))
+        self.layer1 = nn.Sequential(*(BasicBlock(16, 16, 1) for _ in range(3)))
+        self.layer2 = nn.Sequential(
+            BasicBlock(16, 32, 2), *(BasicBlock(32, 32, 1) for _ in range(2))
+        )
+        self.linear = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape: (n, 1, 8, 8) to (n, 10)."""
+        x = self.layer2(self.layer1(F.relu(self.stem(x))))
+        return self.linear(x.mean((2, 3)))
+
+
 class WideBlock(nn.Module):
     """BatchNorm, ReLU and a 3×3 convolution, twice; dropout or gates belong before the second."""
 

@@ -42,6 +42,11 @@ class Row:
         return self.side.after == (0 if self.is_survey else self.side.before)
 
     @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left."""
+        return not self.is_survey and self.side.after == 0
+
+    @property
     def widths(self) -> str:
         """How wide it was and is; in a survey, how much of it can go."""
         return numbers.change(self.side.before, self.side.after, is_survey=self.is_survey)
@@ -101,7 +106,7 @@ def flattened(layers: Sequence[Layer], axes: Sequence[Axis]) -> list[str]:
 def said_of(row: Row) -> str:
     """A bar in words."""
     side = row.side
-    reason = f"; stays whole: {side.reason}" if side.reason else ""
+    reason = f"{'; ' if row.is_gone else '; stays whole: '}{side.reason}" if side.reason else ""
     return f"{row.name}, {row.kind}: {row.widths}{reason}"
 
 
@@ -116,8 +121,8 @@ def _wide(row: Row, y: float, left: float, start: float, full: float, width: flo
 
 
 def _reason(row: Row, start: float, y: float, full: float, end: float) -> list[Markup]:
-    """Why a bar is whole, beside it or on it, where there is more room."""
-    if not row.is_whole or not row.side.reason:
+    """Why a bar is whole, or gone, beside it or on it, where there is more room."""
+    if not (row.is_whole or row.is_gone) or not row.side.reason:
         return []
     beside, on = end - start - full - 8, full - 12
     x, room = (start + full + 8, beside) if beside >= on else (start + 6, on)
