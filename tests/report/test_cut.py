@@ -100,3 +100,23 @@ def test_heads_are_counted_and_numbered():
     gates.put(open_)
     (found,) = [axis for axis in l0prune.Report.of(model=model).content.axes if axis.kind == "head"]
     assert (found.before, found.after, found.kept) == (4, 2, [0, 3])
+
+
+def test_layers_of_a_branch_that_is_gone_have_nothing_left():
+    torch.manual_seed(0)
+    model = l0prune.gate(Attention().eval(), torch.randn(2, 3, 9, 9), branches=True)
+    gates = l0prune.gates(model)
+    (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
+    open_ = torch.ones(gates.plan.size, dtype=torch.bool)
+    open_[switch.start] = False
+    gates.put(open_)
+    dense = l0prune.export(model)
+    content = dense.report().content
+    layers = {layer.name: layer for layer in content.layers}
+    assert sum(layer.params.after for layer in layers.values()) == dense.params
+    assert sum(layer.macs.after for layer in layers.values()) == dense.macs
+    for name in ("up", "down"):
+        for side in (layers[name].input, layers[name].output):
+            assert (side.after, side.reason) == (0, f"the branch {switch.name} is gone")
+    assert layers["stem"].output.after == 16
+    assert [axis.after for axis in content.axes if axis.kind == "branch"] == [0]

@@ -1,0 +1,115 @@
+"""Switches of branches: what they cost and save, how they are fitted, and how they learn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from differences import ROUNDED, difference
+from torch import nn
+
+import l0prune
+from l0prune.cost.model import CostModel, cost_of
+from l0prune.errors import UsageError
+from l0prune.plan.switches import switches_of
+
+
+class Nested(nn.Module):
+    """Two branches in a row, of which the first has one in itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.up, self.inner, self.down = nn.Linear(8, 10), nn.Linear(10, 10), nn.Linear(10, 8)
+        self.second = nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 8))
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.up(x).relu()
+        x = x + self.down(y + self.inner(y))
+        return self.head(x + self.second(x))
+
+
+X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+
+
+def gated(**kwargs):
+    torch.manual_seed(0)
+    return l0prune.gate(Nested().eval(), X[:2], branches=True, **kwargs)
+
+
+def test_what_only_a_branch_needs_costs_what_it_did_times_its_probability():
+    plan = l0prune.gates(gated()).plan
+    model, switches = CostModel(plan), switches_of(plan).nonzero().flatten()
+    p = torch.rand(plan.size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for unit in ("params", "macs"):
+        mean = 0.0
+        for states in itertools.product((0.0, 1.0), repeat=len(switches)):
+            fixed = p.clone()
+            fixed[switches] = torch.tensor(states, dtype=torch.float64)
+            chances = torch.where(fixed[switches] == 1, p[switches], 1 - p[switches])
+            mean += float(chances.prod()) * float(model.expected(fixed, unit))
+        assert float(model.expected(p, unit)) == pytest.approx(mean, rel=1e-12)
+
+
+def test_a_branch_in_a_closed_branch_costs_nothing():
+    gates = l0prune.gates(gated())
+    numbers = {axis.name: axis.start for axis in gates.plan.axes if axis.kind == "branch"}
+    assert set(numbers) == {"inner", "down", "second"}
+    open_ = torch.ones(gates.plan.size, dtype=torch.bool)
+    open_[numbers["down"]] = False
+    left = cost_of(gates.plan).actual(open_, "params")
+    kept = (Nested().stem, Nested().head, Nested().second)
+    assert left == sum(p.numel() for module in kept for p in module.parameters())
+
+
+@pytest.mark.parametrize("how", ["taylor", "fisher", "magnitude", "group-magnitude", "bn-scale"])
+def test_depth_by_a_score(how):
+    """Only branches have gates: the classical cut of whole blocks."""
+    model = gated(include=[])
+    data = l0prune.Task([(X, torch.arange(12) % 3)])
+    scores = l0prune.score(model, how, data)
+    assert scores.shape == (3,)
+    assert bool((scores > 0).all())
+    l0prune.fit(model, "params=0.75", scores)
+    gates = l0prune.gates(model)
+    assert 0 < int(gates.open().sum()) < 3
+    dense = l0prune.export(model)
+    assert dense.params <= 0.75 * dense.params_before
+    assert difference(model, dense, X) <= 1e-10
+
+
+def test_all_branches_may_go_and_no_more():
+    model = gated(include=[])
+    stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())
+    whole = cost_of(l0prune.gates(model).plan).dense("params")
+    l0prune.fit(model, f"params={stays}")
+    dense = l0prune.export(model)
+    assert (dense.params, {"down", "second"} - {*dense.gone}) == (stays, set())
+    with pytest.raises(UsageError, match="cannot be met"):
+        l0prune.fit(model, f"params={stays - 1}")
+    assert stays < whole
+
+
+@pytest.mark.parametrize("compact", ["auto", "never"])
+def test_a_branch_that_adds_nothing_goes_first(compact):
+    model = gated(include=[])
+    with torch.no_grad():
+        for layer in (model.second[2].weight, model.second[2].bias):
+            layer.zero_()
+    model.second.requires_grad_(False)
+    targets = (X[:, 0] > 0).long()
+    history = l0prune.finetune(
+        model, [(X, targets)] * 4, epochs=40, budget="params=0.8", gate_lr=0.1, compact=compact,
+        progress=False, device="cpu",
+    )  # fmt: skip
+    assert history.last["open"]["second"] == 0
+    assert "second" not in history.last["dead"]
+    dense = l0prune.export(model)
+    assert "second" in dense.gone
+    assert dense.params <= 0.8 * dense.params_before
+    assert difference(model, dense, X) <= ROUNDED
+    assert [tuple(p.shape) for p in Nested().parameters()] == [
+        tuple(p.shape) for name, p in model.named_parameters() if "l0prune" not in name
+    ]
