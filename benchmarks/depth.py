@@ -1,0 +1,106 @@
+"""What whole blocks are worth in time: speed-up over MAC reduction, beside widths alone.
+
+Blocks are closed evenly, or widths by the magnitude of their weights, until half of the MACs are
+left; the ONNX file is timed in ONNX Runtime in turns with the dense network's. Weights are
+random: nothing is learned here. 1.0 means that time goes as MACs do.
+
+    python -m benchmarks.depth [--networks resnet56 vit] [--share 0.5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import onnxruntime
+import torch
+from torch import Tensor, nn
+from torchvision.models.vision_transformer import VisionTransformer
+
+import l0prune
+from l0prune.cost.model import cost_of
+from l0prune.exporting.onnx.collect import typical
+from l0prune.recipes.builtin.models import resnet56
+
+
+def vit() -> nn.Module:
+    """A small ViT for 32×32 images."""
+    return VisionTransformer(
+        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=192, mlp_dim=768,
+        num_classes=10,
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"resnet56": resnet56, "vit": vit}
+EXAMPLE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def by_depth(model: nn.Module, share: float) -> None:
+    """Close branches, spread evenly over the network, until the budget is met."""
+    gates = l0prune.gates(model)
+    scores: Tensor = torch.tensor([_spread(number) for number in range(gates.plan.size)])
+    l0prune.fit(model, f"macs={share}", scores)
+
+
+def _spread(number: int) -> float:
+    """The number with its bits in reverse order, between 0 and 1: neighbours lie far apart."""
+    result, unit = 0.0, 0.5
+    while number:
+        result, number, unit = result + unit * (number & 1), number >> 1, unit / 2
+    return result
+
+
+def by_width(model: nn.Module, share: float, round_to: int) -> None:
+    """Close slots of the least magnitude."""
+    scores = l0prune.score(model, "magnitude")
+    l0prune.fit(model, f"macs={share}", scores, round_to=round_to)
+
+
+WAYS: dict[str, tuple[dict, Callable[[nn.Module, float], None]]] = {
+    "whole blocks": ({"include": [], "branches": True}, by_depth),
+    "widths": ({}, lambda model, share: by_width(model, share, 1)),
+    "widths in eights": ({}, lambda model, share: by_width(model, share, 8)),
+}
+
+
+def measure(name: str, way: str, share: float) -> dict[str, float]:
+    """MACs left, milliseconds before and after, and how the two compare."""
+    torch.manual_seed(0)
+    gates, close = WAYS[way]
+    model = l0prune.gate(NETWORKS[name]().eval(), EXAMPLE, **gates)
+    close(model, share)
+    dense = l0prune.export(model)
+    with tempfile.TemporaryDirectory() as folder:
+        dense.save_onnx(Path(folder) / "model.onnx", beside=model)
+    assert dense.times is not None
+    before, after = typical(dense.times.dense), typical(dense.times.small)
+    left = dense.macs / dense.macs_before
+    gone = cost_of(l0prune.gates(model).plan).dense("macs") - dense.macs
+    assert gone > 0
+    return {"macs": left, "before": before, "after": after, "of_ideal": before / after * left}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--share", type=float, default=0.5, help="of the MACs that is left")
+    options = parser.parse_args()
+    where = f"ONNX Runtime {onnxruntime.__version__}, one thread, batch 1"
+    print(f"torch {torch.__version__}, {where}, {platform.processor() or platform.machine()}\n")
+    print("| network | cut | MACs left | dense ms | small ms | speed-up | of the ideal |")
+    print("|---|---|---|---|---|---|---|")
+    for name in options.networks:
+        for way in WAYS:
+            row = measure(name, way, options.share)
+            print(
+                f"| {name} | {way} | {row['macs']:.1%} | {row['before']:.2f} | {row['after']:.2f} "
+                f"| {row['before'] / row['after']:.2f} | {row['of_ideal']:.2f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
