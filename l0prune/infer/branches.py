@@ -8,7 +8,7 @@ operand, and all that only the branch needs can go.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 
@@ -34,6 +34,7 @@ class Ending:
         region: what only the branch needs.
         tensors: parameters for which the branch is zero where they are.
         own: the parameters that nothing else reads.
+        modules: those all of whose own work is in the region.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Ending:
     region: frozenset[Node]
     tensors: tuple[str, ...]
     own: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
@@ -55,6 +57,10 @@ def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
     works: dict[Node, list[Work]] = defaultdict(list)
     for work in infer.works:
         works[work.node].append(work)
+    nodes: dict[str, set[Node]] = defaultdict(set)
+    for node in infer.captured.graph.nodes:
+        if node.op == "call_function":
+            nodes[module_of(node)].add(node)
     found, names = [], set(taken)
     for join in infer.captured.graph.nodes:
         candidates = [
@@ -70,8 +76,14 @@ def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
         if macs:
             name = _unique(_name((node for node in region if node in works), tensors), names)
             own = tuple(each for each, readers in users.items() if readers and readers <= region)
-            found.append(Ending(name, join, stays, region, tuple(dict.fromkeys(tensors)), own))
+            once, inside = tuple(dict.fromkeys(tensors)), _modules(nodes, region)
+            found.append(Ending(name, join, stays, region, once, own, inside))
     return found
+
+
+def _modules(nodes: Mapping[str, set[Node]], region: frozenset[Node]) -> tuple[str, ...]:
+    paths = dict.fromkeys(module_of(node) for node in sorted(region))
+    return tuple(path for path in paths if path and nodes[path] <= region)
 
 
 def _operands(join: Node) -> Iterator[tuple[Node, Node]]:

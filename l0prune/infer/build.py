@@ -110,7 +110,7 @@ class Builder:
 
     def _branch(self, ending: Ending) -> Branch:
         sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in ending.own]
-        return Branch(ending.name, ending.tensors, sum(sizes))
+        return Branch(ending.name, ending.tensors, sum(sizes), ending.modules)
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
         """What has to keep more positions than another, or than none.

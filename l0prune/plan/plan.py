@@ -350,7 +350,7 @@ class Plan:
             "alike": [list(map(to_json, dims)) for dims in self.alike],
             "code": self.code.to_json(),
             "activations": [each.to_json() for each in self.activations],
-            "branches": [[b.name, b.tensors, b.size] for b in self.branches],
+            "branches": [[b.name, b.tensors, b.size, b.modules] for b in self.branches],
         }
         return json.dumps(data)
 
@@ -379,7 +379,9 @@ class Plan:
                 alike=tuple(tuple(map(from_json, dims)) for dims in data.get("alike", ())),
                 code=Code.from_json(data.get("code", {})),
                 activations=tuple(map(Activation.from_json, data.get("activations", ()))),
-                branches=tuple(Branch(n, tuple(t), s) for n, t, s in data.get("branches", ())),
+                branches=tuple(
+                    Branch(n, tuple(t), s, tuple(m)) for n, t, s, m in data.get("branches", ())
+                ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

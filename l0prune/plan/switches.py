@@ -25,11 +25,13 @@ class Branch:
         name: of the module that computes it, unique among branches and axes.
         tensors: the parameters with which all of it is multiplied: where they are zero, it is.
         size: the parameters that only it needs.
+        modules: those all of whose own work is the branch's.
     """
 
     name: str
     tensors: tuple[str, ...]
     size: int
+    modules: tuple[str, ...] = ()
 
 
 def switched(plan: Plan, names: Collection[str]) -> Plan:
@@ -53,17 +55,18 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
     for branch in found:
         for tensor in branch.tensors:
             site = _site(plan, sites, tensor)
-            under = Prod((_switch(numbers[branch.name]), site.layout))
+            under = Prod((switch(numbers[branch.name]), site.layout))
             sites[site.tensor, site.dim] = replace(site, layout=under)
     costs = []
     for cost in plan.costs:
-        factors = (_switch(numbers[name]) for name in cost.branches if name in numbers)
+        factors = (switch(numbers[name]) for name in cost.branches if name in numbers)
         costs.append(replace(cost, dims=(*cost.dims, *factors)))
     sites_now = tuple(sites.values())
     return replace(plan, axes=(*plan.axes, *axes), sites=sites_now, costs=tuple(costs))
 
 
-def _switch(number: int) -> Layout:
+def switch(number: int) -> Layout:
+    """The layout of the axis of this number, which is a switch."""
     return Slots(number, 0, 1)
 
 
@@ -93,3 +96,13 @@ def switches_of(plan: Plan) -> Tensor:
     for axis in plan.axes:
         result[axis.slice] = axis.kind == KIND
     return result
+
+
+def switches_by_module(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """By path of a module, the numbers of the axes that switch all of its work off."""
+    numbers = {axis.name: number for number, axis in enumerate(plan.axes) if axis.kind == KIND}
+    found: dict[str, tuple[int, ...]] = {}
+    for branch in plan.branches:
+        for path in branch.modules if branch.name in numbers else ():
+            found[path] = (*found.get(path, ()), numbers[branch.name])
+    return found

@@ -10,11 +10,15 @@ from typing import Any
 
 from l0prune.plan.layout import Layout, from_json, to_json
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import KIND
 
 
 def plan_id(plan: Plan) -> str:
-    """What tells plans apart whose times differ: their axes and the layouts of all tensors."""
-    axes = [[axis.name, axis.size] for axis in plan.axes]
+    """What tells plans apart whose times differ: their axes and the layouts of all tensors.
+
+    A table is of all branches, and good whichever of them has a switch.
+    """
+    axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind != KIND]
     tensors = {name: list(map(to_json, dims)) for name, dims in plan.tensors.items()}
     return hashlib.sha256(json.dumps([axes, tensors], sort_keys=True).encode()).hexdigest()[:16]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ from l0prune.cost.model import Axes, CostModel
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.switches import switch, switches_by_module
 from l0prune.timing.groups import Group
 from l0prune.timing.sampling import preferred_blocks, slots_of
 from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
@@ -48,8 +49,10 @@ class TimedLatency(Latency):
         observing: Callable[[nn.Module], Observe | None],
     ) -> None:
         owners = [*(group.owner for group in groups), OVERHEAD]
-        super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name)))
+        switches = switches_by_module(plan)
+        super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name, switches)))
         self._owners, self._stairs = owners, stairs
+        self._switches = [switches.get(owners[term.group], ()) for term in stairs.terms]
         self._sizes = LayoutSizes(plan, stairs.layouts)
         self._dense, self._observing = dense, observing
 
@@ -109,22 +112,30 @@ class TimedLatency(Latency):
         return self._dense * observe(self.plan.kept(gates_of(model).open()))
 
     def _values(self, kept: Tensor, through: Axes) -> Numbers:
-        values = self._stairs.values(self._sizes(kept))
+        values: Numbers = self._stairs.values(self._sizes(kept)) * self._there(kept)
         return values if through is None else values * self._meets(through)
+
+    def _there(self, kept: Tensor) -> Any:
+        """0 for each term that a branch has which is gone, else 1."""
+        starts = [axis.start for axis in self.plan.axes]
+        return np.array([float(all(bool(kept[starts[n]]) for n in of)) for of in self._switches])
 
     def _meets(self, through: frozenset[int]) -> Any:
         """1 for each term that one of these axes could take away, else 0."""
         axes = [axes_of(layout) for layout in self._stairs.layouts]
         return np.array(
             [
-                float(any(axes[s.layout] & through for s in term.steps))
-                for term in self._stairs.terms
+                float(any(axes[s.layout] & through for s in term.steps) or {*of} & through != set())
+                for term, of in zip(self._stairs.terms, self._switches, strict=True)
             ]
         )
 
 
-def _costs(smooth: Stairs, owners: Sequence[str], unit: str) -> list[Cost]:
-    return [
-        Cost(owners[t.group], unit, t.ms, tuple(smooth.layouts[s.layout] for s in t.factors))
-        for t in smooth.terms
-    ]
+def _costs(
+    smooth: Stairs, owners: Sequence[str], unit: str, switches: Mapping[str, Sequence[int]]
+) -> list[Cost]:
+    costs = []
+    for term in smooth.terms:
+        owner, sizes = owners[term.group], (smooth.layouts[s.layout] for s in term.factors)
+        costs.append(Cost(owner, unit, term.ms, (*sizes, *map(switch, switches.get(owner, ())))))
+    return costs

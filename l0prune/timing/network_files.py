@@ -15,6 +15,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import gone
 from l0prune.running.stages import stage
 from l0prune.timing.networks import Exporter, Network
 from l0prune.timing.resized import Count, Resizer
@@ -49,7 +50,8 @@ class NetworkFiles:
 
     def __init__(self, model: nn.Module, batch: int, folder: Path) -> None:
         self._plan = gates_of(model).plan
-        dense, values, made = _template(Exporter(model, batch), self._plan)
+        self._exporter = Exporter(model, batch)
+        dense, values, made = _template(self._exporter, self._plan)
         self.folder, self.facts = folder, made.facts
         with stage("writing the weights that all networks read"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +68,15 @@ class NetworkFiles:
             )
 
     def write(self, name: str, kept: Tensor) -> Path:
-        """The file of the network that keeps these slots, bool and flat."""
+        """The file of the network that keeps these slots, bool and flat.
+
+        One without some branch has other nodes, and is exported.
+        """
         path = self.folder / name
-        made = self._resizer.model(_counting(self._plan, kept))
+        if gone(self._plan, kept):
+            made = self._exporter.network_of(kept).model
+        else:
+            made = self._resizer.model(_counting(self._plan, kept))
         path.write_bytes(made.SerializeToString())
         return path
 

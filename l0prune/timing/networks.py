@@ -63,7 +63,14 @@ class Exporter:
         Raises:
             UsageError: it was captured in parts, or does not take that batch.
         """
-        open_ = slots_of(self._gates.plan, widths)
+        return self.network_of(slots_of(self._gates.plan, widths))
+
+    def network_of(self, open_: Tensor) -> Network:
+        """The network with these open gates, bool and flat.
+
+        Raises:
+            UsageError: as ``network``.
+        """
         self._gates.put(open_)
         dense = export(self._model)
         check_whole([piece.path for piece in dense.pieces])
