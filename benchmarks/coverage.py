@@ -2,6 +2,7 @@
 
     python -m benchmarks.coverage --zoo torchvision|timm|transformers|small [--models resnet18 …]
     python -m benchmarks.coverage --zoo transformers --sizes
+    python -m benchmarks.coverage --zoo transformers --branches
     python -m benchmarks.coverage --page docs/coverage.md
     python -m benchmarks.coverage --zoo threads [--page docs/threads.md]
 
@@ -13,7 +14,9 @@ For each model weights are random and nothing is trivial (see ``benchmarks.scram
 the gates are closed at random. Exactness is the largest difference between the gated and the
 exported model in float64, and between the gated model and ONNX Runtime in float32, both relative
 to the output's scale. With ``--sizes`` sides of images and lengths of texts are to be free beside
-the batch, too, where the model's code allows it; that takes about twice the time.
+the batch, too, where the model's code allows it; that takes about twice the time. With
+``--branches`` half of the branches are closed beside half of the slots (rows in
+``runs/coverage-ZOO-branches.jsonl``); models without any are passed over.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ from l0prune.exporting.certify.certificate import MODEL
 from l0prune.files.pretrained.layers import LAYERS
 
 
-def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
+def steps(
+    which: str, name: str, with_sizes: bool = False, with_branches: bool = False
+) -> Iterator[Row]:
     """One model, step by step; ``with_sizes`` other sizes than the batch are to be free."""
     if which == "threads":
         from benchmarks import thread_steps
@@ -68,11 +73,14 @@ def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
         "params_share": round(survey.reachable("params"), 4),
         "macs_share": round(survey.reachable("macs"), 4),
         "whole": whole(survey),
+        "branches": len(survey.branches),
         "unknown": sorted({p.operator for p in survey.pins if "unknown" in p.reason}),
         "step": "gate",
     }
+    if with_branches and not survey.branches:
+        return
     shapes = possible(model, args, kwargs) if with_sizes and survey.plan.parts == ("",) else None
-    scramble(model, (args, kwargs), dynamic_shapes=shapes)
+    scramble(model, (args, kwargs), dynamic_shapes=shapes, branches=with_branches)
     yield {"step": "export"}
     dense = l0prune.export(model)
     yield {
@@ -81,6 +89,7 @@ def steps(which: str, name: str, with_sizes: bool = False) -> Iterator[Row]:
         "float64": dense.certificate.worst(MODEL, "float64"),
         "float32": dense.certificate.worst(MODEL, "float32"),
         "class": kept_class(dense),
+        "gone": len(dense.gone),
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -120,11 +129,14 @@ def summary(row: Row) -> str:
         what = "CRASH" if "crash" in row else "refused"
         first = (row.get("crash") or row["refused"]).splitlines()[0]
         return f"{row['model']:36} {what} at {row.get('step', '?')}: {first[:160]}"
+    if "float64" not in row:
+        return f"{row['model']:36} axes {row['axes']:4} no branches"
     onnx = f"{row['onnx']:.0e}" if row.get("onnx") is not None else "-"
+    gone = f" branches gone {row['gone']} of {row['branches']}, {row['class']}" * bool(row["gone"])
     return (
         f"{row['model']:36} axes {row['axes']:4} params {row['params_share']:6.1%} "
         f"MACs {row['macs_share']:6.1%} float64 {row['float64']:.0e} onnx {onnx} "
-        f"{row['peak_mib']:6} MiB"
+        f"{row['peak_mib']:6} MiB{gone}"
     )
 
 
@@ -135,6 +147,7 @@ def main() -> None:
     parser.add_argument("--zoo", choices=(*zoo.ZOOS, "threads"))
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--sizes", action="store_true", help="free sizes beside the batch, too")
+    parser.add_argument("--branches", action="store_true", help="close half of them, too")
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
     parser.add_argument("--page", type=Path, help="write the documentation page, and no more")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -142,18 +155,19 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.one:
         which, _, name = options.one.partition(":")
-        isolation.measure(name, steps(which, name, options.sizes))
+        isolation.measure(name, steps(which, name, options.sizes, options.branches))
         return
     if options.page:
         options.page.write_text(threads_page() if options.zoo == "threads" else page())
         return
     if not options.zoo:
         parser.error("which --zoo?")
-    path = ROOT / "runs" / f"coverage-{options.zoo}.jsonl"
+    kind = f"{options.zoo}-branches" if options.branches else options.zoo
+    path = ROOT / "runs" / f"coverage-{kind}.jsonl"
     every = threads.MODELS if options.zoo == "threads" else zoo.names(options.zoo)
     names = options.models or isolation.missing(path, every)
     line = threads_summary if options.zoo == "threads" else summary
-    also = ("--sizes",) if options.sizes else ()
+    also = [f"--{name}" for name in ("sizes", "branches") if getattr(options, name)]
     isolation.run("benchmarks.coverage", path, options.zoo, names, options.limit, line, also)
 
 

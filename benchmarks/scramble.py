@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import l0prune
 from l0prune.exporting.certify.difference import difference
+from l0prune.plan.switches import KIND
 
 # How much an output must depend on the input, relative to its scale, to prove anything.
 SIGNAL = 2e-3
@@ -50,7 +51,7 @@ def scramble(
         drawn[axis.slice] = drawn[axis.slice].argsort().argsort() / axis.size
     is_closed = drawn < closed
     for axis in bank.plan.axes:  # a small one that closes whole would let nothing through
-        is_closed[axis.start] &= not bool(is_closed[axis.slice].all())
+        is_closed[axis.start] &= axis.kind == KIND or not bool(is_closed[axis.slice].all())
     fractional = torch.empty(bank.plan.size).uniform_(-1.5, 2.5)
     bank.log_alpha.copy_(torch.where(is_closed, -5.0, fractional))
     if round_to > 1:
