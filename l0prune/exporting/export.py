@@ -130,7 +130,7 @@ def _as_graph(subject: Subject) -> _Cut:
     own = own_class(subject.plain, chosen, tensors)
     gone = [branch.name for branch in chosen.gone]
     ways = ways_around(subject.plain, parts.found, gone)
-    classes = [*(around(own, way, parts.plan, parts.found) for way in ways), own]
+    classes = [*(around(own, way, parts.plan) for way in ways), own]
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, classes, predicted)
     state = _state(subject, parts.plan, proven)

@@ -8,8 +8,8 @@ operand, and all that only the branch needs can go.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 from torch import Tensor
@@ -17,10 +17,15 @@ from torch.fx import Node
 
 from l0prune.capture.provenance import module_of
 from l0prune.infer.inference import Inference, Work
+from l0prune.infer.liveness import needs
 from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.zero_flow import zero_of
+from l0prune.plan.needs import Needs, is_needed, shortest
 
 _SUMS = ("aten.add", "aten.add_")
+
+
+_MOST = 6  # ways in which one node may be needed
 
 
 @dataclass(frozen=True)
@@ -30,60 +35,101 @@ class Ending:
     Attributes:
         name: of the branch.
         join: the sum.
+        end: the operand that is the branch.
         stays: its other operand.
-        region: what only the branch needs.
         tensors: parameters for which the branch is zero where they are.
-        own: the parameters that nothing else reads.
-        modules: those all of whose own work is in the region.
     """
 
     name: str
     join: Node
+    end: Node
     stays: Node
-    region: frozenset[Node]
     tensors: tuple[str, ...]
-    own: tuple[str, ...]
-    modules: tuple[str, ...]
 
 
-def branches(infer: Inference, taken: Sequence[str]) -> list[Ending]:
-    """Those of a graph that inference has been through, in the order of their sums.
+@dataclass(frozen=True)
+class Branches:
+    """Those of a graph.
+
+    Attributes:
+        endings: in the order of their sums.
+        needs: of each node, which of them have to be there for it to be needed.
+    """
+
+    endings: tuple[Ending, ...] = ()
+    needs: Mapping[Node, Needs] = field(default_factory=dict)
+
+    def of_parameters(self, infer: Inference) -> dict[str, Needs]:
+        """The same of each parameter, under whichever of its names it is read."""
+        found: dict[str, Needs] = {}
+        for node in infer.captured.graph.find_nodes(op="placeholder"):
+            if infer.is_parameter(node):
+                name = infer.captured.names[node.name]
+                found[name] = shortest((*found.get(name, ()), *self.needs[node]))
+        return found
+
+    def modules(self, name: str) -> tuple[str, ...]:
+        """Paths of the modules of whose own work nothing is needed without this branch."""
+        nodes: dict[str, list[Node]] = defaultdict(list)
+        for node in self.needs:
+            if node.op == "call_function" and self.needs[node]:
+                nodes[module_of(node)].append(node)
+        return tuple(
+            path
+            for path, of in nodes.items()
+            if path and not any(is_needed(self.needs[node], [name]) for node in of)
+        )
+
+    def dead(self, gone: Collection[str]) -> set[Node]:
+        """What is needed with all branches and not without these."""
+        calls = ((node, of) for node, of in self.needs.items() if node.op == "call_function")
+        return {node for node, of in calls if of and not is_needed(of, gone)}
+
+
+def branches(infer: Inference, taken: Sequence[str]) -> Branches:
+    """Those of a graph that inference has been through.
 
     Args:
         infer: that.
         taken: names that are taken already.
     """
+    endings = list(_endings(infer, taken))
+    while True:
+        found = Branches(tuple(endings), _needs(infer, endings))
+        hungry = next((of for of in found.needs.values() if len(of) > _MOST), None)
+        if hungry is None:
+            return found
+        # Without a switch on the last one that it is for, it is needed more often.
+        names = [ending.name for ending in endings if any(ending.name in each for each in hungry)]
+        endings = [ending for ending in endings if ending.name != names[-1]]
+
+
+def _needs(infer: Inference, endings: Sequence[Ending]) -> dict[Node, Needs]:
+    names = {(ending.end, ending.join): ending.name for ending in endings}
+    return needs(infer.captured.graph, lambda node, user: names.get((node, user)))
+
+
+def _endings(infer: Inference, taken: Sequence[str]) -> Iterator[Ending]:
     users = _users_of_parameters(infer)
+    read = _needs(infer, ())
     works: dict[Node, list[Work]] = defaultdict(list)
     for work in infer.works:
         works[work.node].append(work)
-    nodes: dict[str, set[Node]] = defaultdict(set)
-    for node in infer.captured.graph.nodes:
-        if node.op == "call_function":
-            nodes[module_of(node)].add(node)
-    found, names = [], set(taken)
+    names = set(taken)
     for join in infer.captured.graph.nodes:
         candidates = [
             (sum(_macs(infer, works, region)), end, stays, region, tensors)
             for end, stays in _operands(join)
-            if (region := _region(end, join)) is not None
+            if (region := _region(end, join, read)) is not None
             and (tensors := _Zeroing(infer, region, users).of(end))
         ]
         if not candidates:
             continue
         # Of two the one with more work is the branch, and the other one the stream.
-        macs, _, stays, region, tensors = max(candidates, key=lambda each: each[0])
+        macs, end, stays, region, tensors = max(candidates, key=lambda each: each[0])
         if macs:
             name = _unique(_name((node for node in region if node in works), tensors), names)
-            own = tuple(each for each, readers in users.items() if readers and readers <= region)
-            once, inside = tuple(dict.fromkeys(tensors)), _modules(nodes, region)
-            found.append(Ending(name, join, stays, region, once, own, inside))
-    return found
-
-
-def _modules(nodes: Mapping[str, set[Node]], region: frozenset[Node]) -> tuple[str, ...]:
-    paths = dict.fromkeys(module_of(node) for node in sorted(region))
-    return tuple(path for path in paths if path and nodes[path] <= region)
+            yield Ending(name, join, end, stays, tuple(dict.fromkeys(tensors)))
 
 
 def _operands(join: Node) -> Iterator[tuple[Node, Node]]:
@@ -104,14 +150,21 @@ def _is_alike(operand: Node, join: Node) -> bool:
     return dtypes[0] == dtypes[1] and shape_of(operand) == shape_of(join) is not None
 
 
-def _region(end: Node, join: Node) -> frozenset[Node] | None:
-    """The nodes whose results reach nothing but the sum; None where that is not so of the end."""
-    if end.op != "call_function" or set(end.users) != {join}:
+def _region(end: Node, join: Node, read: Mapping[Node, Needs]) -> frozenset[Node] | None:
+    """The nodes whose results reach nothing but the sum; None where that is not so of the end.
+
+    ``read`` is empty for nodes that reach no output, such as what only asserts.
+    """
+
+    def users(node: Node) -> set[Node]:
+        return {user for user in node.users if read[user]}
+
+    if end.op != "call_function" or users(end) != {join}:
         return None
     region, pending = {end}, list(end.all_input_nodes)
     while pending:
         node = pending.pop()
-        if node in region or node.op != "call_function" or not region.issuperset(node.users):
+        if node in region or node.op != "call_function" or not users(node) <= region:
             continue
         region.add(node)
         pending += node.all_input_nodes

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
-from l0prune.infer.branches import Ending, branches
+from l0prune.infer.branches import Branches, Ending, branches
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.expressions import (
     COPIES,
@@ -32,6 +32,7 @@ from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import pins
 from l0prune.infer.zero_flow import Zeros, zeroing
 from l0prune.plan import layout as data
+from l0prune.plan.needs import Needs, is_needed
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 from l0prune.plan.switches import Branch
 
@@ -43,8 +44,7 @@ class Analysis:
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
     with many outputs); ``picks`` says for calls by a constant index which positions they pick;
     ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
-    summed follows there (none where that is zero itself); ``endings`` where the plan's branches
-    end.
+    summed follows there (none where that is zero itself); ``branches`` those of the graph.
     """
 
     captured: Captured
@@ -52,7 +52,7 @@ class Analysis:
     layouts: dict[str, tuple]
     picks: dict[str, tuple[int, ...]]
     closed: dict[str, frozenset[str]]
-    endings: tuple[Ending, ...] = ()
+    branches: Branches = field(default_factory=Branches)
 
 
 def analyse(captured: Captured) -> Analysis:
@@ -65,8 +65,8 @@ def analyse(captured: Captured) -> Analysis:
     infer.run()
     builder = Builder(infer)
     plan = builder.build()
-    layouts, endings = builder.node_layouts(), tuple(builder.endings)
-    return Analysis(captured, plan, layouts, infer.picks, infer.closed, endings)
+    layouts = builder.node_layouts()
+    return Analysis(captured, plan, layouts, infer.picks, infer.closed, builder.branches)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Builder:
     numbers: dict[Var, int] = field(default_factory=dict)
     fine: dict[Place, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
-    endings: list[Ending] = field(default_factory=list)
+    branches: Branches = field(default_factory=Branches)
 
     def build(self) -> Plan:
         """The plan of the inferred graph."""
@@ -94,7 +94,7 @@ class Builder:
             self.sizes.append(var.size)
         self._add_fine_axes()
         axes = self._axes()
-        self.endings = branches(self.infer, [axis.name for axis in axes])
+        self.branches = branches(self.infer, [axis.name for axis in axes])
         return Plan(
             axes=axes,
             pins=pins(self.infer, self.numbers, self.fine),
@@ -105,12 +105,15 @@ class Builder:
             roles=self._roles(),
             wider=tuple(self._wider()),
             activations=tuple(activations(self.infer, self.layout)),
-            branches=tuple(map(self._branch, self.endings)),
+            branches=tuple(map(self._branch, self.branches.endings)),
         )
 
     def _branch(self, ending: Ending) -> Branch:
-        sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in ending.own]
-        return Branch(ending.name, ending.tensors, sum(sizes), ending.modules)
+        needs = self.branches.of_parameters(self.infer).items()
+        own = [name for name, of in needs if of and not is_needed(of, [ending.name])]
+        sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
+        modules = self.branches.modules(ending.name)
+        return Branch(ending.name, ending.tensors, sum(sizes), modules)
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
         """What has to keep more positions than another, or than none.
@@ -292,21 +295,15 @@ class Builder:
         What the eval graph never reads (auxiliary heads) does not count: no export has it.
         """
         costs, captured = [], self.infer.captured
-        for_alone: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        for_alone_at: dict[Node, tuple[str, ...]] = defaultdict(tuple)
-        for ending in self.endings:
-            for tensor in ending.own:
-                for_alone[tensor] += (ending.name,)
-            for node in ending.region:
-                for_alone_at[node] += (ending.name,)
+        needs = self.branches.of_parameters(self.infer)
         for name in self.infer.tensors:
             if name in captured.parameters and name not in captured.unused:
-                owner, of = name.rpartition(".")[0], for_alone[name]
+                owner, of = name.rpartition(".")[0], needs[name]
                 costs.append(_cost(owner, "params", 1.0, self.tensor_layouts(name), name, of))
         for work in self.infer.works:
             dims = [self.layout(expr) for expr in work.dims]
             dims += [self.tensor_layouts(name)[dim] for name, dim in work.places]
-            of = for_alone_at[work.node]
+            of = self.branches.needs[work.node]
             costs.append(_cost(work.owner, "macs", work.scale, tuple(dims), work.tensor, of))
         return costs
 
@@ -382,8 +379,9 @@ def _has_positions(expr: Expr) -> bool:
 
 
 def _cost(
-    owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str, branches: tuple[str, ...]
+    owner: str, unit: str, scale: float, dims: data.Layouts, tensor: str, needs: Needs
 ) -> Cost:
     """A cost term with its constant dims folded into the scale."""
     scale, varying = folded(scale, dims)
-    return Cost(owner, unit, scale, varying, tensor, branches)
+    needed = tuple(sorted(tuple(sorted(each)) for each in needs))
+    return Cost(owner, unit, scale, varying, tensor, needed)

@@ -94,8 +94,8 @@ class Cost:
     """``scale × Π open size of dims`` parameters, multiply-accumulates, … of one module.
 
     ``unit`` is the name of the measure that it belongs to. ``tensor`` is the parameter that is
-    counted or multiplied with; empty where there is none. ``branches`` are those that it is for
-    alone, by name.
+    counted or multiplied with; empty where there is none. ``needed`` says for which branches it
+    is there: with all branches of one of these groups, and always where one is empty.
     """
 
     owner: str
@@ -103,7 +103,7 @@ class Cost:
     scale: float
     dims: Layouts
     tensor: str = ""
-    branches: tuple[str, ...] = ()
+    needed: tuple[tuple[str, ...], ...] = ((),)
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Plan:
             "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
             "costs": [
-                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor, c.branches]
+                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor, c.needed]
                 for c in self.costs
             ],
             "aliases": self.aliases,
@@ -387,8 +387,10 @@ class Plan:
             raise ValueError(f"this is no plan: {error}") from error
 
 
-def _cost_rest(tensor: str = "", branches: Iterable[str] = ()) -> tuple[str, tuple[str, ...]]:
-    return tensor, tuple(branches)
+def _cost_rest(
+    tensor: str = "", needed: Iterable[Iterable[str]] = ((),)
+) -> tuple[str, tuple[tuple[str, ...], ...]]:
+    return tensor, tuple(map(tuple, needed))
 
 
 def slots_in(layouts: Iterable[Layout]) -> set[Slots]:

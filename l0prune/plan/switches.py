@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
+from l0prune.plan.needs import in_switches
 
 if TYPE_CHECKING:
     from l0prune.plan.plan import Plan, Site
@@ -37,8 +38,8 @@ class Branch:
 def switched(plan: Plan, names: Collection[str]) -> Plan:
     """The same plan with a switch on each branch of these names: an axis with one slot.
 
-    The branch is multiplied by it, and whatever only the branch needs costs what it did times the
-    probability that the switch is open.
+    The branch is multiplied by it, and whatever is needed for some branches costs what it did times
+    the probability that the switches of one of them are open.
     """
     found = [branch for branch in plan.branches if branch.name in names]
     if not found:
@@ -59,8 +60,9 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
             sites[site.tensor, site.dim] = replace(site, layout=under)
     costs = []
     for cost in plan.costs:
-        factors = (switch(numbers[name]) for name in cost.branches if name in numbers)
-        costs.append(replace(cost, dims=(*cost.dims, *factors)))
+        for switches, sign in in_switches(cost.needed, numbers).items():
+            dims = (*cost.dims, *map(switch, sorted(switches)))
+            costs.append(replace(cost, scale=sign * cost.scale, dims=dims))
     sites_now = tuple(sites.values())
     return replace(plan, axes=(*plan.axes, *axes), sites=sites_now, costs=tuple(costs))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from l0prune.capture.weights import Weight
 from l0prune.plan.layout import Layout, leaves, size_of
+from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import gone
 from l0prune.report.content import Axis, Layer, Pair, Side
@@ -96,9 +97,11 @@ def _layer(
 
 def _gone_with(plan: Plan, kept: Tensor, costs: Sequence[Cost]) -> str:
     """The branch that is gone and had all of the layer to itself; empty where there is none."""
-    of_each = [{*cost.branches} for cost in costs if cost.unit == "params"]
-    left_out = set.intersection(*of_each) & {*gone(plan, kept)} if of_each else set()
-    return min(left_out, default="")
+    names = gone(plan, kept)
+    mine = [cost.needed for cost in costs if cost.unit == "params"]
+    if not mine or any(is_needed(of, names) for of in mine):
+        return ""
+    return next(name for name in names if any(name in each for of in mine for each in of))
 
 
 def _side(

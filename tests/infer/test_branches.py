@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import l0prune
+from l0prune.cost.model import CostModel
 from l0prune.infer.parts import inferred
+from l0prune.plan.switches import switched
 
 X = torch.randn(2, 4, 6, 6)
 
@@ -115,10 +119,46 @@ def test_a_branch_in_a_branch():
     )
     assert names(model) == ["block.b", "block"]
     plan = inferred(model, (X,), None).plan
-    by_tensor = {cost.tensor: cost.branches for cost in plan.costs if cost.unit == "macs"}
-    assert by_tensor["block.b.weight"] == ("block.b", "block")
-    assert by_tensor["block.a.weight"] == ("block",)
-    assert by_tensor["stem.weight"] == by_tensor["head.weight"] == ()
+    needed = {cost.tensor: cost.needed for cost in plan.costs if cost.unit == "macs"}
+    assert needed["block.b.weight"] == (("block", "block.b"),)
+    assert needed["block.a.weight"] == (("block",),)
+    assert needed["stem.weight"] == needed["head.weight"] == ((),)
+
+
+def test_what_two_branches_share_is_needed_for_either():
+    """A norm before attention and MLP in parallel."""
+    model = Stream(
+        lambda x, norm, a, b: x + a(y := norm(x)) + b(y), norm=nn.BatchNorm2d(4), a=conv(), b=conv()
+    )
+    plan = inferred(model.eval(), (X,), None).plan
+    needed = {cost.tensor: cost.needed for cost in plan.costs if cost.unit == "params"}
+    assert needed["block.norm.weight"] == (("block.a",), ("block.b",))
+    switched_plan = switched(plan, ["block.a", "block.b"])
+    for a, b in itertools.product((0, 1), repeat=2):
+        kept = torch.ones(switched_plan.size, dtype=torch.float64)
+        kept[-2:] = torch.tensor([a, b])
+        block = 8 * (a or b) + (a + b) * (4 * 4 * 9 + 4)
+        others = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())
+        assert CostModel(switched_plan).amount(kept, "params") == block + others
+
+
+def test_what_is_needed_in_too_many_ways_is_always():
+    """One input of eight branches in a row: the last ones have no switch."""
+
+    def join(x, first, **rest):
+        read = first(x)
+        for layer in rest.values():
+            x = x + layer(read)
+        return x
+
+    layers = {f"l{number}": conv() for number in range(8)}
+    model = Stream(join, first=conv(), **layers)
+    plan = inferred(model.eval(), (X,), None).plan
+    found = {branch.name for branch in plan.branches}
+    assert "block.l0" in found
+    assert len(found) < 8
+    needed = {cost.tensor: cost.needed for cost in plan.costs if cost.unit == "params"}
+    assert needed["block.first.weight"] == ((),)
 
 
 def test_a_sum_of_three_has_a_branch_less():

@@ -8,7 +8,7 @@ hand their input on. Whether that is right, the comparison of the class shows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.infer.branches import Ending
 from l0prune.infer.nodes import operator_name, shape_of
 from l0prune.infer.parts import Part
+from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Plan
 
 _KIND = "PassedBy"
@@ -45,32 +46,33 @@ def ways_around(
     for whole_blocks in (True, False) if gone else ():
         way: dict[str, Layer] = {}
         for part in parts:
-            endings = [each for each in part.analysis.endings if each.name in gone]
-            if endings:
-                way |= _way(plain, part, endings, whole_blocks)
+            way |= _way(plain, part, gone, whole_blocks)
         if way not in found:
             found.append(way)
     return found
 
 
 def _way(
-    plain: nn.Module, part: Part, endings: Sequence[Ending], whole_blocks: bool
+    plain: nn.Module, part: Part, gone: Collection[str], whole_blocks: bool
 ) -> dict[str, Layer]:
+    branches = part.analysis.branches
+    endings = [each for each in branches.endings if each.name in gone]
     nodes = _nodes_by_module(plain, part.analysis.captured)
     joins = {ending.join for ending in endings}
-    dead: set[Node] = set().union(*(ending.region for ending in endings))
+    dead = branches.dead(gone)
     gives: dict[str, str] = {}
     if whole_blocks:
         nothing = {*dead, *joins, *_repeated(joins)}
         blocks = (p for p, of in nodes.items() if of <= nothing and of & joins)
         gives |= dict.fromkeys(_outermost(blocks), "input")
-    passed = list(gives)
+    inner = _outermost(p for p, of in nodes.items() if of <= dead)
+    inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
+    gives |= dict.fromkeys(inner, "input")
     for ending in endings:
-        if any(ending.join in nodes[path] for path in passed):
-            continue
-        inner = _outermost(p for p, of in nodes.items() if of <= dead and of & ending.region)
-        last = max(inner, key=lambda path: max(nodes[path]), default="")
-        gives |= {path: "input" if path != last else _zero(ending) for path in inner}
+        before = _before(ending.end, dead)
+        mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
+        if mine:  # its last module
+            gives[max(mine, key=lambda path: max(mine[path]))] = _zero(ending, before)
     results = _results(plain, list(gives), part.example)
     return {
         path: Layer({"gives": what, "results": results[path]}, kind=_KIND)
@@ -79,12 +81,21 @@ def _way(
     }
 
 
-def _zero(ending: Ending) -> str:
+def _before(end: Node, dead: Set[Node]) -> set[Node]:
+    """What is gone that the end of a branch is made of, itself among it."""
+    found, pending = {end}, [end]
+    while pending:
+        new = {each for each in pending.pop().all_input_nodes if each in dead} - found
+        found |= new
+        pending += new
+    return found
+
+
+def _zero(ending: Ending, before: Set[Node]) -> str:
     """How its last module gives zeros, if it is handed what the first one took."""
-    outside = {o for node in ending.region for o in node.all_input_nodes} - ending.region
-    wanted = list(shape_of(ending.join) or ())
-    is_like = any(list(shape_of(node) or ()) == wanted for node in outside)
-    return "zeros" if is_like else "zero"
+    outside = {each for node in before for each in node.all_input_nodes} - before
+    wanted = shape_of(ending.join)
+    return "zeros" if any(shape_of(node) == wanted for node in outside) else "zero"
 
 
 def _nodes_by_module(plain: nn.Module, captured: Captured) -> dict[str, set[Node]]:
@@ -127,24 +138,25 @@ def _results(plain: nn.Module, paths: list[str], example: Inputs) -> dict[str, i
     return found
 
 
-def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, parts: Sequence[Part]) -> OwnClass:
+def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
     """The class in which these modules are passed by, and hold nothing.
 
     Args:
         own: what it may be with all of them.
         way: by path, what they become.
         plan: of the model.
-        parts: of it, as they were captured.
     """
-    gone = {branch.name for branch in own.gone}
-    endings = (each for part in parts for each in part.analysis.endings if each.name in gone)
-    unread = {name for ending in endings for name in ending.own}
+    needed: dict[str, bool] = {}
+    gone = [branch.name for branch in own.gone]
+    for cost in plan.costs:
+        if cost.unit == "params":
+            needed[cost.tensor] = is_needed(cost.needed, gone)
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
     tensors = dict(own.tensors)
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
         is_inside = any(is_within(name, path) for path in way)
-        if is_inside and old.ndim and (name not in parameters or first in unread):
+        if is_inside and old.ndim and (name not in parameters or not needed.get(first, True)):
             tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
     others = {
         path: layer

@@ -60,7 +60,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
-    leave_out(module, analysis.endings, gone(analysis.plan, kept))
+    leave_out(module, analysis.branches, gone(analysis.plan, kept))
     sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)
     rewrite_literals(module, sizes)
     _set_tensors(module, analysis, tensors)

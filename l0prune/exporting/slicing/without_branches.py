@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
-from l0prune.infer.branches import Ending
+from l0prune.infer.branches import Branches
 
 
-def leave_out(module: GraphModule, endings: Sequence[Ending], gone: Collection[str]) -> None:
+def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> None:
     """Take these branches out, and all that only they need.
 
     Args:
         module: the captured graph, whose operators have the names that they had in the capture.
-        endings: where each of its branches ends.
+        branches: of the capture.
         gone: names of those that are left out.
     """
     nodes = {node.name: node for node in module.graph.nodes}
-    out = [ending for ending in endings if ending.name in gone]
+    out = [ending for ending in branches.endings if ending.name in gone]
     for ending in out:
         join = nodes[ending.join.name]
         position = ending.join.args.index(ending.stays)
@@ -31,7 +31,7 @@ def leave_out(module: GraphModule, endings: Sequence[Ending], gone: Collection[s
         join.replace_all_uses_with(stays)
         module.graph.erase_node(join)
         nodes[ending.join.name] = stays
-    dead = {node.name for ending in out for node in ending.region}
+    dead = {node.name for node in branches.dead(gone)}
     for node in reversed(list(module.graph.nodes)):
         # torch keeps what writes in place, which these do into nothing that is left
         if node.name in dead and not node.users:

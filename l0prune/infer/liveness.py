@@ -1,0 +1,48 @@
+"""Of each node of a graph, which branches have to be there for it to be needed.
+
+A node is needed if any of its users is. What a branch ends in needs it only while the branch is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from l0prune.plan.needs import ALWAYS, Needs, shortest
+
+
+def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[Node, Needs]:
+    """Of each node of a graph.
+
+    Args:
+        graph: as it was captured.
+        branch_of: of a node and a user of it, the name of the branch that ends there, if one does.
+    """
+    found: dict[Node, Needs] = {}
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            found[node] = ALWAYS
+            continue
+        wanted = {
+            each | _named(branch_of(node, user)) for user in node.users for each in found[user]
+        }
+        target = _written(node)
+        if target is not None:  # whoever reads it later
+            wanted |= {e for u in target.users if order[u] > order[node] for e in found[u]}
+        found[node] = shortest(wanted)
+    return found
+
+
+def _named(branch: str | None) -> frozenset[str]:
+    return frozenset() if branch is None else frozenset([branch])
+
+
+def _written(node: Node) -> Node | None:
+    """What the node writes into, if it does."""
+    schema: Any = getattr(node.target, "_schema", None)
+    is_writer = schema is not None and schema.is_mutable and node.args
+    return node.args[0] if is_writer and isinstance(node.args[0], Node) else None

@@ -1,0 +1,40 @@
+"""Which branches have to be there for something to be needed: an "or" of "ands" of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+Needs = frozenset[frozenset[str]]
+"""Sets of branches: where all of one set are there, it is needed. The empty set: always."""
+
+ALWAYS: Needs = frozenset([frozenset()])
+
+
+def shortest(wanted: Iterable[frozenset[str]]) -> Needs:
+    """Without those of which another one is a part."""
+    every = set(wanted)
+    return frozenset(each for each in every if not any(other < each for other in every))
+
+
+def is_needed(of: Iterable[Iterable[str]], gone: Iterable[str]) -> bool:
+    """Whether something is needed without these branches."""
+    out = set(gone)
+    return any(out.isdisjoint(each) for each in of)
+
+
+def in_switches(
+    of: Iterable[Iterable[str]], switches: Mapping[str, int]
+) -> dict[frozenset[int], int]:
+    """1 where it is needed and else 0, as a polynomial: coefficients of products of switches.
+
+    By inclusion and exclusion. Branches without a switch are there.
+    """
+    terms = shortest(frozenset(name for name in each if name in switches) for each in of)
+    found: dict[frozenset[int], int] = {}
+    products = [(frozenset[int](), -1)]
+    for each in sorted(terms, key=sorted):
+        mine = frozenset(switches[name] for name in each)
+        products += [(names | mine, -sign) for names, sign in products]
+    for names, sign in products[1:]:
+        found[names] = found.get(names, 0) + sign
+    return {names: sign for names, sign in found.items() if sign}
