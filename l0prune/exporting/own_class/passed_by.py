@@ -158,9 +158,10 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         is_inside = any(is_within(name, path) for path in way)
         if is_inside and old.ndim and (name not in parameters or not needed.get(first, True)):
             tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
+    scales = {name: by for name, by in own.scales.items() if tensors[name].numel()}
     others = {
         path: layer
         for path, layer in own.layers.items()
         if not any(is_within(path, passed) for passed in way)
     }
-    return replace(own, tensors=tensors, layers={**others, **way}, gone=())
+    return replace(own, tensors=tensors, layers={**others, **way}, scales=scales, gone=())
