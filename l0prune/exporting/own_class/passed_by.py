@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.provenance import is_within, modules_of, within
@@ -57,7 +56,7 @@ def _way(
 ) -> dict[str, Layer]:
     branches = part.analysis.branches
     endings = [each for each in branches.endings if each.name in gone]
-    nodes = _nodes_by_module(plain, part.analysis.captured)
+    nodes = _nodes_by_module(plain, part)
     joins = {ending.join for ending in endings}
     dead = branches.dead(gone)
     gives: dict[str, str] = {}
@@ -98,13 +97,15 @@ def _zero(ending: Ending, before: Set[Node]) -> str:
     return "zeros" if any(shape_of(node) == wanted for node in outside) else "zero"
 
 
-def _nodes_by_module(plain: nn.Module, captured: Captured) -> dict[str, set[Node]]:
-    """By path, what is computed in each module; of one that is called again, in all calls."""
+def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
+    """By path, what each module computes that is needed; if it is called again, in all calls."""
+    captured, needs = part.analysis.captured, part.analysis.branches.needs
     paths = {path for path, _ in plain.named_modules(remove_duplicate=False)}
     paths -= {"", captured.path}
     found: dict[str, set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
-        for called in modules_of(node) if node.op == "call_function" else ():
+        is_needed_at_all = node.op == "call_function" and bool(needs[node])
+        for called in modules_of(node) if is_needed_at_all else ():
             path = within(captured.path, called.partition("@")[0])
             if path in paths:
                 found[path].add(node)
