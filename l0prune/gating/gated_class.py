@@ -24,7 +24,6 @@ from l0prune.errors import UsageError
 from l0prune.gating.current import LINK
 from l0prune.gating.gated_layer import forward_of
 from l0prune.gating.gated_parameter import Computed
-from l0prune.gating.kept_list import KeptList
 from l0prune.gating.link import Link, acting_link
 from l0prune.gating.scale import scale
 

@@ -42,29 +42,29 @@ def _multiplying(plain: Any, layer: Callable[..., Tensor], after: int) -> _Forwa
 
     def forward(self: nn.Module, input: Any) -> Tensor:
         weight = self._parameters["weight"]
-        values = _of_input(self, input, weight) if _is_smaller(input, weight) else None
-        if values is None:
-            result: Tensor = plain(self, input)
-            return result
-        return layer(self, scale(input, values, input.dim() - 1 - after), weight)
+        if weight is not None and _is_smaller(input, weight):
+            values = _of_input(self, input, weight)
+            if values is not None:
+                return layer(self, scale(input, values, input.dim() - 1 - after), weight)
+        result: Tensor = plain(self, input)
+        return result
 
     return forward
 
 
-def _is_smaller(input: Any, weight: Tensor | None) -> bool:
+def _is_smaller(input: Any, weight: Tensor) -> bool:
     """Is it an ordinary tensor, of the weight's precision, and smaller than the weight?"""
     return (
         type(input) is Tensor
         and type(weight) in (nn.Parameter, Tensor)
         and not torch.compiler.is_compiling()  # a compiler merges the product into what is near
-        and input.numel() < weight.numel()  # type: ignore[union-attr]
-        and input.dtype == weight.dtype  # type: ignore[union-attr]
-        and not torch.is_autocast_enabled(input.device.type)
+        and input.dtype == weight.dtype
+        and input.numel() < weight.numel()
         and not torch._C._are_functorch_transforms_active()
     )
 
 
-def _of_input(module: nn.Module, input: Tensor, weight: Tensor | None) -> Tensor | None:
+def _of_input(module: nn.Module, input: Tensor, weight: Tensor) -> Tensor | None:
     """What multiplies the slots of the input; None where that is not all that the gates do."""
     link = acting_link(module, "weight", weight)
     if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:

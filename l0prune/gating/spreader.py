@@ -57,9 +57,26 @@ class Spreader:
             if self._rows[0][1].device != z.device:
                 self._rows = [(start, row.to(z.device)) for start, row in self._rows]
             z = F.pad(z, (0, 1), value=1.0) if self._has_ones else z
-            z = _ProductGather.apply(z, self._rows)
+            if z.requires_grad and torch.is_grad_enabled():
+                z = _ProductGather.apply(z, self._rows)
+            else:
+                z = _product(_gathered(z, self._rows), self._rows)
         parts = z.split_with_sizes(self._sizes)
         return [parts[place] for place in self._place]
+
+
+def _gathered(values: Tensor, rows: list[_Row]) -> list[Tensor]:
+    return [values.index_select(0, row) for _, row in rows]
+
+
+def _product(gathered: list[Tensor], rows: list[_Row]) -> Tensor:
+    """The first factor of each position times what others it has."""
+    if len(rows) == 1:
+        return gathered[0]
+    result = gathered[0].clone()
+    for (start, _), factor in zip(rows[1:], gathered[1:], strict=True):
+        result[start:] *= factor
+    return result
 
 
 class _ProductGather(Function):
@@ -71,13 +88,9 @@ class _ProductGather(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, rows: list[_Row]) -> Tensor:
         ctx.size, ctx.rows = values.shape[0], rows
-        result, *more = gathered = [values.index_select(0, row) for _, row in rows]
-        ctx.gathered = gathered if more else []
-        if more:
-            result = result.clone()
-        for (start, _), factor in zip(rows[1:], more, strict=True):
-            result[start:] *= factor
-        return result
+        gathered = _gathered(values, rows)
+        ctx.gathered = gathered if len(rows) > 1 else []
+        return _product(gathered, rows)
 
     @staticmethod
     @first_order
