@@ -8,6 +8,7 @@ many times as large as a batch of inputs, and gradients pass it three times over
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -40,10 +41,11 @@ def _multiplying(plain: Any, layer: Callable[..., Tensor], after: int) -> _Forwa
         after: dims of the input after the one that the weight contracts.
     """
 
+    @wraps(plain)
     def forward(self: nn.Module, input: Any) -> Tensor:
         weight = self._parameters["weight"]
-        if weight is not None and _is_smaller(input, weight):
-            values = _of_input(self, input, weight)
+        if weight is not None and _is_better(input, weight):
+            values = _of_input(self, weight)
             if values is not None:
                 return layer(self, scale(input, values, input.dim() - 1 - after), weight)
         result: Tensor = plain(self, input)
@@ -52,20 +54,26 @@ def _multiplying(plain: Any, layer: Callable[..., Tensor], after: int) -> _Forwa
     return forward
 
 
-def _is_smaller(input: Any, weight: Tensor) -> bool:
-    """Is it an ordinary tensor, of the weight's precision, and smaller than the weight?"""
+def _is_better(input: Any, weight: Tensor) -> bool:
+    """Does multiplying the input cost less than multiplying the weight?
+
+    Only where a backward pass follows that computes the input's gradient anyway. So what a model
+    computes without gradients does not depend, in the last bit, on the size of a batch.
+    """
     return (
-        type(input) is Tensor
+        torch.is_grad_enabled()
+        and type(input) is Tensor
         and type(weight) in (nn.Parameter, Tensor)
         and not torch.compiler.is_compiling()  # a compiler merges the product into what is near
-        and input.dtype == weight.dtype
+        and input.requires_grad
         and input.numel() < weight.numel()
+        and input.dtype == weight.dtype
         and not torch._C._are_functorch_transforms_active()
     )
 
 
-def _of_input(module: nn.Module, input: Tensor, weight: Tensor) -> Tensor | None:
-    """What multiplies the slots of the input; None where that is not all that the gates do."""
+def _of_input(module: nn.Module, weight: Tensor) -> Tensor | None:
+    """What multiplies the slots that are read; None where that is not all that the gates do."""
     link = acting_link(module, "weight", weight)
     if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:
         return None
@@ -73,14 +81,12 @@ def _of_input(module: nn.Module, input: Tensor, weight: Tensor) -> Tensor | None
     if more or dim != 1:
         return None
     link.gates.refresh()
-    values = multiplier.values
-    assert values is not None
-    # Where nobody asks for the input's gradient, it would cost more than the weight's product.
-    return values if input.requires_grad or not values.requires_grad else None
+    return multiplier.values
 
 
 def _linear(module: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(input, weight, module.bias)
+    result: Tensor = F.linear(input, weight, module.bias)  # type: ignore[arg-type]
+    return result
 
 
 def _convolution(module: nn.Module, input: Tensor, weight: Tensor) -> Tensor:
