@@ -1,10 +1,11 @@
 """What gates cost in training: a gated step against a plain one, on the CPU, alternating.
 
 A step is forward, backward and Adam at batch 100; the gated one draws its sample and adds the
-penalty, too. Prints the median of the ratios of neighbouring steps; exits with 1 where one is
-above its target.
+penalty, too. In a settled one the gates stand, as in the last phase of a run. Prints the median of
+the ratios of neighbouring steps; exits with 1 where that of the gated one is above its target.
+With one thread, times are those of the thread on the CPU, which other programs disturb less.
 
-    python benchmarks/step.py [--rounds 200] [--threads 2]
+    python -m benchmarks.step [--rounds 400] [--threads 2] [--models MLP ResNet-18]
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ def resnet18() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, float]] = {
     # name: (model, shape of one example, target ratio, share of the rounds)
-    "MLP 784-300-100": (mlp, (784,), 1.25, 1.0),
-    "LeNet-5 20-50-800-500": (lenet5, (1, 28, 28), 1.10, 0.5),
-    "ResNet-18, 3x32x32": (resnet18, (3, 32, 32), 1.10, 0.05),
+    "MLP 784-300-100": (mlp, (784,), 1.15, 1.0),
+    "LeNet-5 20-50-800-500": (lenet5, (1, 28, 28), 1.02, 0.2),
+    "ResNet-18, 3x32x32": (resnet18, (3, 32, 32), 1.02, 0.05),
 }
 
 
-def stepper(model: nn.Module, inputs: Tensor, labels: Tensor, gated: bool) -> Callable[[], None]:
-    groups = l0prune.param_groups(model) if gated else list(model.parameters())
+def stepper(model: nn.Module, inputs: Tensor, labels: Tensor, kind: str) -> Callable[[], None]:
+    """A step of a model that is ``"plain"``, ``"gated"`` or ``"settled"``."""
+    groups = list(model.parameters()) if kind == "plain" else l0prune.param_groups(model)
     optimizer = torch.optim.Adam(groups, lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
-        if gated:
+        if kind == "gated":
             loss = loss + l0prune.penalty(model, 0.1 / 60_000)
         loss.backward()
         optimizer.step()
@@ -76,42 +78,52 @@ def stepper(model: nn.Module, inputs: Tensor, labels: Tensor, gated: bool) -> Ca
 
 
 def seconds(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     step()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) -> list[float]:
-    """Medians: plain ms, gated ms, ratio."""
+    """Medians: plain ms, gated ms, ratio of the gated, ratio of the settled step."""
     torch.manual_seed(0)
     inputs, labels = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
     plain = make().train()
-    gated = l0prune.gate(copy.deepcopy(plain), (inputs[:2],))
-    steps = [stepper(plain, inputs, labels, False), stepper(gated, inputs, labels, True)]
-    for step in steps:
+    gated, settled = (l0prune.gate(copy.deepcopy(plain), (inputs[:2],)) for _ in range(2))
+    l0prune.gates(settled).fixed = True
+    models = {"plain": plain, "gated": gated, "settled": settled}
+    steps = {kind: stepper(model, inputs, labels, kind) for kind, model in models.items()}
+    for step in steps.values():
         for _ in range(max(3, rounds // 10)):
             step()
-    pairs = []
+    rows = []
+    kinds = list(steps)
     for number in range(rounds):
-        order = (0, 1) if number % 2 else (1, 0)  # neither always runs on the other's warm caches
-        taken = {which: seconds(steps[which]) for which in order}
-        pairs.append((taken[0] * 1e3, taken[1] * 1e3, taken[1] / taken[0]))
-    return [statistics.median(column) for column in zip(*pairs, strict=True)]
+        turn = number % 3  # none always runs on the caches that the same other one left
+        taken = {kind: seconds(steps[kind]) for kind in kinds[turn:] + kinds[:turn]}
+        one = taken["plain"]
+        rows.append((one * 1e3, taken["gated"] * 1e3, taken["gated"] / one, taken["settled"] / one))
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=400, help="steps of the smallest model")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--models", nargs="+", default=[""], help="beginnings of their names")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, batch {BATCH}, Adam")
-    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{'ratio':>8}{'target':>8}")
+    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{'ratio':>8}{'target':>8}{'settled':>9}")
     missed = False
     for name, (make, shape, target, share) in CASES.items():
-        plain, gated, ratio = measure(make, shape, max(5, int(options.rounds * share)))
+        if not name.startswith(tuple(options.models)):
+            continue
+        rounds = max(6, int(options.rounds * share))
+        plain, gated, ratio, settled = measure(make, shape, rounds)
         missed |= ratio > target
-        print(f"{name:24}{plain:10.2f}{gated:10.2f}{ratio:8.3f}{target:8.2f}", flush=True)
+        row = f"{name:24}{plain:10.2f}{gated:10.2f}{ratio:8.3f}{target:8.2f}{settled:9.3f}"
+        print(row, flush=True)
     return int(missed)
 
 

@@ -27,7 +27,8 @@ from l0prune.files.pretrained.layers import become, tensors_of
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.current import LINK
-from l0prune.gating.gated_class import CHILD, Link, Scale, gated_class, original_class
+from l0prune.gating.gated_class import CHILD, gated_class, original_class
+from l0prune.gating.link import Link, Scale
 from l0prune.plan.layout import size_of
 
 _MISSING = object()

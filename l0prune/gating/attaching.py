@@ -14,12 +14,12 @@ from l0prune.gating.current import LINK, GateValues
 from l0prune.gating.gated_class import (
     CHILD,
     HOOKS,
-    Link,
     gated_class,
     is_gated,
     original_class,
 )
 from l0prune.gating.kept_list import kept_lists
+from l0prune.gating.link import Link
 from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Site
 

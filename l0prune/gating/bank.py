@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable loads the c
 
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError
-from l0prune.gating.current import Current, GateValues
+from l0prune.gating.current import Current, GateValues, version_of
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.spreader import Spreader
 from l0prune.plan.layout import Layout
@@ -210,7 +210,8 @@ class Gates(nn.Module):
         """Forward pre-hook of the model: from here on, new multipliers."""
         if not self.bypassed:
             self._now.noise = None
-            self._compute()
+            if not self._now.stands(self.log_alpha, self._mode):
+                self._compute()
             self._now.in_forward = True
             if model is not None and not torch.compiler.is_compiling():
                 self._now.note_own(model)
@@ -244,7 +245,7 @@ class Gates(nn.Module):
     def _refresh_outside(self) -> None:
         """``refresh`` for a part of the model that runs on its own, or once more for backward."""
         now, value = self._now, self.log_alpha
-        if now.value is not value or now.version != _version(value):
+        if now.value is not value or now.version != version_of(value):
             now.noise = None
         elif now.mode == self._mode():
             return
@@ -274,7 +275,9 @@ class Gates(nn.Module):
                 place.put(values)
         now.grad = torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
-            now.value, now.version, now.mode = value, _version(value), self._mode()
+            now.note(
+                value, self._mode(), is_fleeting=now.noise is not None or self._given is not None
+            )
 
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
@@ -303,11 +306,6 @@ def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
     """What the multipliers of a site depend on: its layout, and that of the dim, once it is cut."""
     dims = plan.tensors.get(site.tensor)
     return site.layout, None if dims is None else dims[site.dim]
-
-
-def _version(value: Tensor) -> int | None:
-    """Changes with every write into the tensor that autograd can see."""
-    return None if value.is_inference() else value._version
 
 
 def _is_spread() -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
@@ -20,6 +21,7 @@ class Current:
             noise still counts.
         version: of that parameter then.
         mode: what else they depend on.
+        stood: a copy of the parameter as it was then, where the next forward may use them, too.
         grad: whether gradients were on.
         in_forward: the model is in its forward, so that they hold without a further look.
         own: by module and name, the parameters with which that forward began; None where unknown.
@@ -31,10 +33,36 @@ class Current:
         self.value: Tensor | None = None
         self.version: int | None = None
         self.mode: tuple[object, ...] = ()
+        self.stood: Tensor | None = None
         self.grad = False
         self.in_forward = False
         self.own: dict[tuple[int, str], Tensor] | None = None
         self._gated: list[tuple[nn.Module, str]] | None = None
+
+    def note(self, value: Tensor, mode: tuple[object, ...], *, is_fleeting: bool) -> None:
+        """Remember what they were computed from; ``is_fleeting`` if the next are others anyway."""
+        self.value, self.version, self.mode, self.stood = value, version_of(value), mode, None
+        # On another device the next forward had to wait for a look at the values, and multipliers
+        # with a gradient are part of one forward's graph.
+        if not (
+            is_fleeting or value.device.type != "cpu" or self.z is None or self.z.requires_grad
+        ):
+            copy = value.detach().clone()
+            self.stood = copy if type(copy) is Tensor else None
+
+    def stands(self, value: Tensor, mode: Callable[[], tuple[object, ...]]) -> bool:
+        """Are those of the last forward those of this one, as in settled steps?
+
+        The numbers decide: what writes into ``log_alpha.data`` leaves no other trace.
+        """
+        return (
+            self.stood is not None
+            and self.value is value
+            and self.mode == mode()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+            and torch.equal(self.stood, value)
+        )
 
     def note_own(self, model: nn.Module) -> None:
         """Remember what stands in the place of each gated parameter of the model."""
@@ -57,6 +85,11 @@ class Current:
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
         return Current, ()
+
+
+def version_of(value: Tensor) -> int | None:
+    """Changes with every write into the tensor that autograd can see."""
+    return None if value.is_inference() else value._version
 
 
 class GateValues:

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.bank import Gates
-from l0prune.gating.current import LINK, GateValues
+from l0prune.gating.current import LINK
+from l0prune.gating.gated_layer import forward_of
 from l0prune.gating.gated_parameter import Computed
-from l0prune.gating.kept_list import KeptList
+from l0prune.gating.link import Link, acting_link
 from l0prune.gating.scale import scale
 
 _Names = tuple[str, ...]
@@ -34,54 +34,11 @@ CHILD = "l0prune_gates"  # the name under which a model holds its bank
 # Where the module that holds the bank keeps its hooks, and that the second is called in any case.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
-_WHOSE = (
-    "a tensor stands in the place of {0}.{1} (torch.func.functional_call), and l0prune cannot know "
-    "whether this layer's gates belong to it. Call the whole gated model so: they count; or the "
-    "layer of a copy that carries no gates (l0prune.ungate), and they do not."
-)
-
-
 _TAKEN = (
     "something would take the place of {0}.{1}, which is gated: pruning, weight_norm and the like "
     "of torch.nn.utils keep a weight under other names, where its gates do not reach it. Put them "
     "on before l0prune.gate, or on the exported model."
 )
-
-
-@dataclass(slots=True)
-class Link:
-    """How a gated module finds its gates; no nn.Module, so that it is nobody's child.
-
-    Attributes:
-        gates: the model's bank.
-        sites: for each gated parameter of the module, what multiplies it along which dim.
-        lists: by attribute, the lists in which the module keeps such parameters.
-        scales: by parameter of a module that was cut, what stands for its numbers in the forward.
-    """
-
-    gates: Gates
-    sites: dict[str, tuple[tuple[GateValues, int], ...]]
-    lists: dict[str, KeptList]
-    scales: dict[str, Scale] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A parameter p is read as ``by · (p + offset) − offset``.
-
-    Attributes:
-        by: as many numbers as broadcast against the parameter.
-        offset: that the module itself adds to it.
-    """
-
-    by: Tensor
-    offset: float = 0.0
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The parameter as it is read, of its own dtype."""
-        by = self.by.to(tensor)
-        scaled = by * (tensor + self.offset) - self.offset if self.offset else by * tensor
-        return scaled.to(tensor.dtype)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -122,6 +79,8 @@ def _make_class(
 ) -> type[nn.Module]:
     members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
     members |= {name: _gated_list(name) for name in lists}
+    if "weight" in names and (forward := forward_of(original)) is not None:
+        members["forward"] = forward
     if holds_bank and hasattr(original, "__len__"):
         members |= _container_methods(original, gated_class(original, names, lists, False))
     if hasattr(original, "__deepcopy__"):
@@ -154,16 +113,9 @@ def _gated_parameter(name: str) -> property:
         if name not in module._parameters:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         parameter = module._parameters[name]
-        link: Link | None = module.__dict__.get(LINK)
-        if parameter is None or link is None or link.gates.bypassed:
+        link = acting_link(module, name, parameter)
+        if parameter is None or link is None:
             return parameter
-        if not link.gates.in_forward and hasattr(parameter, "placements"):
-            return parameter  # FSDP2 asks for the shard that it keeps between the forwards
-        if not torch.compiler.is_compiling():
-            if link.gates.in_forward and not link.gates.is_own(module, name, parameter):
-                return parameter
-            if not (link.gates.in_forward or isinstance(parameter, nn.Parameter)):
-                raise UsageError(_WHOSE.format(type(module).__name__, name))
         link.gates.refresh()
         result: Tensor = parameter
         for multiplier, dim in link.sites.get(name, ()):

@@ -102,6 +102,11 @@ class GateTerms:
         given = self._settings.gate_lr
         return default_gate_rate(self._phases.learning) if given is None else given
 
+    @property
+    def decays(self) -> bool:
+        """Does the penalty depend on the weights, too, by its L2 term?"""
+        return bool(self._decay["l2"])
+
     def penalty(self, step: int) -> Tensor | None:
         """What the gates add to the loss of a step, or None where that is nothing.
 
@@ -115,7 +120,7 @@ class GateTerms:
         else:
             if self._priced and factor:
                 parts.append(factor * self._penalty(self.lam, **self._prior))
-            if self._decay["l2"]:
+            if self.decays:
                 parts.append(self._penalty(0.0, **self._decay))
         if self.budget is not None and self._phases.at(step) != "settle":
             parts.append(self._penalty(self.budget))

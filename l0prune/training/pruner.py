@@ -242,7 +242,8 @@ class Pruner:
             self._own.hand_over()
         extra = self._terms.penalty(self.step)
         if extra is not None and extra.requires_grad:
-            add_gradients(extra * scale, self._learning)
+            scaled = extra if isinstance(scale, float) and scale == 1 else extra * scale
+            add_gradients(scaled, self._learning if self._terms.decays else [log_alpha])
         if self.phase == "settle":
             log_alpha.grad = None  # so that no optimizer moves them
         elif self.budget is not None:

@@ -237,3 +237,87 @@ def test_a_copy_is_independent_and_carries_no_leftovers():
 def test_printing_shows_the_gates():
     assert "26 gates on 3 axes" in repr(gated(mlp(), mlp_plan()))
     assert "36 gates on 4 axes" in repr(gated(lenet(), lenet_plan()))
+
+
+class Counted(HardConcrete):
+    """Says how often it was asked for the multipliers of eval mode."""
+
+    asked = 0
+
+    def estimate(self, log_alpha):
+        type(self).asked += 1
+        return super().estimate(log_alpha)
+
+
+def settled():
+    model, gates, x = model_and_gates()
+    gates.gate, gates.fixed, Counted.asked = Counted(), True, 0
+    return model, gates, x
+
+
+def test_gates_that_stand_are_computed_once():
+    model, _, x = settled()
+    first = model(x)
+    assert torch.equal(model(x), first)
+    assert Counted.asked == 1
+    with torch.no_grad():  # what is computed without gradients is no part of a step's graph
+        model(x), model(x)
+    assert Counted.asked == 2
+
+
+def written(gates):
+    with torch.no_grad():
+        gates.log_alpha[3] -= 9
+
+
+def written_behind_autograd(gates):
+    gates.log_alpha.data[3] -= 9
+
+
+def loaded(gates):
+    state = {name: value - 9 for name, value in gates.state_dict().items()}
+    gates.load_state_dict(state)
+
+
+def replaced(gates):
+    gates.log_alpha = torch.nn.Parameter(gates.log_alpha.detach() - 9)
+
+
+def of_another_kind(gates):
+    gates.gate = HardConcrete(estimator="median")
+
+
+def learning(gates):
+    gates.fixed = False
+
+
+def in_double(gates):
+    gates.double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [written, written_behind_autograd, loaded, replaced, of_another_kind, learning, in_double],
+)
+def test_gates_that_stand_follow_every_change(change):
+    model, gates, x = settled()
+    with torch.no_grad():
+        gates.log_alpha.normal_()
+    model(x)
+    before = gates.current().clone()
+    change(gates)
+    model.to(gates.log_alpha.dtype)(x.to(gates.log_alpha.dtype))
+    now = gates.current()
+    assert now.dtype == gates.log_alpha.dtype
+    assert not torch.equal(now, before)
+    if gates.fixed:
+        assert torch.equal(now, gates.z())
+
+
+def test_gates_that_stand_do_so_in_a_copy_on_its_own():
+    model, gates, x = settled()
+    model(x)
+    other = copy.deepcopy(model)
+    written_behind_autograd(gates_of(other))
+    assert not torch.equal(other(x), model(x))
+    assert torch.equal(gates.current(), gates.z())

@@ -28,8 +28,19 @@ def hard_sigmoid(
     if torch._C._are_functorch_transforms_active():
         logits = log_alpha if logistic is None else log_alpha + logistic
         return torch.rsub((logits * rate).sigmoid(), gamma, alpha=gamma - zeta).clamp(0, 1)
+    if not (log_alpha.requires_grad and torch.is_grad_enabled()):
+        return _stretched(_sigmoid(log_alpha, logistic, rate), gamma, zeta)
     z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, gamma, zeta)
     return z
+
+
+def _sigmoid(log_alpha: Tensor, logistic: Tensor | None, rate: float) -> Tensor:
+    logits = log_alpha if logistic is None else log_alpha + logistic
+    return (logits * rate).sigmoid_()
+
+
+def _stretched(s: Tensor, gamma: float, zeta: float) -> Tensor:
+    return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
 
 
 class _HardSigmoid(Function):
@@ -44,10 +55,9 @@ class _HardSigmoid(Function):
     def forward(
         ctx: Any, log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
     ) -> Tensor:
-        logits = log_alpha if logistic is None else log_alpha + logistic
-        ctx.s = s = (logits * rate).sigmoid_()
+        ctx.s = _sigmoid(log_alpha, logistic, rate)
         ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
-        return torch.rsub(s, gamma, alpha=gamma - zeta).clamp_(0, 1)
+        return _stretched(ctx.s, gamma, zeta)
 
     @staticmethod
     @first_order

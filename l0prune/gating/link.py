@@ -1,0 +1,75 @@
+"""How a gated module finds its gates, and whether they act on what it reads now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.gating.bank import Gates
+from l0prune.gating.current import LINK, GateValues
+from l0prune.gating.kept_list import KeptList
+
+_WHOSE = (
+    "a tensor stands in the place of {0}.{1} (torch.func.functional_call), and l0prune cannot know "
+    "whether this layer's gates belong to it. Call the whole gated model so: they count; or the "
+    "layer of a copy that carries no gates (l0prune.ungate), and they do not."
+)
+
+
+@dataclass(slots=True)
+class Link:
+    """How a gated module finds its gates; no nn.Module, so that it is nobody's child.
+
+    Attributes:
+        gates: the model's bank.
+        sites: for each gated parameter of the module, what multiplies it along which dim.
+        lists: by attribute, the lists in which the module keeps such parameters.
+        scales: by parameter of a module that was cut, what stands for its numbers in the forward.
+    """
+
+    gates: Gates
+    sites: dict[str, tuple[tuple[GateValues, int], ...]]
+    lists: dict[str, KeptList]
+    scales: dict[str, Scale] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A parameter p is read as ``by · (p + offset) − offset``.
+
+    Attributes:
+        by: as many numbers as broadcast against the parameter.
+        offset: that the module itself adds to it.
+    """
+
+    by: Tensor
+    offset: float = 0.0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The parameter as it is read, of its own dtype."""
+        by = self.by.to(tensor)
+        scaled = by * (tensor + self.offset) - self.offset if self.offset else by * tensor
+        return scaled.to(tensor.dtype)
+
+
+def acting_link(module: nn.Module, name: str, parameter: Tensor | None) -> Link | None:
+    """The module's link if its gates multiply this tensor, which stands in the place of ``name``.
+
+    Raises:
+        UsageError: there is no telling.
+    """
+    link: Link | None = module.__dict__.get(LINK)
+    if parameter is None or link is None or link.gates.bypassed:
+        return None
+    in_forward = link.gates.in_forward
+    if not in_forward and hasattr(parameter, "placements"):
+        return None  # FSDP2 asks for the shard that it keeps between the forwards
+    if not torch.compiler.is_compiling():
+        if in_forward and not link.gates.is_own(module, name, parameter):
+            return None
+        if not (in_forward or isinstance(parameter, nn.Parameter)):
+            raise UsageError(_WHOSE.format(type(module).__name__, name))
+    return link
