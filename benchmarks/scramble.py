@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import l0prune
 from l0prune.exporting.certify.difference import difference
-from l0prune.plan.switches import KIND
+from l0prune.plan.branch import KIND
 
 # How much an output must depend on the input, relative to its scale, to prove anything.
 SIGNAL = 2e-3

@@ -21,8 +21,9 @@ from l0prune.gating.attaching import check_intact, detach, gates_of
 from l0prune.infer.build import analyse
 from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
+from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import KIND, switched
+from l0prune.plan.switches import switched
 from l0prune.running.stages import stage
 
 

@@ -118,6 +118,11 @@ def gate(
         )
     found = inferred(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
+    if branches and keep_class == "native":
+        raise UsageError(
+            "branches need keep_class=True or False: where one is gone, its modules become a layer "
+            "that torch does not have (PassedBy)"
+        )
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude, branches)
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)

@@ -26,6 +26,7 @@ _SUMS = ("aten.add", "aten.add_")
 
 
 _MOST = 6  # ways in which one node may be needed
+_DEEPEST = 100  # operators between a branch's last parameters and its end
 
 
 @dataclass(frozen=True)
@@ -208,24 +209,23 @@ class _Zeroing:
         self._infer, self._region, self._users = infer, region, users
         self._known: dict[Node, list[str] | None] = {}
 
-    def of(self, node: Node) -> list[str] | None:
+    def of(self, node: Node, deep: int = 0) -> list[str] | None:
         """The parameters; None where there are none that do.
 
         Those that the operator itself reads come first: they are the last ones of the branch.
         """
-        if node not in self._known:
-            self._known[node] = None  # a region has no cycles, and may be deep
-            self._known[node] = self._found(node)
-        return self._known[node]
+        if node not in self._known and deep < _DEEPEST:
+            self._known[node] = self._found(node, deep + 1)
+        return self._known.get(node)
 
-    def _found(self, node: Node) -> list[str] | None:
+    def _found(self, node: Node, deep: int) -> list[str] | None:
         operands = node.all_input_nodes
         own = {o: [name] for o in operands if (name := self._parameter(o)) is not None}
         if self._is_zero(node, own):
             return [name for names in own.values() for name in names]
         computed: dict[Node, list[str]] = {}
         for operand in operands:
-            tensors = self.of(operand) if operand in self._region else None
+            tensors = self.of(operand, deep) if operand in self._region else None
             if tensors:
                 computed[operand] = tensors
                 for some in ({**own, operand: tensors}, {operand: tensors}):

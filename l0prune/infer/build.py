@@ -32,9 +32,9 @@ from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import pins
 from l0prune.infer.zero_flow import Zeros, zeroing
 from l0prune.plan import layout as data
+from l0prune.plan.branch import Branch
 from l0prune.plan.needs import Needs, is_needed
 from l0prune.plan.plan import Axis, Cost, Plan, Site
-from l0prune.plan.switches import Branch
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.plan.activations import Activation
+from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.code import Code
 from l0prune.plan.gate_index import gate_table
 from l0prune.plan.layout import (
@@ -31,7 +32,6 @@ from l0prune.plan.layout import (
     to_json,
 )
 from l0prune.plan.narrowing import narrowed, those
-from l0prune.plan.switches import KIND, Branch
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
 from l0prune.plan.needs import in_switches
-
-if TYPE_CHECKING:
-    from l0prune.plan.plan import Plan, Site
-
-KIND = "branch"  # of the axes that are switches: they may close completely
-
-
-@dataclass(frozen=True, slots=True)
-class Branch:
-    """What is added to a stream, and computed for that alone.
-
-    Attributes:
-        name: of the module that computes it, unique among branches and axes.
-        tensors: the parameters with which all of it is multiplied: where they are zero, it is.
-        size: the parameters that only it needs.
-        modules: those all of whose own work is the branch's.
-    """
-
-    name: str
-    tensors: tuple[str, ...]
-    size: int
-    modules: tuple[str, ...] = ()
+from l0prune.plan.plan import Axis, Plan, Site
 
 
 def switched(plan: Plan, names: Collection[str]) -> Plan:
@@ -44,8 +23,6 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
     found = [branch for branch in plan.branches if branch.name in names]
     if not found:
         return plan
-    from l0prune.plan.plan import Axis
-
     first, start = len(plan.axes), plan.size
     axes = tuple(
         Axis(branch.name, KIND, 1, start + number, max(branch.size, 1))
@@ -74,8 +51,6 @@ def switch(number: int) -> Layout:
 
 def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
     """Where a parameter is multiplied: along a dim in which no single inputs are."""
-    from l0prune.plan.plan import Site
-
     dims = plan.tensors[tensor]
     taken = (sites.get((tensor, dim)) for dim in range(len(dims)))
     dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Both))

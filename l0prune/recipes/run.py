@@ -27,7 +27,7 @@ from l0prune.files.atomic import write_whole
 from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
-from l0prune.plan.switches import KIND
+from l0prune.plan.branch import KIND
 from l0prune.recipes.page import write_page
 from l0prune.recipes.schema import (
     DataSection,

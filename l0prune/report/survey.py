@@ -19,9 +19,9 @@ from l0prune.cost.measures import measure_of
 from l0prune.cost.model import cost_of
 from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
+from l0prune.plan.branch import Branch
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Axis, Pin, Plan
-from l0prune.plan.switches import Branch
 from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
 from l0prune.running.notebook import as_html
@@ -127,11 +127,12 @@ class Survey:
             "MACs"
         )
         if self.branches:
+            count = len(self.branches)
             names = listed([branch.name for branch in self.branches], 4)
             size = sum(branch.size for branch in self.branches)
             yield Text(
-                f"{len(self.branches)} branches that are added to a stream can go as a whole "
-                f"(gate(branches=True), --branches '*'), with {size / max(self.params, 1):.1%} of "
+                f"{count} branch{'es' * (count > 1)} added to a stream can go as a whole, if given "
+                f"a gate (branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of "
                 f"the params: {names}."
             )
         if self.plan.parts != ("",):

@@ -8,9 +8,9 @@ from typing import Literal
 
 from l0prune.cost.measures import Measure
 from l0prune.errors import UsageError
+from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Both, axes_of
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import KIND
 
 Widths = int | Literal["auto"]
 """Widths are multiples of this; ``"auto"``: of what the measures in use are best cut by."""

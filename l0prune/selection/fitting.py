@@ -16,8 +16,8 @@ from torch import Tensor
 
 from l0prune.cost.bounds import Bound
 from l0prune.errors import UsageError
+from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import KIND
 
 # A budget counts as used up when less than this share of it is free.
 _SLACK = 0.002

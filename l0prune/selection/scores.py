@@ -20,10 +20,11 @@ from l0prune.capture.modes import evaluating
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
+from l0prune.plan.branch import KIND
 from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import KIND, switches_of
+from l0prune.plan.switches import switches_of
 from l0prune.running import rng
 from l0prune.running.calling import call
 from l0prune.running.classes import tensor_in

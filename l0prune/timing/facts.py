@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, from_json, to_json
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import KIND
 
 
 def plan_id(plan: Plan) -> str:

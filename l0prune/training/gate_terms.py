@@ -14,7 +14,7 @@ from l0prune.gating.bank import Gates
 from l0prune.objective.budget import Budget
 from l0prune.objective.lambdas import Lambda
 from l0prune.objective.penalty import penalty
-from l0prune.plan.switches import KIND
+from l0prune.plan.branch import KIND
 from l0prune.running.amounts import Amount
 from l0prune.running.task import TAKEN
 from l0prune.selection import fitted

@@ -12,6 +12,7 @@ from differences import difference, graph_difference, onnx_difference
 from torch import nn
 
 import l0prune
+from l0prune.errors import UsageError
 from l0prune.files.pretrained.cut_layers import PassedBy
 from l0prune.infer.nodes import operator_name
 from l0prune.plan.plan import Plan
@@ -164,8 +165,12 @@ def test_by_name_or_glob_and_beside_axes():
     kinds = {axis.name: axis.kind for axis in l0prune.gates(model).axes}
     assert [name for name, kind in kinds.items() if kind == "branch"] == ["blocks.0", "blocks.1"]
     assert all(name.startswith("blocks") for name in kinds)
-    with pytest.raises(l0prune.errors.UsageError, match="no branch of this model"):
-        l0prune.gate(Net().eval(), X, branches=["layer9"])
+    for wrong, text in (
+        ({"branches": ["layer9"]}, "no branch of this model"),
+        ({"branches": True, "keep_class": "native"}, "PassedBy"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            l0prune.gate(Net().eval(), X, **wrong)
 
 
 def test_all_may_go():

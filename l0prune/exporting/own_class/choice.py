@@ -37,7 +37,7 @@ from l0prune.exporting.own_class.resizing import (
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.subnormal import flush
 from l0prune.exporting.slicing.tensors import stored_in, under_all_names
-from l0prune.plan.switches import Branch
+from l0prune.plan.branch import Branch
 from l0prune.running.stages import stage
 
 

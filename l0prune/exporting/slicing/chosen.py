@@ -9,9 +9,10 @@ from torch import Tensor
 
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
+from l0prune.plan.branch import Branch
 from l0prune.plan.layout import Both
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import Branch, gone
+from l0prune.plan.switches import gone
 
 
 @dataclass(frozen=True)

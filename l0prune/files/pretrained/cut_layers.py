@@ -4,8 +4,6 @@ Plain torch and nothing else: this file can be copied beside the weights of a cu
 reads its annotations, which are therefore no strings.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -188,10 +186,11 @@ class PassedBy(nn.Module):
     gives: str
     results: int
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Takes what the module took. Shape: as the first input, or ``()``."""
         first = args[0] if args else next(iter(kwargs.values()))
         if self.gives != "input":
+            assert isinstance(first, Tensor)
             first = torch.zeros_like(first) if self.gives == "zeros" else first.new_zeros(())
         return (first,) + (None,) * (self.results - 1) if self.results else first
 

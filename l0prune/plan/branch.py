@@ -1,0 +1,24 @@
+"""A branch of a network, as data: what is added to a stream, and computed for that alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KIND = "branch"  # of the axes that are switches: they may close completely
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What is added to a stream, and computed for that alone.
+
+    Attributes:
+        name: of the module that computes it, unique among branches and axes.
+        tensors: the parameters with which all of it is multiplied: where they are zero, it is.
+        size: the parameters that only it needs.
+        modules: those all of whose own work is the branch's.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    size: int
+    modules: tuple[str, ...] = ()
