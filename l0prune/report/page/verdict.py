@@ -9,6 +9,8 @@ from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
 from l0prune.report.page import numbers
 from l0prune.report.page.elements import plain
 
+_NOISY = 0.1  # repeated timings that differ by more tell little
+
 
 @dataclass(frozen=True)
 class Card:
@@ -97,13 +99,16 @@ def _shares(gain: Gain, whose: str) -> str:
 
 def _speed(time: Time) -> str:
     if time.is_undecided:
-        return f"takes about as long (repeated timings differ by {numbers.percent(time.spread)})"
+        differ = f"repeated timings differ by {numbers.percent(time.spread)}"
+        if time.spread > _NOISY:
+            return f"cannot be told from the dense one by its time ({differ})"
+        return f"takes about as long ({differ})"
     return f"{'is' if time.after <= time.before else 'takes'} {_pace(time)}"
 
 
 def _pace(time: Time) -> str:
     if time.is_undecided:
-        return "about as long"
+        return "too noisy to tell" if time.spread > _NOISY else "about as long"
     if time.after <= time.before:
         return f"{time.before / time.after:.3g} times as fast" if time.after else "at once"
     return f"{time.after / time.before:.3g} times as long"
@@ -181,7 +186,8 @@ def _survey_cards(gain: Gain) -> list[Card]:
 
 def _time_card(time: Time, macs: Pair | None) -> Card:
     threads = f"{time.threads} thread{'s' if time.threads > 1 else ''}"
-    is_elsewhere = time.is_undecided and macs is not None and (macs.share or 1) < 1
+    is_told = time.is_undecided and time.spread <= _NOISY
+    is_elsewhere = is_told and macs is not None and (macs.share or 1) < 1
     return Card(
         "Time of a call",
         numbers.milliseconds(time.before),
