@@ -60,7 +60,7 @@ def of_ways(ways, *default):
     )
 
 
-@of_ways(ways.ALL_WAYS, "dense", "l0prune-distill", "tp-group-norm")
+@of_ways(ways.ALL_WAYS, "dense", "l0prune-distill")
 @pytest.mark.filterwarnings("ignore")
 def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
     if way.startswith("tp-"):

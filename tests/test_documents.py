@@ -61,7 +61,10 @@ def test_there_is_an_example_of_every_kind_of_task():
     assert [name.split()[0] for name in EXAMPLES] == kinds.split()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("Detection")) for n in EXAMPLES],
+)
 def test_the_examples_of_tasks_run(name, capsys):
     if name == "Language modelling":
         pytest.importorskip("transformers")

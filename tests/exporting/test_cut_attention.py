@@ -45,7 +45,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+# By default those that differ most.
+BY_DEFAULT = {"batch second", "keys of another size", "padded and masked"}
+SOME = [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n in KINDS]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_it_computes_what_the_gated_one_does(name):
     torch.manual_seed(0)
     made, given = KINDS[name]

@@ -129,7 +129,13 @@ def test_what_is_divided_by_stays(tmp_path):
     assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= ROUNDED
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float64, torch.float16)),
+    ],
+)
 def test_other_dtypes(tmp_path, dtype):
     """bfloat16 has float32's range; float16's own subnormal numbers stay; float64 has more."""
     model, x = randomise(network()).eval().to(dtype), torch.randn(2, 3, 6, 6, dtype=dtype)

@@ -61,7 +61,7 @@ def assert_same(ours, theirs, **tolerance):
 COMPILED = [
     pytest.param(
         *CASES[name], kind, id=f"{kind.name}-{name}",
-        marks=[] if (name == "lenet") == (kind == HardConcrete()) else [pytest.mark.slow],
+        marks=[] if (name == "lenet") and (kind == HardConcrete()) else [pytest.mark.slow],
     )
     for name in CASES
     for kind in KINDS

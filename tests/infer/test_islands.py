@@ -122,6 +122,7 @@ def test_where_a_reader_escapes_notice_the_error_says_what_to_do():
     assert dense.module.a[0].out_features == 8
 
 
+@pytest.mark.slow
 def test_a_part_may_write_into_its_input(tmp_path):
     dense = cut(Two(Writing()))
     dense.save_onnx(tmp_path / "model.onnx")

@@ -80,7 +80,7 @@ def test_macs_are_those_of_one_image_over_all_calls():
     assert found.macs == stem + 2 * refine + head
 
 
-@pytest.mark.parametrize("threshold", [0.0, float("inf")])
+@pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.slow), float("inf")])
 def test_the_export_is_exact_even_where_nothing_is_found(threshold):
     model = detector()
     model.threshold = threshold

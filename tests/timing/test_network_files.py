@@ -51,7 +51,11 @@ def gated_inputs():
 
 @pytest.mark.parametrize(
     "made",
-    [gated, gated_inputs, pytest.param(gated_attention, marks=pytest.mark.slow)],
+    [
+        pytest.param(gated, marks=pytest.mark.slow),
+        gated_inputs,
+        pytest.param(gated_attention, marks=pytest.mark.slow),
+    ],
     ids=["cnn", "inputs", "attention"],
 )
 def test_files_are_those_that_an_export_writes(tmp_path, made):
