@@ -61,10 +61,13 @@ def test_there_is_an_example_of_every_kind_of_task():
     assert [name.split()[0] for name in EXAMPLES] == kinds.split()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("Detection")) for n in EXAMPLES],
-)
+KINDS = [
+    pytest.param(name, marks=pytest.mark.slow if name.startswith("Detection") else ())
+    for name in EXAMPLES
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_the_examples_of_tasks_run(name, capsys):
     if name == "Language modelling":
         pytest.importorskip("transformers")

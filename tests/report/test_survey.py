@@ -199,9 +199,10 @@ def started(path, names):
         pytest.param(forked, marks=pytest.mark.skipif(
             os.environ.get("PYTHONHASHSEED", "random") != "random", reason="all hash alike",
         )),
-        pytest.param(started, marks=pytest.mark.slow),
+        started,
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_every_process_makes_the_same_plan(tmp_path, start):
     """Strings hash to other numbers in each; what was gated in one is exported in another."""
     names = ("layer_norm_stream", "multi_head_attention", "weight_norm")
