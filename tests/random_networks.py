@@ -190,7 +190,7 @@ class Author:
         else:
             number = self.apply(number, layer(size, size))
         norm = nn.BatchNorm1d(size) if is_flat else nn.BatchNorm2d(size)
-        ends = (None, norm, nn.Tanh(), nn.Dropout(), nn.PReLU(size))
+        ends = (None, norm, nn.Tanh(), nn.Hardtanh(), nn.PReLU(size))
         end = ends[self.choose(len(ends))]
         last = number if end is None else self.apply(number, end)
         how = self.choose(4)
