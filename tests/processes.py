@@ -25,9 +25,7 @@ def in_processes(function, *arguments, count=2, folder):
 
 def launched(*arguments, cwd, count=2):
     """A command in processes that were told what torchrun tells: exit code, stdout, stderr."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     codes = exit_codes([(_command, rank, count, port, cwd, arguments) for rank in range(count)])
     written = []
     for stream in ("out", "err"):
@@ -36,6 +34,19 @@ def launched(*arguments, cwd, count=2):
         for path in paths:
             path.unlink()
     return max(codes), *written
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def tell(rank, count, port):
+    """Tell this process what torchrun tells one."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none")
 
 
 def exit_codes(calls):
@@ -82,9 +93,7 @@ def _run(rank, count, folder, function, arguments):
 def _command(rank, count, port, folder, arguments):
     from l0prune.cli.app import main
 
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in told.items()})
-    os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none")
+    tell(rank, count, port)
     os.chdir(folder)
     for number, stream in enumerate(("out", "err"), start=1):
         with open(f"{rank}.{stream}", "wb") as file:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ def _as_graph(subject: Subject) -> _Cut:
     own = own_class(subject.plain, chosen, tensors)
     gone = [branch.name for branch in chosen.gone]
     ways = ways_around(subject.plain, parts.found, gone)
-    classes = [*(around(own, way, parts.plan) for way in ways), own]
+    classes = chain((around(own, way, parts.plan) for way in ways), [own])
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, classes, predicted)
     state = _state(subject, parts.plan, proven)

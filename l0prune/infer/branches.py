@@ -10,21 +10,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, takewhile
+from math import prod
 
 from torch import Tensor
 from torch.fx import Node
 
 from l0prune.capture.provenance import module_of
-from l0prune.infer.inference import Inference, Work
+from l0prune.infer.inference import Inference
 from l0prune.infer.liveness import needs
-from l0prune.infer.nodes import has_tensor, operator_name, shape_of
+from l0prune.infer.nodes import has_tensor, is_writer, operator_name, shape_of, written
 from l0prune.infer.zero_flow import zero_of
 from l0prune.plan.needs import Needs, is_needed, shortest
 
 _SUMS = ("aten.add", "aten.add_")
-
-
 _MOST = 6  # ways in which one node may be needed
 _DEEPEST = 100  # operators between a branch's last parameters and its end
 
@@ -55,31 +55,28 @@ class Branches:
     Attributes:
         endings: in the order of their sums.
         needs: of each node, which of them have to be there for it to be needed.
+        parameters: the same of each parameter, under whichever of its names it is read.
     """
 
     endings: tuple[Ending, ...] = ()
     needs: Mapping[Node, Needs] = field(default_factory=dict)
-
-    def of_parameters(self, infer: Inference) -> dict[str, Needs]:
-        """The same of each parameter, under whichever of its names it is read."""
-        found: dict[str, Needs] = {}
-        for node in infer.captured.graph.find_nodes(op="placeholder"):
-            if infer.is_parameter(node):
-                name = infer.captured.names[node.name]
-                found[name] = shortest((*found.get(name, ()), *self.needs[node]))
-        return found
+    parameters: Mapping[str, Needs] = field(default_factory=dict)
 
     def modules(self, name: str) -> tuple[str, ...]:
         """Paths of the modules of whose own work nothing is needed without this branch."""
-        nodes: dict[str, list[Node]] = defaultdict(list)
-        for node in self.needs:
-            if node.op == "call_function" and self.needs[node]:
-                nodes[module_of(node)].append(node)
         return tuple(
             path
-            for path, of in nodes.items()
-            if path and not any(is_needed(self.needs[node], [name]) for node in of)
+            for path, of in self._needs_of_modules.items()
+            if path and not any(is_needed(each, [name]) for each in of)
         )
+
+    @cached_property
+    def _needs_of_modules(self) -> dict[str, list[Needs]]:
+        found: dict[str, list[Needs]] = defaultdict(list)
+        for node, of in self.needs.items():
+            if node.op == "call_function" and of:
+                found[module_of(node)].append(of)
+        return found
 
     def dead(self, gone: Collection[str]) -> set[Node]:
         """What is needed with all branches and not without these."""
@@ -96,10 +93,10 @@ def branches(infer: Inference, taken: Sequence[str]) -> Branches:
     """
     endings = list(_endings(infer, taken))
     while True:
-        found = Branches(tuple(endings), _needs(infer, endings))
-        hungry = next((of for of in found.needs.values() if len(of) > _MOST), None)
+        of_nodes = _needs(infer, endings)
+        hungry = next((of for of in of_nodes.values() if len(of) > _MOST), None)
         if hungry is None:
-            return found
+            return Branches(tuple(endings), of_nodes, _of_parameters(infer, of_nodes))
         # Without a switch on the last one that it is for, it is needed more often.
         names = [ending.name for ending in endings if any(ending.name in each for each in hungry)]
         endings = [ending for ending in endings if ending.name != names[-1]]
@@ -110,16 +107,23 @@ def _needs(infer: Inference, endings: Sequence[Ending]) -> dict[Node, Needs]:
     return needs(infer.captured.graph, lambda node, user: names.get((node, user)))
 
 
+def _of_parameters(infer: Inference, of_nodes: Mapping[Node, Needs]) -> dict[str, Needs]:
+    found: dict[str, Needs] = {}
+    for node in infer.captured.graph.find_nodes(op="placeholder"):
+        if infer.is_parameter(node):
+            name = infer.captured.names[node.name]
+            found[name] = shortest((*found.get(name, ()), *of_nodes[node]))
+    return found
+
+
 def _endings(infer: Inference, taken: Sequence[str]) -> Iterator[Ending]:
     users = _users_of_parameters(infer)
     read = _needs(infer, ())
-    works: dict[Node, list[Work]] = defaultdict(list)
-    for work in infer.works:
-        works[work.node].append(work)
+    macs_of = _macs(infer)
     names = set(taken)
     for join in infer.captured.graph.nodes:
         candidates = [
-            (sum(_macs(infer, works, region)), end, stays, region, tensors)
+            (sum(macs_of.get(node, 0) for node in region), end, stays, region, tensors)
             for end, stays in _operands(join)
             if (region := _region(end, join, read)) is not None
             and (tensors := _Zeroing(infer, region, users).of(end))
@@ -129,7 +133,7 @@ def _endings(infer: Inference, taken: Sequence[str]) -> Iterator[Ending]:
         # Of two the one with more work is the branch, and the other one the stream.
         macs, end, stays, region, tensors = max(candidates, key=lambda each: each[0])
         if macs:
-            name = _unique(_name((node for node in region if node in works), tensors), names)
+            name = _unique(_name((node for node in region if node in macs_of), tensors), names)
             yield Ending(name, join, end, stays, tuple(dict.fromkeys(tensors)))
 
 
@@ -174,21 +178,17 @@ def _region(end: Node, join: Node, read: Mapping[Node, Needs]) -> frozenset[Node
 
 def _writes_elsewhere(node: Node, region: set[Node]) -> bool:
     """Does it write into something that others may read?"""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable and node.args[0] not in region
+    return is_writer(node) and written(node) not in region
 
 
-def _macs(
-    infer: Inference, works: dict[Node, list[Work]], region: frozenset[Node]
-) -> Iterator[float]:
-    for node in region:
-        for work in works.get(node, ()):
-            macs = work.scale
-            for dim in work.dims:
-                macs *= dim.size
-            for name, number in work.places:
-                macs *= infer.tensors[name][number].size
-            yield macs
+def _macs(infer: Inference) -> dict[Node, float]:
+    """Multiply-accumulates of each node that does work, for one example."""
+    found: dict[Node, float] = defaultdict(float)
+    for work in infer.works:
+        sizes = [dim.size for dim in work.dims]
+        sizes += [infer.tensors[name][number].size for name, number in work.places]
+        found[work.node] += work.scale * prod(sizes)
+    return found
 
 
 def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:

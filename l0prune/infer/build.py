@@ -109,7 +109,7 @@ class Builder:
         )
 
     def _branch(self, ending: Ending) -> Branch:
-        needs = self.branches.of_parameters(self.infer).items()
+        needs = self.branches.parameters.items()
         own = [name for name, of in needs if of and not is_needed(of, [ending.name])]
         sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
         modules = self.branches.modules(ending.name)
@@ -295,7 +295,7 @@ class Builder:
         What the eval graph never reads (auxiliary heads) does not count: no export has it.
         """
         costs, captured = [], self.infer.captured
-        needs = self.branches.of_parameters(self.infer)
+        needs = self.branches.parameters
         for name in self.infer.tensors:
             if name in captured.parameters and name not in captured.unused:
                 owner, of = name.rpartition(".")[0], needs[name]

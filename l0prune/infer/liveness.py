@@ -7,10 +7,10 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.fx import Graph, Node
 
+from l0prune.infer.nodes import written
 from l0prune.plan.needs import ALWAYS, Needs, shortest
 
 
@@ -30,7 +30,7 @@ def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[N
         wanted = {
             each | _named(branch_of(node, user)) for user in node.users for each in found[user]
         }
-        target = _written(node)
+        target = written(node)
         if target is not None:  # whoever reads it later
             wanted |= {e for u in target.users if order[u] > order[node] for e in found[u]}
         found[node] = shortest(wanted)
@@ -39,10 +39,3 @@ def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[N
 
 def _named(branch: str | None) -> frozenset[str]:
     return frozenset() if branch is None else frozenset([branch])
-
-
-def _written(node: Node) -> Node | None:
-    """What the node writes into, if it does."""
-    schema: Any = getattr(node.target, "_schema", None)
-    is_writer = schema is not None and schema.is_mutable and node.args
-    return node.args[0] if is_writer and isinstance(node.args[0], Node) else None

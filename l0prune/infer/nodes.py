@@ -40,6 +40,24 @@ def shape_of(node: Node) -> list[int] | None:
     return [hint(size) for size in value.shape] if isinstance(value, Tensor) else None
 
 
+def is_writer(node: Node) -> bool:
+    """Does the operator write into what it is given?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def written(node: Node) -> Node | None:
+    """The operand that the node writes into; None where there is none."""
+    first = node.args[0] if is_writer(node) and node.args else None
+    return first if isinstance(first, Node) else None
+
+
+def may_view(node: Node) -> bool:
+    """May what the operator gives lie in the memory of an operand?"""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(each.alias_info for each in schema.returns)
+
+
 def has_tensor(node: Node) -> bool:
     """Whether the node yields at least one tensor."""
     value = node.meta.get("val")

@@ -12,7 +12,15 @@ from torch.fx import Node
 
 from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
-from l0prune.infer.nodes import IDENTITIES, argument, is_pointwise, operator_name
+from l0prune.infer.nodes import (
+    IDENTITIES,
+    argument,
+    is_pointwise,
+    is_writer,
+    may_view,
+    operator_name,
+    written,
+)
 from l0prune.infer.registry import ZEROS, Zero, never, registered
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
@@ -154,13 +162,12 @@ class Zeros:
         while pending:  # through all views of the same memory
             top, is_read = pending.pop()
             for user in top.users:
-                schema = getattr(user.target, "_schema", None)
-                writes = schema is not None and schema.is_mutable and user.args[:1] == (top,)
+                writes = written(user) is top
                 if writes and not self._keeps(user, top):
                     writers.append(user)
                 if is_read:
                     readers.append(user)
-                if writes or (schema is not None and any(r.alias_info for r in schema.returns)):
+                if writes or may_view(user):
                     pending.append((user, is_read and not writes))
         return any(writer < reader for writer in writers for reader in readers)
 
@@ -194,8 +201,7 @@ def _is_slot_by_slot(node: Node) -> bool:
 
 def _viewed(node: Node) -> Node | None:
     """The operand that the node gives out in another shape, unchanged; None if it does not."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or not any(r.alias_info for r in schema.returns):
+    if is_writer(node) or not may_view(node):
         return None
     first = node.args[0]
     return first if isinstance(first, Node) else None

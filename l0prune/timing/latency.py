@@ -116,19 +116,23 @@ class TimedLatency(Latency):
         return values if through is None else values * self._meets(through)
 
     def _there(self, kept: Tensor) -> Any:
-        """0 for each term that a branch has which is gone, else 1."""
+        """Whether no branch of a term is gone."""
+        return np.append(kept.numpy() > 0, True)[self._needed].all(-1)
+
+    @cached_property
+    def _needed(self) -> Any:
+        """For each term the slots of its switches, filled up with one that is always there."""
         starts = [axis.start for axis in self.plan.axes]
-        return np.array([float(all(bool(kept[starts[n]]) for n in of)) for of in self._switches])
+        width = max([1, *map(len, self._switches)])
+        filled = [[*of, *[len(starts)] * (width - len(of))] for of in self._switches]
+        return np.array([*starts, self.plan.size])[np.array(filled, dtype=int).reshape(-1, width)]
 
     def _meets(self, through: frozenset[int]) -> Any:
         """1 for each term that one of these axes could take away, else 0."""
-        axes = [axes_of(layout) for layout in self._stairs.layouts]
-        return np.array(
-            [
-                float(any(axes[s.layout] & through for s in term.steps) or {*of} & through != set())
-                for term, of in zip(self._stairs.terms, self._switches, strict=True)
-            ]
-        )
+        of_layout = [axes_of(layout) for layout in self._stairs.layouts]
+        pairs = zip(self._stairs.terms, self._switches, strict=True)
+        axes = (set(of).union(*(of_layout[s.layout] for s in term.steps)) for term, of in pairs)
+        return np.array([float(not through.isdisjoint(each)) for each in axes])
 
 
 def _costs(

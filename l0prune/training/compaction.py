@@ -96,8 +96,7 @@ class Compaction:
                 whole then.
         """
         if kept is None:
-            kept = self._gates.plan.kept(self._gates.open())
-        kept = with_all_branches(self._gates.plan, kept)
+            kept = self._left(self._gates.open())
         self.end()
         if bool(kept.all()):
             return
@@ -115,6 +114,11 @@ class Compaction:
         self.cut, self.share = cut, self._share_of(kept)
         self._hook()
 
+    def _left(self, open_: Tensor) -> Tensor:
+        """The slots that can be cut down to in place: every branch stays, if only as zeros."""
+        plan = self._gates.plan
+        return with_all_branches(plan, plan.kept(open_))
+
     def _share_of(self, kept: Tensor) -> float:
         cost = cost_of(self._gates.plan)
         return cost.amount(kept.double(), "macs") / max(cost.dense("macs"), 1)
@@ -129,8 +133,7 @@ class Compaction:
         before, self._closed = self._closed, closed
         if before is None:
             return
-        plan = self._gates.plan
-        kept = with_all_branches(plan, plan.kept(~(closed & before)))
+        kept = self._left(~(closed & before))
         if self._share_of(kept) <= _LESS * self.share:
             self.begin(kept)
 

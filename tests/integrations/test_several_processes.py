@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
-from processes import in_processes
+from processes import free_port, in_processes, tell
 
 import l0prune
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
@@ -16,17 +13,10 @@ from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsificat
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
-def told(rank, count, port):
-    """What torchrun tells a process."""
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="none")
-
-
 def of_trainer(rank, count, port, folder):
     from test_trainer_callback import TEXTS, gated, llama, trained
 
-    told(rank, count, port)
+    tell(rank, count, port)
     return summary(
         *trained(
             folder,
@@ -43,7 +33,7 @@ def of_lightning(rank, count, port, folder, parts=1, **arguments):
     from small_task import gated
     from test_lightning_callback import trained
 
-    told(rank, count, port)
+    tell(rank, count, port)
     return summary(
         *trained(
             folder,
@@ -63,9 +53,7 @@ def of_lightning_on_the_same_batches(rank, count, port, folder):
 
 
 def in_several(run, count, folder):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (own := folder / str(count)).mkdir()
     return in_processes(run, count, port, own, count=count, folder=own)
 

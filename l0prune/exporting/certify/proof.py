@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -134,7 +134,7 @@ def prove(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    classes: Sequence[OwnClass],
+    classes: Iterable[OwnClass],
     predicted: int,
 ) -> Proven:
     """The dense model, and all that shows that it computes what the gated one does.
@@ -158,7 +158,7 @@ def _prove_whole(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    classes: Sequence[OwnClass],
+    classes: Iterable[OwnClass],
     predicted: int,
 ) -> Proven:
     """A model of one piece: its graph must be right, its own class may be."""
@@ -191,7 +191,7 @@ def _prove_parts(
     subject: Subject,
     parts: Parts,
     graphs: Mapping[str, GraphModule],
-    classes: Sequence[OwnClass],
+    classes: Iterable[OwnClass],
     predicted: int,
 ) -> Proven:
     """A model of which only islands were captured: their own classes, or else their graphs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -202,7 +202,7 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
 
 
 def first_right(
-    classes: Sequence[OwnClass], references: Sequence[Reference]
+    classes: Iterable[OwnClass], references: Sequence[Reference]
 ) -> tuple[OwnClass, Choice]:
     """The first class that is right, or else the last one, and the choice in it."""
     for own in classes:

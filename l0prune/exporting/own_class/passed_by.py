@@ -33,7 +33,7 @@ _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they chang
 
 def ways_around(
     plain: nn.Module, parts: Sequence[Part], gone: Collection[str]
-) -> list[dict[str, Layer]]:
+) -> Iterator[dict[str, Layer]]:
     """By path what modules become, the way that leaves least to compute first; none if none is.
 
     Args:
@@ -41,14 +41,14 @@ def ways_around(
         parts: of it, as they were captured.
         gone: names of the branches that are gone.
     """
-    found: list[dict[str, Layer]] = []
+    last: dict[str, Layer] | None = None
     for whole_blocks in (True, False) if gone else ():
         way: dict[str, Layer] = {}
         for part in parts:
             way |= _way(plain, part, gone, whole_blocks)
-        if way not in found:
-            found.append(way)
-    return found
+        if way != last:
+            yield way
+        last = way
 
 
 def _way(

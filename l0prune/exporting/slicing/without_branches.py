@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
+from l0prune.infer.nodes import may_view, written
 
 
 def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> None:
@@ -18,6 +19,8 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
         branches: of the capture.
         gone: names of those that are left out.
     """
+    if not gone:
+        return
     nodes = {node.name: node for node in module.graph.nodes}
     out = [ending for ending in branches.endings if ending.name in gone]
     for ending in out:
@@ -41,7 +44,7 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
 
 def _is_written_into(node: Node) -> bool:
     """Does an operator write into this value later, or into a view of it?"""
-    return any(_writes(user, value) for value in _views(node) for user in value.users)
+    return any(written(user) is value for value in _views(node) for user in value.users)
 
 
 def _views(node: Node) -> Iterator[Node]:
@@ -51,13 +54,6 @@ def _views(node: Node) -> Iterator[Node]:
         value = pending.pop()
         yield value
         for user in value.users:
-            schema = getattr(user.target, "_schema", None)
-            is_view = schema is not None and any(each.alias_info for each in schema.returns)
-            if is_view and user not in seen:
+            if may_view(user) and user not in seen:
                 seen.add(user)
                 pending.append(user)
-
-
-def _writes(user: Node, value: Node) -> bool:
-    schema = getattr(user.target, "_schema", None)
-    return schema is not None and schema.is_mutable and user.args[:1] == (value,)
