@@ -7,6 +7,9 @@ to a share of the dense network's time: one thread, batch 1. Files are written b
 for all ways alike, and timed in turns with the dense network's. The ways:
 
 - ``l0prune``: gates learn under ``budget="latency=…"``, for half of the epochs;
+- ``l0prune-branches``: only whole branches have gates; ``l0prune-both``: they do beside the widths,
+  and are decided after a part ``decide`` of the steps in which gates learn, its default, all of it
+  (``-late``) or less (``-early``);
 - ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
 - ``fisher``: our one-shot score, ``fit`` to the budget in latency;
@@ -101,9 +104,17 @@ def learned(model: nn.Module, job: Job, **budget: Any) -> nn.Module:
     return small
 
 
-def in_latency(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
-    l0prune.gate(model, (job.example(),))
-    return learned(model, job, budget=f"latency={share}", latency=l0prune.measure(model))
+def in_latency(
+    model: nn.Module,
+    share: float,
+    job: Job,
+    clock: Clock,
+    decide: float | None = None,
+    **gated: Any,
+) -> nn.Module:
+    l0prune.gate(model, (job.example(),), **gated)
+    when = {} if decide is None else {"decide": decide}
+    return learned(model, job, budget=f"latency={share}", latency=l0prune.measure(model), **when)
 
 
 def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
@@ -175,6 +186,10 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
     "l0prune": in_latency,
+    "l0prune-branches": partial(in_latency, branches=True, exclude="*"),
+    "l0prune-both": partial(in_latency, branches=True),
+    "l0prune-both-late": partial(in_latency, branches=True, decide=1.0),
+    "l0prune-both-early": partial(in_latency, branches=True, decide=0.4),
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),

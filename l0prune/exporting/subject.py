@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.certify.sizes import Sizes, sizes_taken
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach, gates_of
-from l0prune.infer.build import analyse
+from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
 from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import switched
+from l0prune.plan.switches import switched, under_switches
 from l0prune.running.stages import stage
 
 
@@ -115,7 +116,7 @@ def surveyed(subject: Subject) -> Parts:
     if gated_by.parts == ("",):
         for captured in (with_free_batch(plain, example, subject.free), None):
             analysis = with_code(analyse(captured or capture(plain, *example)), plain)
-            analysis = replace(analysis, plan=_as_gated(analysis.plan, gated_by))
+            analysis = _analysed_as_gated(analysis, gated_by)
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
@@ -123,8 +124,8 @@ def surveyed(subject: Subject) -> Parts:
         parts = parts_of(plain, example)
         parts.plan = _as_gated(parts.plan, gated_by)
         for number, part in enumerate(parts.found):
-            plan = _as_gated(part.analysis.plan, gated_by)
-            parts.found[number] = replace(part, analysis=replace(part.analysis, plan=plan))
+            analysis = _analysed_as_gated(part.analysis, gated_by)
+            parts.found[number] = replace(part, analysis=analysis)
         if _same_gates(parts.plan, gated_by):
             return parts
     raise UsageError(
@@ -133,6 +134,18 @@ def surveyed(subject: Subject) -> Parts:
         "model by a global or another object, where a copy still finds the original: let it use "
         "self, or what self holds."
     )
+
+
+def _analysed_as_gated(analysis: Analysis, gated_by: Plan) -> Analysis:
+    plan = _as_gated(analysis.plan, gated_by)
+    convert = under_switches(plan)
+
+    def converted(layouts: Any) -> Any:
+        is_many = isinstance(layouts, tuple)
+        return tuple(map(converted, layouts)) if is_many else convert(layouts)
+
+    layouts = {name: converted(of) for name, of in analysis.layouts.items()}
+    return replace(analysis, plan=plan, layouts=layouts)
 
 
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:

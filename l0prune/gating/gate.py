@@ -169,15 +169,16 @@ def gates(model: nn.Module) -> Gates:
 
 def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs) -> Plan:
     """The part of the plan that the user wants gated, and switches on branches."""
-    switches = _branches(plan, branches)
-    if not plan.axes and not switches:
+    with_switches = switched(plan, _branches(plan, branches))
+    if not with_switches.axes:
         reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
         raise NothingToPrune(
             "nothing in this model can be cut out" + (f":\n{reasons}" if reasons else "")
         )
     left_out = named(plan.names, exclude, "exclude", "axis of this model")
     wanted = named(plan.names, include, "include", "axis of this model")
-    selected = switched(plan.select(set(wanted) - set(left_out)), switches)
+    switches = with_switches.names[len(plan.names) :]
+    selected = with_switches.select({*wanted, *switches} - set(left_out))
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={include!r}, exclude={exclude!r}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod as product
@@ -12,8 +12,9 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
-from l0prune.infer.branches import Branches, Ending, branches
+from l0prune.infer.branches import Branches, branches
 from l0prune.infer.decomposition import take_apart
+from l0prune.infer.ending import Ending
 from l0prune.infer.expressions import (
     COPIES,
     Cat,
@@ -94,7 +95,7 @@ class Builder:
             self.sizes.append(var.size)
         self._add_fine_axes()
         axes = self._axes()
-        self.branches = branches(self.infer, [axis.name for axis in axes])
+        self.branches = branches(self.infer, self.numbers, [axis.name for axis in axes])
         return Plan(
             axes=axes,
             pins=pins(self.infer, self.numbers, self.fine),
@@ -105,15 +106,16 @@ class Builder:
             roles=self._roles(),
             wider=tuple(self._wider()),
             activations=tuple(activations(self.infer, self.layout)),
-            branches=tuple(map(self._branch, self.branches.endings)),
+            branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
         )
 
-    def _branch(self, ending: Ending) -> Branch:
+    def _branch(self, ending: Ending, axes: Sequence[Axis]) -> Branch:
         needs = self.branches.parameters.items()
         own = [name for name, of in needs if of and not is_needed(of, [ending.name])]
         sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
         modules = self.branches.modules(ending.name)
-        return Branch(ending.name, ending.tensors, sum(sizes), modules)
+        parts = tuple(axes[self.numbers[var]].name for var in ending.axes)
+        return Branch(ending.name, ending.tensors, sum(sizes), modules, parts)
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
         """What has to keep more positions than another, or than none.

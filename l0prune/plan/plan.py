@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -278,7 +278,7 @@ class Plan:
             return substitute(layout, leaf)
 
         sites = (replace(site, layout=convert(site.layout)) for site in self.sites)
-        return self._map(axes, (site for site in sites if axes_of(site.layout)), convert)
+        return self.mapped(axes, (site for site in sites if axes_of(site.layout)), convert)
 
     def narrowed(self, kept: Tensor) -> Plan:
         """The plan of the network that is left when slots are cut out.
@@ -313,13 +313,13 @@ class Plan:
             # Gates of a layer may be fewer than those that cut it: all heads but not their sizes.
             return replace(of, layout=those(*stays(of.layout), left(of.tensor, of.dim)))
 
-        result = self._map(axes, map(site, self.sites), lambda layout: stays(layout)[0])
+        result = self.mapped(axes, map(site, self.sites), lambda layout: stays(layout)[0])
         return replace(result, code=result.code.cut(left))
 
-    def _map(
+    def mapped(
         self, axes: Iterable[Axis], sites: Iterable[Site], convert: Callable[[Layout], Layout]
     ) -> Plan:
-        """The same plan on other axes and at other sites, with every other layout changed."""
+        """The same plan on other axes and at other sites, with every other layout converted."""
         return replace(
             self,
             axes=tuple(axes),
@@ -350,7 +350,7 @@ class Plan:
             "alike": [list(map(to_json, dims)) for dims in self.alike],
             "code": self.code.to_json(),
             "activations": [each.to_json() for each in self.activations],
-            "branches": [[b.name, b.tensors, b.size, b.modules] for b in self.branches],
+            "branches": [list(astuple(branch)) for branch in self.branches],
         }
         return json.dumps(data)
 
@@ -380,7 +380,8 @@ class Plan:
                 code=Code.from_json(data.get("code", {})),
                 activations=tuple(map(Activation.from_json, data.get("activations", ()))),
                 branches=tuple(
-                    Branch(n, tuple(t), s, tuple(m)) for n, t, s, m in data.get("branches", ())
+                    Branch(name, tuple(tensors), size, *map(tuple, rest))
+                    for name, tensors, size, *rest in data.get("branches", ())
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -1,15 +1,31 @@
-"""Switches: one gate for a whole branch, beside the gates of the slots in it."""
+"""Switches: one gate for a whole branch, beside the gates of the slots in it.
+
+What is added to a stream is multiplied by its switch; the slots of what is put beside others are
+there if their own gates and the switch are open, wherever they occur.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from l0prune.plan.branch import KIND
-from l0prune.plan.layout import Both, Const, Layout, Prod, Slots, size_of
+from l0prune.plan.layout import (
+    Both,
+    Cat,
+    Const,
+    Layout,
+    Pick,
+    Prod,
+    Slots,
+    children,
+    size_of,
+    substitute,
+)
 from l0prune.plan.needs import in_switches
 from l0prune.plan.plan import Axis, Plan, Site
 
@@ -17,10 +33,11 @@ from l0prune.plan.plan import Axis, Plan, Site
 def switched(plan: Plan, names: Collection[str]) -> Plan:
     """The same plan with a switch on each branch of these names: an axis with one slot.
 
-    The branch is multiplied by it, and whatever is needed for some branches costs what it did times
-    the probability that the switches of one of them are open.
+    Whatever is needed for some branches costs what it did times the probability that the switches
+    of one of them are open. A branch that is made of axes that the plan has not gets none.
     """
-    found = [branch for branch in plan.branches if branch.name in names]
+    there = set(plan.names)
+    found = [each for each in plan.branches if each.name in names and there.issuperset(each.axes)]
     if not found:
         return plan
     first, start = len(plan.axes), plan.size
@@ -33,15 +50,53 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
     for branch in found:
         for tensor in branch.tensors:
             site = _site(plan, sites, tensor)
-            under = Prod((switch(numbers[branch.name]), site.layout))
-            sites[site.tensor, site.dim] = replace(site, layout=under)
+            layout = Prod((switch(numbers[branch.name]), site.layout))
+            sites[site.tensor, site.dim] = replace(site, layout=layout)
     costs = []
     for cost in plan.costs:
         for switches, sign in in_switches(cost.needed, numbers).items():
             dims = (*cost.dims, *map(switch, sorted(switches)))
             costs.append(replace(cost, scale=sign * cost.scale, dims=dims))
-    sites_now = tuple(sites.values())
-    return replace(plan, axes=(*plan.axes, *axes), sites=sites_now, costs=tuple(costs))
+    result = replace(plan, axes=(*plan.axes, *axes), costs=tuple(costs))
+    convert = under_switches(result)
+    under = (replace(site, layout=convert(site.layout)) for site in sites.values())
+    return result.mapped(result.axes, under, convert)
+
+
+def under_switches(plan: Plan) -> Callable[[Layout], Layout]:
+    """Converts layouts of a plan before it had switches to what they are with these."""
+    numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
+    switches: dict[int, list[Layout]] = defaultdict(list)
+    for branch in plan.branches:
+        for name in branch.axes:
+            if branch.name in numbers and name in numbers:
+                switches[numbers[name]].append(switch(numbers[branch.name]))
+
+    def leaf(slots: Slots) -> Layout:
+        return Prod((*switches[slots.axis], slots)) if slots.axis in switches else slots
+
+    return (lambda layout: substitute(layout, leaf)) if switches else (lambda layout: layout)
+
+
+def without_switches(plan: Plan, layout: Layout) -> Layout:
+    """The layout as it was before the plan had switches."""
+    match layout:
+        case Prod(factors):
+            kept = (without_switches(plan, f) for f in factors if not _is_switch(plan, f))
+            left = tuple(kept)
+            return left[0] if len(left) == 1 < len(factors) else Prod(left)
+        case Cat(parts):
+            return Cat(tuple(without_switches(plan, part) for part in parts))
+        case Both(base, fine):
+            return Both(without_switches(plan, base), without_switches(plan, fine))
+        case Pick(base, index):
+            return Pick(without_switches(plan, base), index)
+        case _:
+            return layout
+
+
+def _is_switch(plan: Plan, layout: Layout) -> bool:
+    return isinstance(layout, Slots) and plan.axes[layout.axis].kind == KIND
 
 
 def switch(number: int) -> Layout:
@@ -63,8 +118,36 @@ def gone(plan: Plan, kept: Tensor) -> list[str]:
 
 
 def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
-    """The slots that stay where every branch has to: its switch multiplies it by zero there."""
-    return kept | switches_of(plan)
+    """The slots that stay where every branch has to: its switch multiplies it by zero there.
+
+    What only branches need that are gone is as narrow as it can be.
+    """
+    return plan.kept(kept & ~_idle(plan, kept)) | switches_of(plan)
+
+
+def _idle(plan: Plan, kept: Tensor) -> Tensor:
+    """Slots that cost nothing since all that they are for is gone: bool, ``(plan.size,)``."""
+    result = torch.zeros(plan.size, dtype=torch.bool)
+    out = {n for n, a in enumerate(plan.axes) if a.kind == KIND and not bool(kept[a.start])}
+    if out:
+        there = (_there(Prod(cost.dims), out) for cost in plan.costs)
+        needed = set().union(*(axes for axes in there if axes is not None))
+        for number in set(range(len(plan.axes))) - needed - out:
+            result[plan.axes[number].slice] = True
+    return result
+
+
+def _there(layout: Layout, out: Collection[int]) -> frozenset[int] | None:
+    """The axes at the positions that are left without these; None where none are left."""
+    match layout:
+        case Slots(axis):
+            return None if axis in out else frozenset([axis])
+        case Cat(parts):
+            some = [axes for part in parts if (axes := _there(part, out)) is not None]
+            return frozenset().union(*some) if some else None
+        case _:
+            every = [_there(child, out) for child in children(layout)]
+            return None if None in every else frozenset().union(*filter(None, every))
 
 
 def switches_of(plan: Plan) -> Tensor:

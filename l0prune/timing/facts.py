@@ -11,6 +11,7 @@ from typing import Any
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, from_json, to_json
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import without_switches
 
 
 def plan_id(plan: Plan) -> str:
@@ -19,7 +20,10 @@ def plan_id(plan: Plan) -> str:
     A table is of all branches, and good whichever of them has a switch.
     """
     axes = [[axis.name, axis.size] for axis in plan.axes if axis.kind != KIND]
-    tensors = {name: list(map(to_json, dims)) for name, dims in plan.tensors.items()}
+    tensors = {
+        name: [to_json(without_switches(plan, dim)) for dim in dims]
+        for name, dims in plan.tensors.items()
+    }
     return hashlib.sha256(json.dumps([axes, tensors], sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from l0prune.cost.measures import Latency
 from l0prune.cost.model import Axes, CostModel
 from l0prune.gating.attaching import gates_of
-from l0prune.plan.layout import axes_of
+from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.plan import Cost, Plan
-from l0prune.plan.switches import switch, switches_by_module
+from l0prune.plan.switches import switch, switches_by_module, under_switches
 from l0prune.timing.groups import Group
 from l0prune.timing.sampling import preferred_blocks, slots_of
 from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
@@ -49,6 +50,8 @@ class TimedLatency(Latency):
         observing: Callable[[nn.Module], Observe | None],
     ) -> None:
         owners = [*(group.owner for group in groups), OVERHEAD]
+        convert = under_switches(plan)
+        stairs, smooth = (_converted(each, convert) for each in (stairs, smooth))
         switches = switches_by_module(plan)
         super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name, switches)))
         self._owners, self._stairs = owners, stairs
@@ -133,6 +136,10 @@ class TimedLatency(Latency):
         pairs = zip(self._stairs.terms, self._switches, strict=True)
         axes = (set(of).union(*(of_layout[s.layout] for s in term.steps)) for term, of in pairs)
         return np.array([float(not through.isdisjoint(each)) for each in axes])
+
+
+def _converted(stairs: Stairs, convert: Callable[[Layout], Layout]) -> Stairs:
+    return replace(stairs, layouts=tuple(map(convert, stairs.layouts)))
 
 
 def _costs(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from l0prune.plan.layout import Cat, Const, Layout, Prod, axes_of, from_json, to_json
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import without_switches
 
 Numbers = tuple[int, ...]
 """One number in each of the files that are compared."""
@@ -99,7 +100,7 @@ class SizeFinder:
         if len(set(numbers)) == 1:
             return constant(numbers[0])
         if hint is not None and self.numbers(hint) == numbers:
-            return Size(hint)
+            return Size(without_switches(self.plan, hint))
         if numbers in self._by_numbers:
             return Size(self._by_numbers[numbers])
         if all(number > 0 for number in numbers):
@@ -133,6 +134,7 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
     """What a number may be the size of, the plainest first."""
     dims = [dim for dims in plan.tensors.values() for dim in dims]
     dims += [dim for cost in plan.costs for dim in cost.dims]
+    dims = [without_switches(plan, dim) for dim in dims]
     found = dict.fromkeys(dim for dim in dims if axes_of(dim))
     plain = sorted(found, key=lambda layout: len(axes_of(layout)))
     yield from plain

@@ -69,6 +69,14 @@ class GateSettings(BaseModel):
         description="Part of the steps before settling in which a budget's target sinks from the "
         "dense count to what it is.",
     )
+    decide: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="Part of the steps before settling after which branches that have gates of "
+        "their own stay or are gone, so that the widths of what stays can still learn what the "
+        "budget leaves them.",
+    )
     counting: Literal["joint", "groups"] = Field(
         "joint",
         description="How the penalty counts: joint, exactly E‖θ‖₀; or groups, as the paper's "

@@ -15,6 +15,7 @@ from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
 from l0prune.training.compaction import Compaction
+from l0prune.training.decision import Decision
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
@@ -93,6 +94,7 @@ class Pruner:
         self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
         self.budget = self._terms.budget
         self.compaction = Compaction(model)
+        self._decision = Decision(self.gates, round(self._settings.decide * self.phases.learning))
         is_asked = not self._drives_itself or "compact" in settings
         self._when = self._settings.compact if is_asked else "never"
         self.step = 0
@@ -266,6 +268,8 @@ class Pruner:
         self.step += 1
         self._work += self.compaction.share
         self._anneal()
+        if self.step <= self.phases.learning:
+            self._decision.hold(self.step)
 
     def _anneal(self) -> None:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))

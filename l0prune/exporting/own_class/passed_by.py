@@ -1,8 +1,9 @@
 """Modules of a model that nothing needs any more, since branches are gone.
 
 Its own class goes on as it is where these give their input back. A block of which all branches are
-gone gives back what it takes; else the last module of a branch gives zeros, and those before it
-hand their input on. Whether that is right, the comparison of the class shows.
+gone gives back what it takes; else the last module of a branch gives zeros, or nothing where it was
+put beside others, and those before it hand their input on. Whether that is right, the comparison
+of the class shows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from l0prune.capture.provenance import is_within, modules_of, within
 from l0prune.capture.recording import record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
-from l0prune.infer.branches import Ending
+from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import operator_name, shape_of
 from l0prune.infer.parts import Part
 from l0prune.plan.needs import is_needed
@@ -57,7 +58,7 @@ def _way(
     branches = part.analysis.branches
     endings = [each for each in branches.endings if each.name in gone]
     nodes = _nodes_by_module(plain, part)
-    joins = {ending.join for ending in endings}
+    joins = {join for ending in endings for join in ending.joins if ending.tensors}
     dead = branches.dead(gone)
     gives: dict[str, str] = {}
     if whole_blocks:
@@ -71,7 +72,7 @@ def _way(
         before = _before(ending.end, dead)
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
         if mine:  # its last module
-            gives[max(mine, key=lambda path: max(mine[path]))] = _zero(ending, before)
+            gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before)
     results = _results(plain, list(gives), part.example)
     return {
         path: Layer({"gives": what, "results": results[path]}, kind=_KIND)
@@ -90,10 +91,12 @@ def _before(end: Node, dead: Set[Node]) -> set[Node]:
     return found
 
 
-def _zero(ending: Ending, before: Set[Node]) -> str:
-    """How its last module gives zeros, if it is handed what the first one took."""
+def _instead(ending: Ending, before: Set[Node]) -> str:
+    """What its last module gives if it is handed what the first one took: nothing, or zeros."""
+    if ending.axes:
+        return "nothing"
     outside = {each for node in before for each in node.all_input_nodes} - before
-    wanted = shape_of(ending.join)
+    wanted = shape_of(ending.joins[0])
     return "zeros" if any(shape_of(node) == wanted for node in outside) else "zero"
 
 

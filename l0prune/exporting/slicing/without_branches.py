@@ -1,13 +1,18 @@
-"""Leaving whole branches out of a captured graph: a sum without one is its other operand."""
+"""Leaving whole branches out of a captured graph.
+
+A sum without one is its other operand, and a concatenation has a part less.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
+from l0prune.infer.ending import joined
 from l0prune.infer.nodes import may_view, written
 
 
@@ -21,25 +26,35 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
     """
     if not gone:
         return
+    ends: dict[Node, list[Node]] = defaultdict(list)
+    for ending in branches.endings:
+        for join in ending.joins if ending.name in gone else ():
+            ends[join].append(ending.end)
     nodes = {node.name: node for node in module.graph.nodes}
-    out = [ending for ending in branches.endings if ending.name in gone]
-    for ending in out:
-        join = nodes[ending.join.name]
-        position = ending.join.args.index(ending.stays)
-        stays = join.args[position]
-        assert isinstance(stays, Node)
-        if _is_written_into(join) and len(stays.users) > 1:
-            with module.graph.inserting_before(join):
-                stays = module.graph.call_function(torch.ops.aten.clone.default, (stays,))
-        join.replace_all_uses_with(stays)
-        module.graph.erase_node(join)
-        nodes[ending.join.name] = stays
+    for join, out in ends.items():
+        # by place: what stands there now is another node if it was a join, too
+        places = [place for place, each in enumerate(joined(join)) if each not in out]
+        _leave(nodes[join.name], places)
     dead = {node.name for node in branches.dead(gone)}
     for node in reversed(list(module.graph.nodes)):
         # torch keeps what writes in place, which these do into nothing that is left
         if node.name in dead and not node.users:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
+
+
+def _leave(join: Node, places: Sequence[int]) -> None:
+    """Let a join have only the operands at these places."""
+    operands = joined(join)
+    left, *others = (operands[place] for place in places)
+    if others:
+        join.args = ([left, *others], *join.args[1:])
+        return
+    if _is_written_into(join) and len(left.users) > 1:
+        with join.graph.inserting_before(join):
+            left = join.graph.call_function(torch.ops.aten.clone.default, (left,))
+    join.replace_all_uses_with(left)
+    join.graph.erase_node(join)
 
 
 def _is_written_into(node: Node) -> bool:

@@ -179,7 +179,8 @@ class PassedBy(nn.Module):
     """What is left of a module that nothing needs any more.
 
     Attributes:
-        gives: ``input``, its first one, as it came; ``zeros`` of its shape; or one ``zero``.
+        gives: ``input``, its first one, as it came; ``zeros`` of its shape; one ``zero``; or
+            ``nothing``, an empty vector, which torch.cat leaves out.
         results: how many it returned in a tuple, of which the others are None now; 0 for no tuple.
     """
 
@@ -190,8 +191,11 @@ class PassedBy(nn.Module):
         """Takes what the module took. Shape: as the first input, or ``()``."""
         first = args[0] if args else next(iter(kwargs.values()))
         if self.gives != "input":
+            while isinstance(first, list | tuple):
+                first = first[0]
             assert isinstance(first, Tensor)
-            first = torch.zeros_like(first) if self.gives == "zeros" else first.new_zeros(())
+            size = {"zeros": first.shape, "zero": (), "nothing": (0,)}[self.gives]
+            first = first.new_zeros(size)
         return (first,) + (None,) * (self.results - 1) if self.results else first
 
     def extra_repr(self) -> str:
