@@ -87,16 +87,17 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
     The dense network may have other nodes than one that is cut; then a third one that is cut is
     compared in its place.
     """
-    *first, third = telling_widths(plan, 3)
     found = []
-    for number, widths in enumerate([[axis.size for axis in plan.axes], *first]):
+    sizes = [axis.size for axis in plan.axes]
+    for number, widths in enumerate([sizes, *telling_widths(plan, _COMPARED - 1)]):
         with stage(f"exporting network {number + 1} of {_COMPARED}, to learn its sizes"):
             found.append(exporter.network(widths))
     try:
         return found[0], found[0].model, _common(plan, found)
     except NoTemplate:
         with stage("exporting another network, since the dense one has other nodes"):
-            cut = [*found[1:], exporter.network(third)]
+            (another,) = telling_widths(plan, 1, seed=1)
+            cut = [*found[1:], exporter.network(another)]
     try:
         return found[0], cut[0].model, _common(plan, cut)
     except NoTemplate as error:

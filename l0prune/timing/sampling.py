@@ -25,26 +25,25 @@ Widths = list[int]
 def telling_widths(plan: Plan, count: int, seed: int = 0) -> list[Widths]:
     """Widths that tell all axes apart, where that is possible.
 
-    Random ones between a quarter and all of each axis; of some draws the best.
+    Random ones between a quarter and all of each axis, such as no other of its size has.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def draw() -> list[Widths]:
-        return [[_fewer(axis, generator) for axis in plan.axes] for _ in range(count)]
-
-    return max((draw() for _ in range(_TRIES)), key=lambda drawn: _told_apart(plan, drawn))
+    taken: set[tuple[int, ...]] = set()
+    drawn = []
+    for axis in plan.axes:
+        draws = (tuple(_fewer(axis, generator) for _ in range(count)) for _ in range(_TRIES))
+        some = next(draws)
+        while (axis.size, *some) in taken and (other := next(draws, None)) is not None:
+            some = other
+        taken.add((axis.size, *some))
+        drawn.append(some)
+    return [list(widths) for widths in zip(*drawn, strict=True)]
 
 
 def _fewer(axis: Axis, generator: torch.Generator) -> int:
     """Some slots, but not all, if there are several."""
     low = max(1, axis.size // 4)
     return int(torch.randint(low, max(low + 1, axis.size), (), generator=generator))
-
-
-def _told_apart(plan: Plan, drawn: Sequence[Widths]) -> int:
-    """How many axes differ, in their sizes or in what is left of them."""
-    sizes = (axis.size for axis in plan.axes)
-    return len(set(zip(sizes, *drawn, strict=True)))
 
 
 def sampled_widths(

@@ -66,11 +66,13 @@ def test_sizes_survive_json():
             Size.from_json(data)
 
 
-@given(st.lists(st.integers(1, 40), min_size=2, max_size=12), st.integers(0, 100))
-def test_axes_are_told_apart_wherever_that_is_possible(sizes, seed):
+@given(
+    st.lists(st.integers(1, 40), min_size=2, max_size=12), st.integers(2, 3), st.integers(0, 100)
+)
+def test_axes_are_told_apart_wherever_that_is_possible(sizes, count, seed):
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     axes = tuple(Axis(f"a{i}", "channel", s, starts[i], 1) for i, s in enumerate(sizes))
-    drawn = telling_widths(Plan(axes, (), {}, (), ()), 3, seed)
+    drawn = telling_widths(Plan(axes, (), {}, (), ()), count, seed)
     keys = [(size, *widths) for size, *widths in zip(sizes, *drawn, strict=True)]
     large = [key for key in keys if key[0] >= 12]
     assert len(set(large)) == len(large)
