@@ -214,6 +214,25 @@ class Author:
         if shape[1] + self.values[b].shape[1] <= 24:
             self.step(f"concat of {a}, {b}", lambda v: torch.cat([v[a], v[b]], 1))
 
+    def add_beside(self) -> None:
+        """One or two paths put beside a value, of which the second reads the first, too."""
+        start = self.pick()
+        is_flat = self.values[start].ndim == 2
+        for _ in range(1 + self.choose(2)):
+            size, width = self.values[start].shape[1], self.width()
+            if size + width > 24:
+                return
+            layer = nn.Linear(size, width) if is_flat else nn.Conv2d(size, width, 3, padding=1)
+            last = self.apply(start, layer)
+            if self.choose(2):
+                last = self.apply(last, (nn.ReLU(), nn.Sigmoid())[self.choose(2)])
+            how, before = self.choose(2), start
+            parts = (before, last) if how else (last, before)
+            start = self.step(
+                f"{parts[0]} beside {parts[1]}",
+                lambda v, parts=parts: torch.cat([v[part] for part in parts], 1),
+            )
+
     def add_glu(self) -> None:
         number = self.pick(even=True)
         if number is not None:

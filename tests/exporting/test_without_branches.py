@@ -223,3 +223,71 @@ def test_transformers_lose_attention_and_mlp(closed, operator):
     dense = l0prune.export(model)
     assert operator not in operators(dense.program.graph_module)
     assert difference(model, dense, x) <= 1e-10
+
+
+class Layer(nn.Module):
+    """Of a DenseNet: it reads all that there is, and gives a little more."""
+
+    def __init__(self, reads, gives):
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(reads), nn.BatchNorm2d(6)
+        self.conv1 = nn.Conv2d(reads, 6, 1, bias=False)
+        self.conv2 = nn.Conv2d(6, gives, 3, padding=1, bias=False)
+
+    def forward(self, parts):
+        y = self.conv1(F.relu(self.norm1(torch.cat(parts, 1))))
+        return self.conv2(F.relu(self.norm2(y)))
+
+
+class Dense(nn.Module):
+    """Layers that read each other, two paths side by side, and a norm over all."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 5, 3, padding=1)
+        self.layers = nn.ModuleList(Layer(5 + 4 * i, 4) for i in range(3))
+        self.wide, self.small = nn.Conv2d(17, 6, 3, padding=1), nn.Conv2d(17, 4, 1)
+        self.norm, self.head = nn.BatchNorm2d(10), nn.Linear(10, 4)
+
+    def forward(self, x):
+        parts = [self.stem(x)]
+        for layer in self.layers:
+            parts.append(layer(parts))
+        x = F.relu(torch.cat(parts, 1))
+        x = torch.cat((self.wide(x), F.avg_pool2d(self.small(x), 3, 1, 1)), dim=1)
+        return self.head(F.relu_(self.norm(x)).mean((2, 3)))
+
+
+LAYERS = ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(
+    "closed", [("layers.1",), ("layers.0", "layers.2"), (*LAYERS, "wide.branch")]
+)
+def test_parts_of_concatenations_are_gone(closed, tmp_path):
+    model = gated(Dense(), *closed)
+    assert set(branches_of(model)) == {*LAYERS, "wide.branch"}
+    dense = l0prune.export(model)
+    assert difference(model, dense, X) <= 1e-10
+    assert graph_difference(model, dense, X) <= 1e-10
+    layers = 3 - len({*LAYERS} & {*closed})
+    wide = int("wide.branch" not in closed)
+    left = operators(dense.program.graph_module)
+    assert left["conv2d"] == 1 + 2 * layers + wide + 1
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert onnx_difference(model, dense, tmp_path / "model.onnx", X) <= 1e-5
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert Counter(node.op_type for node in graph.node)["Conv"] == left["conv2d"]
+    assert all(len(node.input) > 1 for node in graph.node if node.op_type == "Concat")
+    assert all(all(each.dims) for each in graph.initializer)
+    assert {dense.widths[name] for name in closed} == {(0, 1)}
+    assert dense.params == sum(p.numel() for p in dense.module.parameters())
+
+
+def test_a_class_goes_on_without_parts_of_concatenations():
+    dense = l0prune.export(gated(Dense(), "layers.1", "wide.branch"))
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is Dense
+    assert isinstance(dense.module.layers[1], PassedBy)
+    assert isinstance(dense.module.wide, PassedBy)
+    assert dense.module.layers[1]([torch.zeros(2, 5, 8, 8)]).shape == (0,)

@@ -45,9 +45,11 @@ OPTIMIZERS = {
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def gated(module: nn.Module, example: tuple[Tensor, ...], closed: float = 0.4) -> nn.Module:
+def gated(
+    module: nn.Module, example: tuple[Tensor, ...], closed: float = 0.4, branches: bool = False
+) -> nn.Module:
     """In float64, some of its gates closed and the others open, to stand as they are."""
-    model = l0prune.gate(module.double(), tuple(x.double() for x in example))
+    model = l0prune.gate(module.double(), tuple(x.double() for x in example), branches=branches)
     bank = l0prune.gates(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -83,10 +85,22 @@ def places(small: Compaction, model: nn.Module) -> dict[str, Place]:
     return {name: by_id[id(t)] for name, t in named if id(t) in by_id}
 
 
+def unread(model: nn.Module) -> set[str]:
+    """The modules that only closed branches need."""
+    bank = l0prune.gates(model)
+    closed = {axis.name for axis in bank.axes if axis.kind == "branch" and not axis.open.any()}
+    return {path for each in bank.plan.branches if each.name in closed for path in each.modules}
+
+
 def differences(small: Compaction, model: nn.Module, twin: nn.Module) -> dict[str, float]:
-    """By tensor, how far what is left is from what it is in the masked twin."""
-    found, cut, theirs = {}, places(small, model), tensors(twin)
+    """By tensor, how far what is left is from what it is in the masked twin.
+
+    In a branch that is closed statistics are those of what little is left, which nothing reads.
+    """
+    found, cut, theirs, out = {}, places(small, model), tensors(twin), unread(twin)
     for name, whole in tensors(model).items():
+        if name.rpartition(".")[0] in out:
+            continue
         mine, other = (cut[name].cut(t) if name in cut else t for t in (whole, theirs[name]))
         if other.is_floating_point() and other.numel():
             found[name] = float((mine - other).abs().max() / other.abs().max().clamp_min(1e-12))
@@ -125,7 +139,7 @@ def compare(model: nn.Module, x: Tensor, make: Make) -> str:
 def test_random_networks_learn_the_same_cut_and_masked(seed, length):
     network, x = written(seed, length)
     with suppress(NothingToPrune):
-        compare(gated(network, (x,)), x, OPTIMIZERS["momentum"])
+        compare(gated(network, (x,), branches=True), x, OPTIMIZERS["momentum"])
 
 
 @pytest.mark.slow
@@ -135,7 +149,7 @@ def test_two_thousand_random_networks(part):
     for seed in range(100 * part, 100 * part + 100):
         network, x = written(seed, 1 + seed % 12)
         with suppress(NothingToPrune):
-            cut += not compare(gated(network, (x,)), x, OPTIMIZERS["momentum"])
+            cut += not compare(gated(network, (x,), branches=True), x, OPTIMIZERS["momentum"])
     assert cut > 30
 
 
@@ -182,6 +196,41 @@ IMAGES = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(3)).dou
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
+
+
+class Side(nn.Module):
+    """A path beside a shortcut, and one that is put beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.down = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(8, 6, 1)
+        self.inner, self.beside = nn.Conv2d(6, 8, 3, padding=1), nn.Conv2d(6, 5, 1)
+        self.norm, self.head = nn.BatchNorm2d(11), nn.Linear(11, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + self.down(torch.relu(self.inner(x)))
+        x = torch.relu(self.norm(torch.cat([x, torch.relu(self.beside(x))], 1)))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("out", ["down", "beside"])
+def test_closed_branches_are_as_narrow_as_can_be(out):
+    torch.manual_seed(0)
+    model = gated(randomise(Side().double()), (IMAGES,), closed=0.0, branches=True)
+    bank = l0prune.gates(model)
+    (name,) = (
+        branch.name for branch in bank.plan.branches if any(out in each for each in branch.modules)
+    )
+    (switch,) = (axis for axis in bank.axes if axis.name == name)
+    with torch.no_grad():
+        bank.log_alpha[switch.slice] = -5.0
+    assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
+    small = Compaction(model.train())
+    small.begin()
+    narrow = model.inner.weight if out == "down" else model.beside.weight
+    assert narrow.shape[0] == 1
+    small.end()
 
 
 def test_channels_last_stays(model):

@@ -1,0 +1,75 @@
+"""Branches are decided before widths are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from residual import Residual
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+
+X = torch.zeros(2, 3, 8, 8)
+STEPS = 40
+
+
+def run(model: nn.Module, steps: int, **settings):
+    """A loop of one's own, with noise for data; after each step the switch's P(z ≠ 0)."""
+    settings |= {"steps": STEPS, "warmup": 0, "settle": 10}
+    pruner = l0prune.Pruner(model, **settings, say=lambda text: None)  # gates that hardly move
+    optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-3))
+    (switch,) = (axis for axis in pruner.gates.plan.axes if axis.kind == "branch")
+    seen = []
+    torch.manual_seed(0)
+    for _ in range(steps):
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        pruner.before_step(optimizer)
+        optimizer.step()
+        pruner.after_step()
+        optimizer.zero_grad()
+        seen.append(float(pruner.gates.open_probability()[switch.start].detach()))
+    return pruner, seen
+
+
+def gated(probability: float) -> nn.Module:
+    torch.manual_seed(0)
+    (name,) = (branch.name for branch in l0prune.survey(Residual().eval(), X).branches)
+    start = {name: probability, "*": 0.9}
+    return l0prune.gate(Residual(), X, branches=True, open_probability=start, jitter=0.0)
+
+
+@pytest.mark.parametrize(("probability", "stays"), [(0.45, False), (0.8, True)])
+def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
+    model = gated(probability)
+    _, seen = run(model, 30, decide=0.5, lam=0.0, gate_lr=0.01)
+    first = 15  # of 30 steps in which gates learn
+    assert 0.01 < seen[first - 2] < 0.99
+    wanted = 0.999 if stays else 0.001
+    assert seen[first - 1 :] == pytest.approx([wanted] * (30 - first + 1), abs=1e-6)
+
+
+def test_widths_go_on_learning():
+    model = gated(0.45)
+    gates = l0prune.gates(model)
+    run(model, 16, decide=0.5, lam=0.0, gate_lr=0.01)
+    before = gates.log_alpha.detach().clone()
+    run(model, 5, decide=0.01, lam=0.0, gate_lr=0.01)
+    moved = gates.log_alpha.detach() != before
+    (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
+    assert not moved[switch.start]
+    assert bool(moved.any())
+
+
+def test_in_the_end_the_budget_is_met_without_the_branch():
+    model = gated(0.45)
+    run(model, STEPS, budget="params=0.6", decide=0.3)
+    dense = l0prune.export(model)
+    assert dense.gone
+    assert dense.params <= 0.6 * dense.params_before
+
+
+@pytest.mark.parametrize("decide", [0, -0.1, 1.5, "half"])
+def test_a_part_that_makes_no_sense(decide):
+    with pytest.raises(UsageError, match="decide"):
+        l0prune.Pruner(gated(0.5), steps=10, decide=decide)
