@@ -89,8 +89,8 @@ def gate(
             only what also needs no layer that torch does not have: no LayerNorm or attention of
             torch's is cut, no single inputs are picked.
         branches: give whole branches a gate of their own, too, beside those of their slots: what
-            is added to a stream and can be left out (``survey(model, args).branches``). True for
-            all, or their names, or globs over them.
+            is added to a stream, or one part of concatenations, and can be left out
+            (``survey(model, args).branches``). True for all, or their names, or globs over them.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.

@@ -29,7 +29,9 @@ from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
 from l0prune.infer.own_code import with_code
 from l0prune.plan.activations import steps
+from l0prune.plan.branch import Branch
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
+from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Cost, Pin, Plan
 
 
@@ -217,6 +219,8 @@ def _of_island(
         for axis in sorted(axes_of(dim) & whole.keys())[:1]
     ]
     plan = plan.select({axis.name for i, axis in enumerate(plan.axes) if i not in whole})
+    fixed = shared | seen.tensors
+    branches = (branch for branch in plan.branches if fixed.isdisjoint(_needed_by(plan, branch)))
     examples = part.analysis.captured.batch / batch
     share = examples * part.calls
     costs = [c if c.unit == "params" else replace(c, scale=c.scale * share) for c in plan.costs]
@@ -227,8 +231,15 @@ def _of_island(
         costs=tuple(costs),
         pins=(*plan.pins, *pins),
         parts=(part.path,),
+        branches=tuple(branches),
         activations=tuple(each.of_examples(examples) for each in plan.activations),
     )
+
+
+def _needed_by(plan: Plan, branch: Branch) -> set[str]:
+    """The tensors that make a branch zero, and those that only it needs."""
+    costs = (cost for cost in plan.costs if not is_needed(cost.needed, [branch.name]))
+    return {*branch.tensors, *(cost.tensor for cost in costs)}
 
 
 def _known_outside(model: nn.Module, part: Part) -> set[str]:
@@ -250,6 +261,7 @@ def _join(plans: Sequence[Plan]) -> Plan:
     joined = Plan((), (), {}, (), (), parts=())
     for plan in plans:
         number, start = len(joined.axes), joined.size
+        known = {*joined.names, *(branch.name for branch in joined.branches)}
         costs = [replace(c, dims=tuple(_shifted(d, number) for d in c.dims)) for c in plan.costs]
         tensors = {n: tuple(_shifted(d, number) for d in ds) for n, ds in plan.tensors.items()}
         joined = Plan(
@@ -270,6 +282,7 @@ def _join(plans: Sequence[Plan]) -> Plan:
             ),
             alike=(*joined.alike, *(tuple(_shifted(d, number) for d in ds) for ds in plan.alike)),
             code=joined.code.joined(plan.code.map(partial(_shifted, by=number))),
+            branches=(*joined.branches, *(b for b in plan.branches if b.name not in known)),
             activations=(
                 *joined.activations,
                 *(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -21,6 +22,7 @@ from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
 from l0prune.plan.branch import Branch
 from l0prune.plan.globs import listed
+from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
@@ -129,11 +131,12 @@ class Survey:
         if self.branches:
             count = len(self.branches)
             names = listed([branch.name for branch in self.branches], 4)
-            size = sum(branch.size for branch in self.branches)
+            costs = (cost for cost in self.plan.costs if cost.unit == "params")
+            size = sum(c.scale * prod(map(size_of, c.dims)) for c in costs if () not in c.needed)
             yield Text(
-                f"{count} branch{'es' * (count > 1)} added to a stream can go as a whole, if given "
-                f"a gate (branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of "
-                f"the params: {names}."
+                f"{count} branch{'es' * (count > 1)} can go as a whole, if given a gate "
+                f"(branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of the "
+                f"params: {names}."
             )
         if self.plan.parts != ("",):
             yield Text(

@@ -291,3 +291,39 @@ def test_a_class_goes_on_without_parts_of_concatenations():
     assert isinstance(dense.module.layers[1], PassedBy)
     assert isinstance(dense.module.wide, PassedBy)
     assert dense.module.layers[1]([torch.zeros(2, 5, 8, 8)]).shape == (0,)
+
+
+class InParts(nn.Module):
+    """What torch.export cannot follow as a whole: the body and the head are parts of it."""
+
+    def __init__(self, shares=False):
+        super().__init__()
+        self.body, self.head = Net(), nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        self.shares = shares
+
+    def forward(self, x):
+        y = self.body(x)
+        y = self.head(y) if y.sum() > -1e9 else -self.head(y)
+        return y + self.body.blocks[2].bn2.bias.sum() if self.shares else y
+
+
+def test_branches_of_parts(tmp_path):
+    model = randomised(InParts())
+    names = [branch.name for branch in l0prune.survey(model, X).branches]
+    assert names == ["body.blocks.0", "body.blocks.1", "body.blocks.2"]
+    model = gated(InParts(), *names[1:])
+    dense = l0prune.export(model)
+    assert dense.gone == tuple(names[1:])
+    assert difference(model, dense, X) <= 1e-10
+    assert isinstance(dense.module.body.blocks[2], PassedBy)
+    counted = sum(p.numel() for p in dense.module.parameters())
+    assert counted == dense.params < sum(p.numel() for p in InParts().parameters())
+    dense.save_onnx(tmp_path / "model.onnx")
+    (body, *_) = sorted(tmp_path.glob("*body*.onnx"))
+    convolutions = [n for n in onnx.load(body).graph.node if n.op_type == "Conv"]
+    assert len(convolutions) == 1 + 2 + 1
+
+
+def test_a_branch_of_a_part_that_code_around_it_reads_has_no_gate():
+    names = [branch.name for branch in l0prune.survey(randomised(InParts(True)), X).branches]
+    assert names == ["body.blocks.0", "body.blocks.1"]

@@ -195,7 +195,7 @@ def test_a_single_layer_has_a_name_of_its_own_beside_its_axis():
 def test_the_survey_says_it():
     survey = l0prune.survey(Stream(lambda x, a: x + a(x), a=conv()).eval(), (X,))
     said = " ".join(str(survey).split())
-    assert "1 branch added to a stream can go as a whole" in said
+    assert "1 branch can go as a whole" in said
     assert survey.to_dict()["branches"][0]["name"] == survey.branches[0].name
 
 

@@ -17,8 +17,7 @@ from torch import nn
 from torch.fx import Node
 
 from l0prune.capture.copying import copied
-from l0prune.capture.free_sizes import Inputs
-from l0prune.capture.provenance import is_within, modules_of, within
+from l0prune.capture.provenance import is_within, modules_of
 from l0prune.capture.recording import record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
@@ -73,7 +72,7 @@ def _way(
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
         if mine:  # its last module
             gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before)
-    results = _results(plain, list(gives), part.example)
+    results = _results(plain, list(gives), part)
     return {
         path: Layer({"gives": what, "results": results[path]}, kind=_KIND)
         for path, what in gives.items()
@@ -109,7 +108,7 @@ def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
     for node in captured.graph.nodes:
         is_needed_at_all = node.op == "call_function" and bool(needs[node])
         for called in modules_of(node) if is_needed_at_all else ():
-            path = within(captured.path, called.partition("@")[0])
+            path = called.partition("@")[0]
             if path in paths:
                 found[path].add(node)
     return found
@@ -129,16 +128,17 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
-def _results(plain: nn.Module, paths: list[str], example: Inputs) -> dict[str, int]:
+def _results(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, int]:
     """How many each module returns in a tuple, 0 for a tensor; those that return neither lack."""
+    names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
-        calls = record(copied(plain), paths, example)
+        calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
     found: dict[str, int] = {}
     for call in calls:
         if isinstance(call.output, torch.Tensor):
-            found[call.path] = 0
+            found[names[call.path]] = 0
         elif type(call.output) is tuple:
-            found[call.path] = len(call.output)
+            found[names[call.path]] = len(call.output)
     return found
 
 
