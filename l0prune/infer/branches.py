@@ -52,7 +52,7 @@ class Branches:
         found: dict[str, list[Needs]] = defaultdict(list)
         for node, of in self.needs.items():
             if node.op == "call_function" and of:
-                found[module_of(node)].append(of)
+                found[module_of(node).partition("@")[0]].append(of)  # in all of its calls
         return found
 
     def dead(self, gone: Collection[str]) -> set[Node]:

@@ -187,7 +187,7 @@ def _name(node: Node) -> str:
 def _owner(node: Node) -> str:
     """The innermost module that the node is from, by the capture's notes."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
+    return str(stack[-1][0]).partition("@")[0] if stack else ""
 
 
 class Compiled(Eager):

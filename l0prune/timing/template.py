@@ -116,7 +116,7 @@ def _owner(node: NodeProto) -> str:
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
             scopes = ast.literal_eval(entry.value)
-            return scopes[-2] if len(scopes) > 1 else ""
+            return str(scopes[-2]).partition("@")[0] if len(scopes) > 1 else ""
     return ""
 
 

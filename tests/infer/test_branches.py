@@ -161,6 +161,15 @@ def test_what_is_needed_in_too_many_ways_is_always():
     assert needed["block.first.weight"] == ((),)
 
 
+def test_a_layer_that_is_called_in_two_branches_is_neither_ones_own():
+    """A layer without weights may be in several."""
+    model = Stream(
+        lambda x, a, b, act: (y := x + a(act(x))) + b(act(y)), a=conv(), b=conv(), act=nn.GELU()
+    )
+    plan = inferred(model.eval(), (X,), None).plan
+    assert [branch.modules for branch in plan.branches] == [("block.a",), ("block.b",)]
+
+
 def test_a_sum_of_three_has_a_branch_less():
     """Parallel attention and MLP: the rest of the sum is what stays."""
     model = Stream(lambda x, a, b: x + a(x) + b(x), a=conv(), b=conv())
