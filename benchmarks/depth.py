@@ -4,7 +4,7 @@ Blocks are closed evenly, or widths by the magnitude of their weights, until hal
 left; the ONNX file is timed in ONNX Runtime in turns with the dense network's. Weights are
 random: nothing is learned here. 1.0 means that time goes as MACs do.
 
-    python -m benchmarks.depth [--networks resnet56 vit] [--share 0.5]
+    python -m benchmarks.depth [--networks resnet56 vit densenet121 inception_v3] [--share 0.5]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import onnxruntime
 import torch
 from torch import Tensor, nn
+from torchvision.models import densenet121, inception_v3
 from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
@@ -34,8 +35,18 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"resnet56": resnet56, "vit": vit}
-EXAMPLE = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "resnet56": (resnet56, 32),
+    "vit": (vit, 32),
+    "densenet121": (densenet121, 224),
+    "inception_v3": (partial(inception_v3, init_weights=False), 299),
+}
+"""How each is made, and the side of its images."""
+
+
+def example(side: int) -> Tensor:
+    """Two images."""
+    return torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(0))
 
 
 def by_depth(model: nn.Module, share: float) -> None:
@@ -70,7 +81,8 @@ def measure(name: str, way: str, share: float) -> dict[str, float]:
     """MACs left, milliseconds before and after, and how the two compare."""
     torch.manual_seed(0)
     gates, close = WAYS[way]
-    model = l0prune.gate(NETWORKS[name]().eval(), EXAMPLE, **gates)
+    make, side = NETWORKS[name]
+    model = l0prune.gate(make().eval(), example(side), **gates)
     close(model, share)
     dense = l0prune.export(model)
     with tempfile.TemporaryDirectory() as folder:
