@@ -38,6 +38,11 @@ class Samples:
     times: Numbers
     whole: Numbers
 
+    @property
+    def are_alike(self) -> bool:
+        """Have all the same widths?"""
+        return bool((self.sizes == self.sizes[:1]).all())
+
     def some(self, which: Numbers) -> Samples:
         """Those of these numbers."""
         return Samples(self.layouts, self.sizes[which], self.times[which], self.whole[which])
@@ -58,7 +63,11 @@ def fitted(groups: Sequence[Group], samples: Samples) -> Stairs:
     values = Stairs(samples.layouts, tuple(terms)).values(samples.sizes)
     is_slow = [bool(term.unless) for term in terms]
     sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
-    overhead, *factors = _beyond_nodes(sums, samples.whole)
+    if samples.are_alike:  # only branches can be cut: nothing tells a constant from a factor
+        factors = [float(np.mean(samples.whole) / np.mean(sum(sums)))] * len(sums)
+        overhead = 0.0
+    else:
+        overhead, *factors = _beyond_nodes(sums, samples.whole)
     scaled = [replace(t, ms=t.ms * factors[slow]) for t, slow in zip(terms, is_slow, strict=True)]
     return Stairs(samples.layouts, (*scaled, Term(len(groups), overhead, ())))
 

@@ -110,6 +110,18 @@ def test_what_networks_take_beyond_their_nodes_is_found():
     assert np.abs(predicted / (1.1 * unseen.whole + 3) - 1).max() < 1e-3
 
 
+def test_where_all_have_the_same_widths_all_time_is_that_of_nodes():
+    """Only branches can be cut: what could not be told from a constant would never go."""
+    noise = np.random.default_rng(0).uniform(0.9, 1.1, (20, 2))
+    times = np.array([3.0, 1.0]) * noise
+    groups = [Group(owner, "Conv", (owner,), ((),)) for owner in "ab"]
+    stairs = fitted(groups, Samples((), np.zeros((20, 0)), times, 1.2 * times.sum(1)))
+    by_group = {term.group: term.ms for term in stairs.terms}
+    assert by_group[2] == 0
+    assert by_group[0] + by_group[1] == pytest.approx(4.8, rel=0.05)
+    assert by_group[0] / by_group[1] == pytest.approx(3, rel=0.1)
+
+
 def test_no_time_is_negative_however_narrow_a_network_is():
     rng = np.random.default_rng(3)
     noisy = sampled(40)
