@@ -122,13 +122,16 @@ def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
 
     What only branches need that are gone is as narrow as it can be.
     """
-    return plan.kept(kept & ~_idle(plan, kept)) | switches_of(plan)
+    return plan.kept(kept & ~idle(plan, kept)) | switches_of(plan)
 
 
-def _idle(plan: Plan, kept: Tensor) -> Tensor:
-    """Slots that cost nothing since all that they are for is gone: bool, ``(plan.size,)``."""
+def idle(plan: Plan, open_: Tensor) -> Tensor:
+    """Slots of axes that only branches need whose switches are not open.
+
+    Shape: open_ bool, flat; result bool, ``(plan.size,)``.
+    """
     result = torch.zeros(plan.size, dtype=torch.bool)
-    out = {n for n, a in enumerate(plan.axes) if a.kind == KIND and not bool(kept[a.start])}
+    out = {n for n, a in enumerate(plan.axes) if a.kind == KIND and not bool(open_[a.start])}
     if out:
         there = (_there(Prod(cost.dims), out) for cost in plan.costs)
         needed = set().union(*(axes for axes in there if axes is not None))

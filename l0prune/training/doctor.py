@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from l0prune.gating.kinds.base import Gate
+from l0prune.plan.switches import idle
 from l0prune.running.amounts import amounts
 from l0prune.training.gate_terms import ALWAYS, GateTerms
 from l0prune.training.history import Record
@@ -185,8 +186,11 @@ class Doctor:
     def _dying(self, record: Record) -> Iterator[Complaint]:
         """Is an axis about to lose its last slot?"""
         p = self._gates.open_probability().detach()
+        unneeded = idle(self._gates.plan, self._gates.open().cpu())
         for axis in self._gates.plan.axes:
             expected = float(p[axis.slice].sum())
+            if unneeded[axis.slice].all():
+                continue  # with its branch
             if axis.size > _DYING and (axis.name in record["dead"] or expected < _DYING):
                 yield (
                     f"dying: {axis.name}",

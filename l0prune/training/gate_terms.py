@@ -14,7 +14,7 @@ from l0prune.gating.bank import Gates
 from l0prune.objective.budget import Budget
 from l0prune.objective.lambdas import Lambda
 from l0prune.objective.penalty import penalty
-from l0prune.plan.branch import KIND
+from l0prune.plan.switches import idle, switches_of
 from l0prune.running.amounts import Amount
 from l0prune.running.task import TAKEN
 from l0prune.selection import fitted
@@ -173,9 +173,8 @@ class GateTerms:
             counts["budget"] = self.budget.report(opened)
         axes = self.gates.axes
         counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
-        counts["dead"] = [
-            axis.name for axis in axes if axis.kind != KIND and not opened[axis.slice].any()
-        ]
+        choosable = switches_of(self.gates.plan) | idle(self.gates.plan, opened)
+        counts["dead"] = [axis.name for axis in axes if not (opened | choosable)[axis.slice].any()]
         counts["gates"] = [int(n) for n in torch.histc(p.float().cpu(), BINS, 0, 1)]
         if self.fitted:
             counts["fitted"] = self.fitted

@@ -113,3 +113,21 @@ def test_a_branch_that_adds_nothing_goes_first(compact):
     assert [tuple(p.shape) for p in Nested().parameters()] == [
         tuple(p.shape) for name, p in model.named_parameters() if "l0prune" not in name
     ]
+
+
+def test_what_only_closed_branches_need_is_as_narrow_as_can_be():
+    """It costs nothing at any width, so that a fit would leave it whole."""
+    model = gated()
+    gates = l0prune.gates(model)
+    scores = torch.rand(gates.plan.size, generator=torch.Generator().manual_seed(0)) + 1
+    (switch,) = (axis for axis in gates.plan.axes if axis.name == "second")
+    scores[switch.start] = 0
+    l0prune.fit(model, "params=0.8", scores)
+    left = {axis.name: int(axis.open.sum()) for axis in gates.axes}
+    assert left["second"] == 0
+    assert left["second.0"] == 1
+    assert left["up"] > 1
+    pruner = l0prune.Pruner(model, steps=10, lam=0.0, say=print)
+    assert pruner.record()["dead"] == []
+    said = pruner.doctor.after({**pruner.record(), "step": 1, "epoch": 1.0, "phase": "prune"})
+    assert not [text for text in said.values() if "second.0" in text]
