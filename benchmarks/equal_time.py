@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,12 @@ def in_latency(
     share: float,
     job: Job,
     clock: Clock,
-    decide: float | None = None,
-    **gated: Any,
+    gates: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> nn.Module:
-    l0prune.gate(model, (job.example(),), **gated)
-    when = {} if decide is None else {"decide": decide}
-    return learned(model, job, budget=f"latency={share}", latency=l0prune.measure(model), **when)
+    l0prune.gate(model, (job.example(),), **(gates or {}))
+    settings |= {"budget": f"latency={share}", "latency": l0prune.measure(model)}
+    return learned(model, job, **settings)
 
 
 def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
@@ -184,12 +184,13 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
     return trained(cut(largest(cut, clock, share)), job)
 
 
+BOTH = {"branches": True}  # beside widths
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
     "l0prune": in_latency,
-    "l0prune-branches": partial(in_latency, branches=True, exclude="*"),
-    "l0prune-both": partial(in_latency, branches=True),
-    "l0prune-both-late": partial(in_latency, branches=True, decide=1.0),
-    "l0prune-both-early": partial(in_latency, branches=True, decide=0.4),
+    "l0prune-branches": partial(in_latency, gates={**BOTH, "exclude": "*"}),
+    "l0prune-both": partial(in_latency, gates=BOTH),
+    "l0prune-both-late": partial(in_latency, gates=BOTH, decide=1.0),
+    "l0prune-both-early": partial(in_latency, gates=BOTH, decide=0.4),
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),

@@ -53,6 +53,11 @@ def module_of(node: Node) -> str:
     return (modules_of(node) or [""])[-1]
 
 
+def without_call(path: str) -> str:
+    """The path of a module without the number of its call."""
+    return path.partition("@")[0]
+
+
 def class_of(node: Node) -> str:
     """Class of the module whose forward made this node; empty if unknown."""
     stack = node.meta.get("nn_module_stack") or {}

@@ -13,12 +13,13 @@ from functools import cached_property
 
 from torch.fx import Node
 
-from l0prune.capture.provenance import module_of
+from l0prune.capture.provenance import module_of, without_call
 from l0prune.infer.concats import side_by_side
 from l0prune.infer.ending import Ending
 from l0prune.infer.expressions import Var
 from l0prune.infer.inference import Inference
 from l0prune.infer.liveness import needs
+from l0prune.infer.regions import macs_of
 from l0prune.infer.sums import added
 from l0prune.plan.needs import Needs, is_needed, shortest
 
@@ -52,7 +53,7 @@ class Branches:
         found: dict[str, list[Needs]] = defaultdict(list)
         for node, of in self.needs.items():
             if node.op == "call_function" and of:
-                found[module_of(node).partition("@")[0]].append(of)  # in all of its calls
+                found[without_call(module_of(node))].append(of)
         return found
 
     def dead(self, gone: Collection[str]) -> set[Node]:
@@ -69,16 +70,16 @@ def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> B
         axes: the variables that may be cut.
         taken: names that are taken already.
     """
-    read, names = _needs(infer, ()), set(taken)
-    endings = [*added(infer, read, names), *side_by_side(infer, read, axes, names)]
+    read, macs, names = _needs(infer, ()), macs_of(infer), set(taken)
+    endings = [*added(infer, read, macs, names), *side_by_side(infer, read, macs, axes, names)]
     while True:
         of_nodes = _needs(infer, endings)
         hungry = next((of for of in of_nodes.values() if len(of) > _MOST), None)
         if hungry is None:
             return Branches(tuple(endings), of_nodes, _of_parameters(infer, of_nodes))
         # Without a switch on the last one that it is for, it is needed more often.
-        names_of = [each.name for each in endings if any(each.name in some for some in hungry)]
-        endings = [ending for ending in endings if ending.name != names_of[-1]]
+        fed = [each for each in endings if any(each.name in some for some in hungry)]
+        endings.remove(fed[-1])
 
 
 def _needs(infer: Inference, endings: Sequence[Ending]) -> dict[Node, Needs]:

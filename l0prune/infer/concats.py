@@ -11,31 +11,35 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from torch import Tensor
 from torch.fx import Node
 
 from l0prune.capture.provenance import module_of
 from l0prune.infer.ending import Ending, is_concatenation, joined
 from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Var, variables
 from l0prune.infer.inference import Inference
-from l0prune.infer.nodes import argument, shape_of
-from l0prune.infer.regions import macs_of, region, shared_module, untaken
+from l0prune.infer.nodes import argument, dtype_of, shape_of
+from l0prune.infer.regions import region, shared_module, untaken
 from l0prune.plan.needs import Needs
 
 
 def side_by_side(
-    infer: Inference, read: Mapping[Node, Needs], gated: Collection[Var], taken: set[str]
+    infer: Inference,
+    read: Mapping[Node, Needs],
+    macs: Mapping[Node, float],
+    gated: Collection[Var],
+    taken: set[str],
 ) -> Iterator[Ending]:
     """Those of a graph that inference has been through, the one with most work first.
 
     Args:
         infer: that.
         read: of each node whether any output needs it.
+        macs: of each node that does work.
         gated: the variables that are axes.
         taken: names that are taken already; theirs are added.
     """
-    macs, left = macs_of(infer), _Left(infer)
-    candidates: list[tuple[float, Ending]] = []
+    left = _Left(infer)
+    candidates: list[tuple[float, Ending, frozenset[Node]]] = []
     for end in infer.captured.graph.nodes:
         joins = tuple(user for user in end.users if read[user])
         if not joins or not all(_takes(join, end) for join in joins):
@@ -43,10 +47,10 @@ def side_by_side(
         found, axes = region(end, joins, read), _axes(infer, end, joins[0])
         works = [node for node in infer.captured.graph.nodes if node in found and node in macs]
         if works and axes and all(var in gated for var in axes):
-            ending = Ending(_name(works, joins[0]), end, joins, found, axes=axes)
-            candidates.append((sum(map(macs.__getitem__, works)), ending))
-    for _, ending in sorted(candidates, key=lambda each: -each[0]):
-        if left.is_some_without(ending.axes, ending.region):
+            ending = Ending(_name(works, joins[0]), end, joins, axes=axes)
+            candidates.append((sum(map(macs.__getitem__, works)), ending, found))
+    for _, ending, found in sorted(candidates, key=lambda each: -each[0]):
+        if left.is_some_without(ending.axes, found):
             yield replace(ending, name=untaken(ending.name, taken))
 
 
@@ -64,13 +68,8 @@ def _takes(join: Node, end: Node) -> bool:
     if not is_concatenation(join) or len(join.all_input_nodes) < 2:
         return False
     parts = joined(join)
-    dtypes = {_dtype(part) for part in parts if part is not end}
-    return parts.count(end) == 1 and (shape_of(end) or [0]) != [0] and dtypes == {_dtype(join)}
-
-
-def _dtype(node: Node) -> object:
-    value = node.meta.get("val")
-    return value.dtype if isinstance(value, Tensor) else None
+    dtypes = {dtype_of(part) for part in parts if part is not end}
+    return parts.count(end) == 1 and (shape_of(end) or [0]) != [0] and dtypes == {dtype_of(join)}
 
 
 def _axes(infer: Inference, end: Node, join: Node) -> tuple[Var, ...]:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from l0prune.infer.expressions import Var
-from l0prune.infer.nodes import argument, operator_name
+from l0prune.infer.nodes import CONCATENATIONS, argument, operator_name
 
 SUMS = ("aten.add", "aten.add_")
-CONCATENATIONS = ("aten.cat", "aten.concat", "aten.concatenate")
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class Ending:
         name: of the branch.
         end: what the branch computes.
         joins: the one sum, or the concatenations, that take it.
-        region: all whose results reach nothing but these.
         tensors: parameters for which the branch is zero where they are; empty for concatenations.
         axes: without whose slots the branch has no size; empty for a sum.
     """
@@ -29,7 +27,6 @@ class Ending:
     name: str
     end: Node
     joins: tuple[Node, ...]
-    region: frozenset[Node]
     tensors: tuple[str, ...] = ()
     axes: tuple[Var, ...] = ()
 

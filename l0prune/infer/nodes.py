@@ -40,6 +40,12 @@ def shape_of(node: Node) -> list[int] | None:
     return [hint(size) for size in value.shape] if isinstance(value, Tensor) else None
 
 
+def dtype_of(node: Node) -> torch.dtype | None:
+    """The dtype of a node's tensor, None if it is none."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
 def is_writer(node: Node) -> bool:
     """Does the operator write into what it is given?"""
     schema = getattr(node.target, "_schema", None)
@@ -116,6 +122,7 @@ IDENTITIES = tuple(
 # Operators that give a dim in ranges, or one range of it; all leave the number of dims as it is.
 SPLITS = tuple(f"aten.{name}" for name in ("split", "split_with_sizes", "chunk", "tensor_split"))
 SLICES = ("aten.slice", "aten.narrow")
+CONCATENATIONS = ("aten.cat", "aten.concat", "aten.concatenate")
 PIECES = ("getitem", *SPLITS, *SLICES)
 
 # Row-major regroupings of the dims.

@@ -15,7 +15,7 @@ from itertools import chain
 from torch import nn
 from torch.fx import Node
 
-from l0prune.capture.provenance import is_within, module_of
+from l0prune.capture.provenance import is_within, module_of, without_call
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
@@ -61,7 +61,7 @@ def _regions(analysis: Analysis) -> Regions:
     regions: Regions = defaultdict(list)
     for node in analysis.captured.graph.nodes:
         if node.op == "call_function":  # a module that is called again is path@1
-            regions[module_of(node).partition("@")[0]].append(node)
+            regions[without_call(module_of(node))].append(node)
     return regions
 
 

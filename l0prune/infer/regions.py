@@ -33,9 +33,8 @@ def region(end: Node, joins: Collection[Node], read: Mapping[Node, Needs]) -> fr
             continue
         found.add(node)
         pending += node.all_input_nodes
-    return (
-        frozenset() if any(_writes_elsewhere(each, found) for each in found) else frozenset(found)
-    )
+    writes = any(_writes_elsewhere(node, found) for node in found)
+    return frozenset() if writes else frozenset(found)
 
 
 def _writes_elsewhere(node: Node, found: Set[Node]) -> bool:

@@ -9,28 +9,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from torch import Tensor
 from torch.fx import Node
 
 from l0prune.infer.ending import SUMS, Ending
 from l0prune.infer.inference import Inference
-from l0prune.infer.nodes import has_tensor, operator_name, shape_of
-from l0prune.infer.regions import macs_of, region, shared_module, untaken
+from l0prune.infer.nodes import dtype_of, has_tensor, operator_name, shape_of
+from l0prune.infer.regions import region, shared_module, untaken
 from l0prune.infer.zero_flow import zero_of
 from l0prune.plan.needs import Needs
 
 _DEEPEST = 100  # operators between a branch's last parameters and its end
 
 
-def added(infer: Inference, read: Mapping[Node, Needs], taken: set[str]) -> Iterator[Ending]:
+def added(
+    infer: Inference, read: Mapping[Node, Needs], macs: Mapping[Node, float], taken: set[str]
+) -> Iterator[Ending]:
     """Those of a graph that inference has been through, in the order of their sums.
 
     Args:
         infer: that.
         read: of each node whether any output needs it.
+        macs: of each node that does work.
         taken: names that are taken already; theirs are added.
     """
-    users, macs = _users_of_parameters(infer), macs_of(infer)
+    users = _users_of_parameters(infer)
     for join in infer.captured.graph.nodes:
         candidates = [
             (sum(macs.get(node, 0) for node in found), end, found, tensors)
@@ -45,7 +47,7 @@ def added(infer: Inference, read: Mapping[Node, Needs], taken: set[str]) -> Iter
         if work:
             name = shared_module(node for node in found if node in macs) or _owner(tensors[0])
             name = untaken(name, taken)
-            yield Ending(name, end, (join,), found, tuple(dict.fromkeys(tensors)))
+            yield Ending(name, end, (join,), tuple(dict.fromkeys(tensors)))
 
 
 def _owner(tensor: str) -> str:
@@ -65,9 +67,7 @@ def _operands(join: Node) -> Iterator[Node]:
 
 
 def _is_alike(operand: Node, join: Node) -> bool:
-    values = operand.meta.get("val"), join.meta.get("val")
-    dtypes = [each.dtype if isinstance(each, Tensor) else None for each in values]
-    return dtypes[0] == dtypes[1] and shape_of(operand) == shape_of(join) is not None
+    return dtype_of(operand) == dtype_of(join) and shape_of(operand) == shape_of(join) is not None
 
 
 def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:

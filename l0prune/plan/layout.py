@@ -116,17 +116,22 @@ def axes_of(layout: Layout) -> frozenset[int]:
 
 def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
     """The layout with each ``Slots`` replaced by ``leaf(slots)``."""
+    if isinstance(layout, Slots):
+        return leaf(layout)
+    return with_children(layout, lambda child: substitute(child, leaf))
+
+
+def with_children(layout: Layout, convert: Callable[[Layout], Layout]) -> Layout:
+    """The layout with each of those that it is directly made of converted."""
     match layout:
-        case Slots():
-            return leaf(layout)
         case Cat(parts):
-            return Cat(tuple(substitute(part, leaf) for part in parts))
+            return Cat(tuple(map(convert, parts)))
         case Prod(factors):
-            return Prod(tuple(substitute(factor, leaf) for factor in factors))
+            return Prod(tuple(map(convert, factors)))
         case Both(base, fine):
-            return Both(substitute(base, leaf), substitute(fine, leaf))
+            return Both(convert(base), convert(fine))
         case Pick(base, index):
-            return picked(substitute(base, leaf), index)
+            return picked(convert(base), index)
         case _:
             return layout
 

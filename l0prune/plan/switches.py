@@ -19,12 +19,12 @@ from l0prune.plan.layout import (
     Cat,
     Const,
     Layout,
-    Pick,
     Prod,
     Slots,
     children,
     size_of,
     substitute,
+    with_children,
 )
 from l0prune.plan.needs import in_switches
 from l0prune.plan.plan import Axis, Plan, Site
@@ -80,19 +80,12 @@ def under_switches(plan: Plan) -> Callable[[Layout], Layout]:
 
 def without_switches(plan: Plan, layout: Layout) -> Layout:
     """The layout as it was before the plan had switches."""
-    match layout:
-        case Prod(factors):
-            kept = (without_switches(plan, f) for f in factors if not _is_switch(plan, f))
-            left = tuple(kept)
-            return left[0] if len(left) == 1 < len(factors) else Prod(left)
-        case Cat(parts):
-            return Cat(tuple(without_switches(plan, part) for part in parts))
-        case Both(base, fine):
-            return Both(without_switches(plan, base), without_switches(plan, fine))
-        case Pick(base, index):
-            return Pick(without_switches(plan, base), index)
-        case _:
-            return layout
+    if isinstance(layout, Prod):
+        left = tuple(factor for factor in layout.factors if not _is_switch(plan, factor))
+        if len(left) == 1 < len(layout.factors):
+            return without_switches(plan, left[0])
+        layout = Prod(left)
+    return with_children(layout, lambda child: without_switches(plan, child))
 
 
 def _is_switch(plan: Plan, layout: Layout) -> bool:
@@ -114,7 +107,13 @@ def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
 
 def gone(plan: Plan, kept: Tensor) -> list[str]:
     """The names of the branches whose switches are not among the slots that stay."""
-    return [a.name for a in plan.axes if a.kind == KIND and not bool(kept[a.start])]
+    return [plan.axes[number].name for number in _closed(plan, kept)]
+
+
+def _closed(plan: Plan, open_: Tensor) -> list[int]:
+    """The numbers of the axes that are switches and not open."""
+    numbered = enumerate(plan.axes)
+    return [n for n, axis in numbered if axis.kind == KIND and not bool(open_[axis.start])]
 
 
 def with_all_branches(plan: Plan, kept: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def idle(plan: Plan, open_: Tensor) -> Tensor:
     Shape: open_ bool, flat; result bool, ``(plan.size,)``.
     """
     result = torch.zeros(plan.size, dtype=torch.bool)
-    out = {n for n, a in enumerate(plan.axes) if a.kind == KIND and not bool(open_[a.start])}
+    out = set(_closed(plan, open_))
     if out:
         there = (_there(Prod(cost.dims), out) for cost in plan.costs)
         needed = set().union(*(axes for axes in there if axes is not None))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import prod
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -17,12 +16,11 @@ from l0prune.capture.free_sizes import ALL_FIXED, free_sizes
 from l0prune.capture.weights import Weight, weights_of
 from l0prune.capture.wrappers import inside
 from l0prune.cost.measures import measure_of
-from l0prune.cost.model import cost_of
+from l0prune.cost.model import CostModel, cost_of
 from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
 from l0prune.plan.branch import Branch
 from l0prune.plan.globs import listed
-from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Axis, Pin, Plan
 from l0prune.report.layers import Layer, layers_of
 from l0prune.report.tables import tables
@@ -131,8 +129,8 @@ class Survey:
         if self.branches:
             count = len(self.branches)
             names = listed([branch.name for branch in self.branches], 4)
-            costs = (cost for cost in self.plan.costs if cost.unit == "params")
-            size = sum(c.scale * prod(map(size_of, c.dims)) for c in costs if () not in c.needed)
+            theirs = [cost for cost in self.plan.costs if () not in cost.needed]
+            size = CostModel(self.plan, theirs).dense("params")
             yield Text(
                 f"{count} branch{'es' * (count > 1)} can go as a whole, if given a gate "
                 f"(branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of the "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.layout import Layout
@@ -186,8 +187,7 @@ def _name(node: Node) -> str:
 
 def _owner(node: Node) -> str:
     """The innermost module that the node is from, by the capture's notes."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return str(stack[-1][0]).partition("@")[0] if stack else ""
+    return without_call(module_of(node))
 
 
 class Compiled(Eager):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ def telling_widths(plan: Plan, count: int, seed: int = 0) -> list[Widths]:
     drawn = []
     for axis in plan.axes:
         draws = (tuple(_fewer(axis, generator) for _ in range(count)) for _ in range(_TRIES))
-        some = next(draws)
-        while (axis.size, *some) in taken and (other := next(draws, None)) is not None:
-            some = other
+        first = next(draws)
+        free = (some for some in chain([first], draws) if (axis.size, *some) not in taken)
+        some = next(free, first)
         taken.add((axis.size, *some))
         drawn.append(some)
     return [list(widths) for widths in zip(*drawn, strict=True)]

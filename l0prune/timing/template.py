@@ -18,6 +18,7 @@ import numpy as np
 import onnx
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from l0prune.capture.provenance import without_call
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
@@ -116,7 +117,7 @@ def _owner(node: NodeProto) -> str:
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
             scopes = ast.literal_eval(entry.value)
-            return str(scopes[-2]).partition("@")[0] if len(scopes) > 1 else ""
+            return without_call(scopes[-2]) if len(scopes) > 1 else ""
     return ""
 
 

@@ -17,17 +17,17 @@ class Decision:
 
     Args:
         gates: of a model.
-        step: from which on they are decided.
+        steps: after which they are held: from where they are decided until all gates stand.
     """
 
-    def __init__(self, gates: Gates, step: int) -> None:
-        self._gates, self._step = gates, step
+    def __init__(self, gates: Gates, steps: range) -> None:
+        self._gates, self._steps = gates, steps
         self._switches = switches_of(gates.plan).nonzero().flatten()
 
     @torch.no_grad()
     def hold(self, step: int) -> None:
         """After each step: where branches are decided, let their gates stand."""
-        if step < self._step or not len(self._switches):
+        if step not in self._steps or not len(self._switches):
             return
         log_alpha, kind = self._gates.log_alpha, self._gates.gate
         where = self._switches = self._switches.to(log_alpha.device)

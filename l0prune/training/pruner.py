@@ -94,7 +94,9 @@ class Pruner:
         self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
         self.budget = self._terms.budget
         self.compaction = Compaction(model)
-        self._decision = Decision(self.gates, round(self._settings.decide * self.phases.learning))
+        learning = self.phases.learning
+        decided = range(round(self._settings.decide * learning), learning + 1)
+        self._decision = Decision(self.gates, decided)
         is_asked = not self._drives_itself or "compact" in settings
         self._when = self._settings.compact if is_asked else "never"
         self.step = 0
@@ -268,8 +270,7 @@ class Pruner:
         self.step += 1
         self._work += self.compaction.share
         self._anneal()
-        if self.step <= self.phases.learning:
-            self._decision.hold(self.step)
+        self._decision.hold(self.step)
 
     def _anneal(self) -> None:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))

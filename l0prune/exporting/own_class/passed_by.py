@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Node
 
 from l0prune.capture.copying import copied
-from l0prune.capture.provenance import is_within, modules_of
+from l0prune.capture.provenance import is_within, modules_of, without_call
 from l0prune.capture.recording import record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
@@ -108,7 +108,7 @@ def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
     for node in captured.graph.nodes:
         is_needed_at_all = node.op == "call_function" and bool(needs[node])
         for called in modules_of(node) if is_needed_at_all else ():
-            path = called.partition("@")[0]
+            path = without_call(called)
             if path in paths:
                 found[path].add(node)
     return found

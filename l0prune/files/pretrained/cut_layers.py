@@ -188,7 +188,7 @@ class PassedBy(nn.Module):
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Takes what the module took. Shape: as the first input, or ``()``."""
+        """Takes what the module took. Shape: as the first input, ``()`` or ``(0,)``."""
         first = args[0] if args else next(iter(kwargs.values()))
         if self.gives != "input":
             while isinstance(first, list | tuple):

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from l0prune.infer.expressions import SINGLE, Const, Expr, cat, pick
 from l0prune.infer.known_values import known_positions
-from l0prune.infer.nodes import SLICES, SPLITS, argument, shape_of
+from l0prune.infer.nodes import CONCATENATIONS, SLICES, SPLITS, argument, shape_of
 from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
 from l0prune.infer.rules.movement import source
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
-@rule("aten.cat", "aten.concat", "aten.concatenate", zero=each)
+@rule(*CONCATENATIONS, zero=each)
 def concatenate(infer: Inference, node: Node) -> Value:
     """One dim is the concatenation of the parts' dims, the others are tied."""
     # torch.cat takes an empty vector among tensors of any rank, and leaves it out
