@@ -74,7 +74,8 @@ def test_others_of_the_same_kind_compute_what_they_did():
         own = F.conv2d(y.reshape(1, -1, *y.shape[2:]), weight.flatten(0, 1), groups=x.shape[0])
         return own.view(x.shape[0], -1, *own.shape[2:])
 
-    given = torch.randn(2, 4, 7, 7), torch.randn(2, 3, 6, 2, 2), torch.randn(6, 2, 3, 3)
+    sizes = (2, 4, 7, 7), (2, 3, 6, 2, 2), (6, 2, 3, 3)
+    given = tuple(torch.randn(size, dtype=torch.float64) for size in sizes)
     n = Dim("n")
     made = written_out(program(forward, *given, free=[{0: n}, {0: n}, None]))
     torch.testing.assert_close(made.module()(*given), forward(*given))
