@@ -83,8 +83,10 @@ def pytest_unconfigure():
 def pytest_runtest_setup():
     """What is the same each time is done once, and what only makes numbers steadier for less long.
 
-    For every ONNX file onnxscript reads the source of its whole library: half a second, of the one
-    or two that a small file takes. Files are timed for a second each, and no test looks at times.
+    For every ONNX file onnxscript reads the source of its whole library and torch the signatures of
+    it: half of the one or two seconds that a small file takes. torch.export looks for new operators
+    that compilers of C++ might have brought, four times a capture. Files are timed for a second
+    each, and no test looks at times.
     """
     if "l0prune.exporting.onnx.times" in sys.modules:
         sys.modules["l0prune.exporting.onnx.times"]._SECONDS = 0.01
@@ -93,6 +95,13 @@ def pytest_runtest_setup():
         if isinstance(slow := vars(written).get("function_ir"), property):
             written.function_ir = functools.cached_property(slow.fget)
             written.function_ir.__set_name__(written, "function_ir")
+    for module, name in (
+        ("torch._export.utils", "_materialize_cpp_cia_ops"),
+        ("torch.onnx._internal.exporter._schemas", "op_signature_from_function"),
+    ):
+        function = getattr(sys.modules.get(module), name, None)
+        if function is not None and not hasattr(function, "cache_info"):
+            setattr(sys.modules[module], name, functools.cache(function))
 
 
 @pytest.fixture(scope="session")
