@@ -3,7 +3,8 @@
 - ``python -m pytest`` gives the tests to as many processes as there are cores, each with one torch
   thread. What names files or tests (``python -m pytest tests/plan``, a debugger) runs in one.
 - What takes more than a few seconds is marked ``slow``, and there is a smaller case of it by
-  default. ``python -m pytest -m slow`` runs those, and all properties on more examples.
+  default. Of many cases of one kind, each a second, ``one_in(n)`` takes one in n by default.
+  ``python -m pytest -m slow`` runs the others, and all properties on more examples.
 - Properties (hypothesis) say no number of examples: it is 40, and 200 with ``-m slow``. Where one
   example costs much, ``@costly`` of ``example_counts.py`` takes a quarter of that.
 - The command line is called inside the process by the fixture ``command``. A process of its own
@@ -16,11 +17,14 @@
 - What is imported by several tests is a plain module beside this file, named for what is in it.
 """
 
+import collections
 import functools
 import gc
 import itertools
+import math
 import os
 import sys
+import zlib
 
 # Before torch is loaded, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -45,6 +49,23 @@ def pytest_configure(config):
     settings.load_profile(f"l0prune-{'slow' if wants_slow(config) else 'default'}")
 
 
+def thin_out(items):
+    """Mark as slow all but one in n of a test's cases: the same ones each time, by their names.
+
+    Tests that share a fixture and the names of their cases keep the same of them, as far as they
+    take one in as many.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname].append(item)
+    for several in cases.values():
+        (n,) = several[0].get_closest_marker("one_in").args
+        several.sort(key=lambda item: zlib.crc32(item.callspec.id.encode()))
+        for item in several[math.ceil(len(several) / n) :]:
+            item.add_marker(pytest.mark.slow)
+
+
 def wants_slow(config):
     return config.option.markexpr == "slow"
 
@@ -53,6 +74,7 @@ def wants_slow(config):
 def pytest_collection_modifyitems(config, items):
     """With ``-m slow`` properties run, too, on more examples. What takes long begins first."""
     items.sort(key=lambda item: item.path.stem not in LONG)
+    thin_out(items)
     if wants_slow(config):
         for item in items:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):

@@ -62,6 +62,7 @@ def of_ways(ways, *default):
 
 @of_ways(ways.ALL_WAYS, "dense", "l0prune-distill")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.one_in(2)
 def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
     if way.startswith("tp-"):
         pytest.importorskip("torch_pruning")
@@ -81,6 +82,7 @@ def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
 
 @of_ways(["l0prune", "tp-group-sl", "taylor"], "taylor")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_a_way_that_is_done_is_not_done_again(way, tmp_path):
     if way.startswith("tp-"):
         pytest.importorskip("torch_pruning")

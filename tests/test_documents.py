@@ -68,6 +68,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.one_in(3)
 def test_the_examples_of_tasks_run(name, capsys):
     if name == "Language modelling":
         pytest.importorskip("transformers")

@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
 ROW = ("gate", "finetune", "export")
 
 
-@pytest.mark.parametrize("alone", [["export"], pytest.param(ROW, marks=SLOW)])
+@pytest.mark.parametrize("alone", [["gate"], pytest.param(ROW, marks=SLOW)])
 def test_three_commands_in_a_row(command, tmp_path, alone):
     """Those that are named in a process of their own, the others in this one."""
     pytest.importorskip("sklearn")

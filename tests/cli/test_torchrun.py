@@ -79,6 +79,7 @@ def test_a_recipe_runs_in_one_process(command, monkeypatch):
 @pytest.mark.parametrize(
     ("start", "expected"), [(launched, 2), pytest.param(torchrun, 1, marks=SLOW)]
 )
+@pytest.mark.slow
 def test_what_is_wrong_is_said_once(gated, start, expected):
     code, out, err = start("finetune", "--data", "nowhere", cwd=gated)
     assert code == expected

@@ -221,6 +221,7 @@ def test_small_and_large_models_are_counted_alike():
 @pytest.mark.parametrize(
     "settings", [{}, {"bidirectional": True, "num_layers": 2}, {"bias": False}], ids=str
 )
+@pytest.mark.one_in(3)
 def test_recurrent_layers_cost_what_the_flop_counter_says(kind, settings):
     layer, x = kind(10, 8, batch_first=True, **settings).double(), torch.randn(2, 5, 10).double()
     model = nn.Sequential(nn.Linear(10, 10).double(), layer)

@@ -35,6 +35,7 @@ def test_the_residual_stream_is_cut_exactly(name):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.one_in(2)
 def test_a_cut_decoder_generates_what_the_gated_one_does(name):
     """Gated with its default config, which returns a cache; its class stays, so it generates."""
     model, (args, kwargs) = zoo.build("transformers", f"{name}-lm")
@@ -53,6 +54,7 @@ def test_a_cut_decoder_generates_what_the_gated_one_does(name):
 
 # All kinds of norms, heads and caches between them; the others are in the coverage table.
 @pytest.mark.parametrize("name", ["bert", "swin", "falcon", "qwen3-lm"])
+@pytest.mark.one_in(2)
 def test_transformers_keep_their_class(name):
     model, (args, kwargs) = zoo.build("transformers", name)
     scramble(model, (args, kwargs))

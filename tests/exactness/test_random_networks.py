@@ -41,6 +41,7 @@ def check_dead(network: nn.Module, x: torch.Tensor) -> None:
     assert 2 * CostModel(plan).dense("macs") * len(x) == counter.get_total_flops()
 
 
+@costly
 @given(st.data(), st.integers(1, 10))
 def test_closed_slots_of_random_networks_are_dead(data, steps):
     network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)

@@ -71,6 +71,7 @@ class Sets(nn.Module):
         return self.out(F.relu(h).sum(1))
 
 
+@pytest.mark.slow
 def test_heads_that_go_through_the_batch(tmp_path):
     x = torch.randn(2, 5, 3)
     model, dense = cut(Sets(), x)
@@ -136,6 +137,7 @@ class Painter(nn.Module):
         return self.rgb(F.leaky_relu(self.b(x, style), 0.2), style)
 
 
+@pytest.mark.slow
 def test_filters_of_each_examples_own(tmp_path):
     z = torch.randn(2, 5)
     model, dense = cut(Painter(), z)
@@ -221,6 +223,7 @@ class Told(Broken):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_part_that_is_told_the_batch(tmp_path):
     x = torch.randn(3, 4)
     model, dense = cut(Told(), x)

@@ -51,6 +51,7 @@ SOME = [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.slow) for n
 
 
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.one_in(2)
 def test_it_computes_what_the_gated_one_does(name):
     torch.manual_seed(0)
     made, given = KINDS[name]
@@ -149,6 +150,7 @@ def test_an_encoder_that_is_the_whole_model_picks_single_inputs():
     assert difference(model, dense, x) <= 1e-10
 
 
+@pytest.mark.slow
 def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
     """Its class would run its layers on nested tensors, for masks that no example need have."""
     torch.manual_seed(0)
@@ -159,6 +161,7 @@ def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
 
 
 @pytest.mark.parametrize("include", ["*heads*", "*"])
+@pytest.mark.one_in(2)
 def test_a_file_of_it_loads(include, tmp_path):
     def network():
         layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)

@@ -88,6 +88,7 @@ def test_in_half_precision_it_is_as_near_as_the_operator_is(dtype):
 
 
 @pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.one_in(2)
 def test_norms_of_channels_are_plain_arithmetic_in_onnx(is_group):
     """Neither sizes that are read off at run time nor copies of them along channels."""
     kind = CutGroupNorm if is_group else CutLayerNorm

@@ -26,6 +26,7 @@ def forward(m, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.one_in(3)
 def test_a_dtype_that_the_code_asks_for_follows_the_model(dtype, tmp_path):
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
     model = Fn(forward, **layers).to(dtype).eval()
@@ -62,6 +63,7 @@ def hidden_by_a_product(m, x):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
+@pytest.mark.one_in(2)
 def test_the_limit_of_a_dtype_follows_the_model(forward, dtype, tmp_path):
     torch.manual_seed(0)
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}
@@ -88,6 +90,7 @@ def under_autocast(m, x):
 
 
 @pytest.mark.parametrize("forward", [norm_in_single, under_autocast])
+@pytest.mark.one_in(2)
 def test_casts_in_the_forward_are_kept_in_the_module_and_lifted_in_the_file(forward, tmp_path):
     torch.manual_seed(0)
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}

@@ -60,11 +60,8 @@ def on(names):
     return pytest.mark.parametrize("exported", names, indirect=True)
 
 
-# By default every second one: random networks, and those on which pruners go wrong, are, too.
-HALF = [name if i % 2 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(ALL)]
-
-
-@on(HALF)
+@on(ALL)
+@pytest.mark.one_in(4)
 def test_dense_computes_what_gated_does(exported):
     model, x, dense = exported
     assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before
@@ -80,6 +77,7 @@ def test_in_float64_it_does_so_exactly(name):
 
 
 @on(WITH_ONNX)
+@pytest.mark.one_in(3)
 def test_onnx_file(exported, tmp_path):
     model, x, dense = exported
     path = tmp_path / "model.onnx"
@@ -278,6 +276,7 @@ def test_a_slot_that_a_norm_averages_over_stays_while_it_is_open():
 
 
 @pytest.mark.parametrize("name", ["sigmoid_after_bn", "multi_head_attention", "layer_norm_stream"])
+@pytest.mark.one_in(3)
 def test_what_has_learned_on_is_written_as_it_is_now(name, tmp_path):
     model, x = gated_case(name, seed=1)
     first = l0prune.export(model)
@@ -313,6 +312,7 @@ AGAIN = [
 
 
 @on(AGAIN)
+@pytest.mark.one_in(4)
 def test_an_export_can_be_cut_again(exported):
     _, x, first = exported
     assert not first.module.training
@@ -349,6 +349,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     "wrap", [Around, nn.DataParallel, lambda m: torch.compile(m, backend="eager")]
 )
+@pytest.mark.one_in(2)
 def test_of_a_wrapper_the_model_in_it_is_exported(wrap):
     model, x = gated_case("sigmoid_after_bn")
     dense = l0prune.export(wrap(model))

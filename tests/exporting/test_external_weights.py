@@ -58,6 +58,7 @@ def test_weights_beside_the_file(tmp_path):
     assert is_of(tmp_path / "other.onnx", dense)
 
 
+@pytest.mark.slow
 def test_the_next_save_takes_the_old_weights_away(tmp_path):
     exported().save_onnx(tmp_path / "model.onnx")
     (tmp_path / "model.onnx.data").write_text("theirs")
@@ -99,6 +100,7 @@ def test_a_kill_leaves_the_old_model_or_the_new(moment, tmp_path, monkeypatch):
     assert len([p for p in tmp_path.iterdir() if p.suffix == ".data"]) == 1
 
 
+@pytest.mark.slow
 def test_an_error_after_the_new_name_leaves_the_new_weights(tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     exported().save_onnx(path)

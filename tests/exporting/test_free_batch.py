@@ -63,6 +63,7 @@ def compared(dense, kind):
 
 
 @pytest.mark.parametrize("forward", [another_way_for_one, none_for_one, own_width])
+@pytest.mark.one_in(3)
 def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp_path):
     _, dense = exported(forward)
     assert dense.dynamic
@@ -88,6 +89,7 @@ def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):
 
 
 @pytest.mark.parametrize("renew", [False, True])
+@pytest.mark.one_in(2)
 def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
     _, dense = exported(another_way_for_one)
     assert dense.rebuilt
@@ -108,6 +110,7 @@ def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_fo
 
 @pytest.mark.parametrize("forward", [like_others, squeezed])
 @pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.one_in(3)
 def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_path):
     model, dense = exported(forward, batch)
     assert not dense.note

@@ -37,6 +37,7 @@ def cut(model, x, shapes):
 
 
 @pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.one_in(2)
 def test_an_image_of_any_size(is_graph, tmp_path):
     if is_graph:
         with as_graph():
@@ -144,6 +145,7 @@ def compared(m, x):
         (compared, "if x.shape[0] > 3:"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_batch_that_the_code_fixes_is_said_with_the_line(forward, line):
     net, x = Fn(forward, a=nn.Linear(6, 8), out=nn.Linear(8, 2)).eval(), torch.randn(2, 5, 6)
     said = l0prune.survey(net, x, dynamic_shapes={}).fixed
@@ -160,6 +162,7 @@ def test_a_batch_that_the_code_does_not_fix():
     assert not l0prune.survey(net, x, dynamic_shapes={}).fixed
 
 
+@pytest.mark.slow
 def test_a_length_is_free_beside_a_batch_that_is_not(tmp_path):
     layers = {"a": nn.Linear(6, 8), "out": nn.Linear(8, 2)}
     shapes = {"args": ({1: "length"},)}

@@ -133,6 +133,7 @@ def exported(inner, seed=1):
      HeadsInTheBatch, NormAndActivation],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.one_in(4)
 def test_it_keeps_its_class(make, seed):
     dense, model, x = exported(make(), seed)
     assert dense.rebuilt
@@ -170,6 +171,7 @@ def test_heads_stay_as_large_where_only_the_size_that_the_code_reads_is_cut():
 
 
 @pytest.mark.parametrize("make", [ReadsItsInput, ScaledByHand])
+@pytest.mark.one_in(2)
 def test_it_can_be_gated_again(make):
     dense, model, x = exported(make())
     again = l0prune.gate(copy.deepcopy(dense.module), x)

@@ -57,6 +57,7 @@ def test_a_mean_keeps_its_divisor():
         (lambda h: (h - 1).var(1, keepdim=True), 35 / 12),
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_statistic_counts_what_went(statistic, answer):
     """Of 1, 2, 3 and 4 without 3: a zero stands in its place."""
     layer = nn.Linear(1, 4, bias=False)
@@ -73,6 +74,7 @@ def test_a_mean_over_whole_dims_is_left_alone():
 
 
 @pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.one_in(2)
 def test_an_rms_norm_gets_another_epsilon_and_weight(weight):
     norm = nn.RMSNorm(8, eps=0.5, elementwise_affine=weight)
     model = Fn(lambda m, x: m.c(m.n(m.a(x))), a=nn.Linear(5, 8), n=norm, c=nn.Linear(8, 3))

@@ -105,6 +105,7 @@ def test_the_file_is_in_float32_whatever_the_model_is_in(dtype, tmp_path):
     assert dense.module(x).dtype == dense.program.module()(x).dtype == dtype
 
 
+@pytest.mark.slow
 def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
     """Clamps of one tensor whose limits are buffers: it gives the limits one name."""
     module, example = CASES["clamps_of_one_tensor"]()
@@ -123,6 +124,7 @@ def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
         pytest.param("voice_encoder", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_recurrent_layers_are_written_as_they_are(name, tmp_path):
     module, example = CASES[name]()
     found = l0prune.survey(randomise(module).eval(), example)

@@ -333,6 +333,7 @@ class Layerdrop(nn.Module):
 @pytest.mark.parametrize(
     "drop", [nn.Dropout(0.05), nn.AlphaDropout(0.05), nn.RReLU(), Shaken(), Layerdrop()]
 )
+@pytest.mark.one_in(3)
 def test_what_is_drawn_in_training_is_no_reason_not_to_train(drop):
     _, dense = exported(Dropping(drop), torch.randn(1, 4))
     assert dense.rebuilt

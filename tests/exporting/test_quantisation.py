@@ -68,6 +68,7 @@ def of_activations(m, x):
 
 
 @pytest.mark.parametrize("forward", [of_weights, of_activations])
+@pytest.mark.one_in(2)
 def test_a_model_with_a_grid_for_each_channel_is_exported(forward, tmp_path):
     torch.manual_seed(0)
     grids = {"scales": torch.rand(5) * 0.05 + 0.01, "zeros": WHOLE}

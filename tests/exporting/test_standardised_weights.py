@@ -1,5 +1,6 @@
 """Weights that the forward standardises: cut after the statistics of the whole have been taken."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from deadness import close_some, randomise
@@ -36,6 +37,7 @@ def cut(model, x):
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_with_gains_rows_and_columns_are_cut(tmp_path):
     model = nn.Sequential(
         Standardised(3, 8, 3), nn.SiLU(), Standardised(8, 10, 1), nn.GELU(), Standardised(10, 4, 1)

@@ -56,6 +56,7 @@ def test_a_file_is_timed_beside_the_dense_one(tmp_path, monkeypatch):
     assert all(check.inputs == ((check.batch, 3, 12, 12),) for check in dense.certificate.checks)
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_faster_is_said(tmp_path, monkeypatch):
     slow = {"own": [3.0, 3.0, 3.0], "dense": [2.0, 2.0, 2.0]}
     monkeypatch.setattr(collect, "networks_turns", lambda *_: slow)

@@ -95,6 +95,7 @@ def test_with_open_switches_nothing_changes():
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("closed", [("blocks.0",), ("blocks.2", "blocks.1")])
+@pytest.mark.one_in(2)
 def test_closed_branches_are_gone(closed, writes, tmp_path):
     model = gated(Net(writes), *closed)
     dense = l0prune.export(model)
@@ -215,6 +216,7 @@ class Encoder(nn.Module):
     ("closed", "operator"),
     [("layer.self_attn", "scaled_dot_product_attention"), ("layer", "relu")],
 )
+@pytest.mark.one_in(2)
 def test_transformers_lose_attention_and_mlp(closed, operator):
     x = torch.randn(2, 5, 4)
     model = gated(Encoder(), closed, x=x)
@@ -264,6 +266,7 @@ LAYERS = ("layers.0", "layers.1", "layers.2")
 @pytest.mark.parametrize(
     "closed", [("layers.1",), ("layers.0", "layers.2"), (*LAYERS, "wide.branch")]
 )
+@pytest.mark.one_in(3)
 def test_parts_of_concatenations_are_gone(closed, tmp_path):
     model = gated(Dense(), *closed)
     assert set(branches_of(model)) == {*LAYERS, "wide.branch"}
@@ -307,6 +310,7 @@ class InParts(nn.Module):
         return y + self.body.blocks[2].bn2.bias.sum() if self.shares else y
 
 
+@pytest.mark.slow
 def test_branches_of_parts(tmp_path):
     model = randomised(InParts())
     names = [branch.name for branch in l0prune.survey(model, X).branches]

@@ -22,6 +22,7 @@ def targets(made):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.one_in(3)
 def test_distances(p):
     a, b = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
     b[0, 0] = a[0, 0]
@@ -39,6 +40,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.one_in(3)
 def test_filters_of_each_examples_own(settings, is_transposed):
     more = {"output_padding": 1} if is_transposed and settings.get("stride") == 2 else {}
 

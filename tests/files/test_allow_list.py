@@ -37,6 +37,7 @@ def test_no_family_is_forgotten():
 
 @pytest.mark.filterwarnings("ignore:The default weight initialization")
 @pytest.mark.parametrize("name", FAMILIES.values())
+@pytest.mark.one_in(4)
 def test_every_family_loads_as_it_is(name, tmp_path):
     # Without weights, which are large; RegNet initialises itself by reading them.
     with torch.device("cpu" if "regnet" in name else "meta"):

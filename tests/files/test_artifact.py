@@ -190,6 +190,7 @@ def test_a_model_without_gates(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_a_torchvision_model(tmp_path):
     model = gate(torchvision.models.mobilenet_v3_small(num_classes=4), torch.randn(2, 3, 64, 64))
     l0prune.save(model, tmp_path / "a.pt")
@@ -326,6 +327,7 @@ def plan_with(path, **changes):
         ({"tensors": {"l0prune_gates.log_alpha": torch.zeros(6)}}, "gates where the plan has"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_damaged_artifacts(gated, tmp_path, changes, message):
     l0prune.save(gated, tmp_path / "a.pt")
     change(tmp_path / "a.pt", **changes)
@@ -373,6 +375,7 @@ ENDLESS = 10**12
         {"parts": ["a\x1b[2J"]},
     ],
 )
+@pytest.mark.one_in(2)
 def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):
     l0prune.save(gated, tmp_path / "a.pt")
     if "axes" in changes:

@@ -65,6 +65,7 @@ def test_a_branch_in_a_closed_branch_costs_nothing():
 
 
 @pytest.mark.parametrize("how", ["taylor", "fisher", "magnitude", "group-magnitude", "bn-scale"])
+@pytest.mark.one_in(3)
 def test_depth_by_a_score(how):
     """Only branches have gates: the classical cut of whole blocks."""
     model = gated(include=[])
@@ -93,6 +94,7 @@ def test_all_branches_may_go_and_no_more():
 
 
 @pytest.mark.parametrize("compact", ["auto", "never"])
+@pytest.mark.one_in(2)
 def test_a_branch_that_adds_nothing_goes_first(compact):
     model = gated(include=[])
     with torch.no_grad():

@@ -69,6 +69,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("make", "plan", "shape", "kind"), COMPILED)
+@pytest.mark.slow
 def test_compiled_as_a_whole_it_computes_and_learns_the_same(make, plan, shape, kind):
     model, x = gated(make(), plan, kind=kind), torch.randn(shape)
     eager = copy.deepcopy(model)

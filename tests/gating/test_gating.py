@@ -87,6 +87,7 @@ def close_half(model: nn.Module) -> None:
 
 
 @models
+@pytest.mark.one_in(3)
 def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
     model, x = make().eval(), example()
     with torch.no_grad():

@@ -40,6 +40,7 @@ def network(attention):
     return randomise(net).double().eval(), torch.randn(2, 5, 6, dtype=torch.float64)
 
 
+@pytest.mark.slow
 def test_a_size_that_is_read_off_one_dim_and_used_for_another_is_said_beforehand():
     model, x = network(ReadsItsInput())
     survey = l0prune.survey(model, x)
@@ -77,6 +78,7 @@ def test_a_size_in_the_code_is_said_beforehand():
 
 
 @pytest.mark.parametrize("make", [ReadsItsInput, Torchs, HasNumbers])
+@pytest.mark.one_in(2)
 def test_native_gates_only_what_needs_no_other_layer(make):
     model, x = network(make())
     l0prune.gate(model, x, keep_class="native")

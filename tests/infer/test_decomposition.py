@@ -42,6 +42,7 @@ def network(of):
 
 
 @pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.one_in(3)
 def test_what_torch_makes_of_others_is_cut_exactly(name):
     torch.manual_seed(0)
     model, x = in_float64(*network(COMPOSITES[name]))
@@ -53,6 +54,7 @@ def test_what_torch_makes_of_others_is_cut_exactly(name):
     assert dense.params < dense.params_before
 
 
+@pytest.mark.slow
 def test_work_is_counted_and_where_it_comes_from_is_known(tmp_path):
     model, x = network(COMPOSITES["tensordot"])
     assert 2 * l0prune.survey(model, (x,)).macs * len(x) == flops(model, x)

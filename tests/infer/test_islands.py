@@ -80,6 +80,7 @@ def cut(model, **options):
     ],
     ids=["shape", "attribute", "weight", "call", "length"],
 )
+@pytest.mark.one_in(3)
 def test_what_the_code_between_the_parts_reads_stays(read):
     dense = cut(Two(between=read))
     assert set(dense.widths) == {"b.0"}
@@ -207,6 +208,7 @@ class Mixed(nn.Module):
     ],
     ids=["none", "scalar", "mask", "tuple"],
 )
+@pytest.mark.slow
 def test_numbers_among_inputs_and_outputs(options, tmp_path):
     class Mixing(Two):
         def layers(self):

@@ -81,6 +81,7 @@ def test_macs_are_those_of_one_image_over_all_calls():
 
 
 @pytest.mark.parametrize("threshold", [pytest.param(0.0, marks=pytest.mark.slow), float("inf")])
+@pytest.mark.slow
 def test_the_export_is_exact_even_where_nothing_is_found(threshold):
     model = detector()
     model.threshold = threshold
@@ -119,6 +120,7 @@ def test_each_part_is_a_file_that_takes_inputs_of_any_size(tmp_path):
     assert manifest["attributes"]["stem.conv"]["out_channels"] < 10
 
 
+@pytest.mark.slow
 def test_a_part_whose_name_is_no_file_name_is_written_beside_the_others(tmp_path):
     model = detector()
     piece = l0prune.export(l0prune.gate(model, (torch.stack(images()),))).pieces[0]
@@ -241,6 +243,7 @@ class TiedOutside(Broken):
         (TiedOutside, {"other.0"}),
     ],
 )
+@pytest.mark.one_in(3)
 def test_parts_in_containers_and_weights_that_others_read(kind, axes):
     model, x = randomise(kind()).eval(), torch.randn(3, 4)
     if not axes:
@@ -288,6 +291,7 @@ def test_a_part_that_is_not_called_on_fresh_inputs():
     assert {piece.path for piece in l0prune.export(model).pieces} == {"a"}
 
 
+@pytest.mark.slow
 def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
     class Pooled(nn.Module):
         def __init__(self):

@@ -60,6 +60,7 @@ def _seed():
 
 
 @pytest.mark.parametrize("settings", EVERY, ids=str)
+@pytest.mark.one_in(3)
 def test_closed_units_are_dead(settings):
     module = network(*settings)
     plan, error = relative_effect_of_dead_slots(module, (X.double(),))
@@ -73,6 +74,7 @@ def test_closed_units_are_dead(settings):
 
 
 @pytest.mark.parametrize("settings", EVERY[1::2], ids=str)
+@pytest.mark.one_in(3)
 def test_the_cut_layer_is_one_of_torchs_own(settings):
     model = l0prune.gate(network(*settings), (X.double(),), exclude="*.in")
     close_some(model, seed=2)

@@ -32,11 +32,13 @@ def on(names):
 
 
 @on(ALL)
+@pytest.mark.one_in(3)
 def test_closed_slots_are_dead(found):
     assert found[2] <= 1e-12
 
 
 @on([name for name, case in ALL.items() if case[2]])
+@pytest.mark.one_in(3)
 def test_axes_found(found):
     plan, sizes, _ = found
     assert {axis.name.removeprefix("run."): axis.size for axis in plan.axes} == sizes
@@ -156,6 +158,7 @@ def a_branch_of_the_graphs(m, x):
 @pytest.mark.parametrize(
     "forward", [per_sample_kernels, heads_in_the_batch_of_a_grid, a_branch_of_the_graphs]
 )
+@pytest.mark.one_in(3)
 def test_what_is_gated_is_exported(forward):
     layers = {
         "a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(2, 3, 1), "k": nn.Linear(144, 72),

@@ -104,6 +104,7 @@ def test_the_gates_are_in_no_state_of_its_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.one_in(2)
 def test_precision(precision, tmp_path):
     network, _, _ = trained(tmp_path, precision=precision)
     dense = l0prune.export(network)
@@ -111,6 +112,7 @@ def test_precision(precision, tmp_path):
 
 
 @pytest.mark.parametrize("task", [Compiled, Checkpointed])
+@pytest.mark.slow
 def test_compiled_or_with_checkpoints_the_gates_are_the_same(task, tmp_path):
     """With gates that draw nothing."""
     ends = []
@@ -124,6 +126,7 @@ def test_compiled_or_with_checkpoints_the_gates_are_the_same(task, tmp_path):
 
 
 @pytest.mark.parametrize("compact", ["never", "settle"])
+@pytest.mark.one_in(2)
 def test_a_stop_and_a_resume_are_the_same_to_the_bit(compact, tmp_path):
     """With gates that draw nothing: Lightning keeps no state of random numbers."""
 

@@ -174,6 +174,7 @@ def test_weights_alone_are_clipped_and_decayed(tmp_path):
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_ways_of_computing(arguments, tmp_path):
     model, _, _ = trained(tmp_path, save_strategy="no", **arguments)
     dense = l0prune.export(model)
@@ -188,6 +189,7 @@ def test_ways_of_computing(arguments, tmp_path):
     ("make", "data", "compact", "stop"),
     [(bert, CLASSES, "settle", 25), (llama, TEXTS, "never", 30)],
 )
+@pytest.mark.one_in(2)
 def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, tmp_path):
     """Of tied weights a safetensors checkpoint has one; of a model that is cut all are whole."""
     settings = {"data": data, "compact": compact, "save_steps": 5}
@@ -213,6 +215,7 @@ def test_a_language_model_is_exported_as_it_was_gated(tmp_path):
         assert of_scale(model.eval()(IDS[5:9]).logits, found["logits"]).max() <= ROUNDED
 
 
+@pytest.mark.slow
 def test_the_best_model_meets_the_budget_too(tmp_path):
     """Here the first checkpoint is best, from before the gates stood."""
     evaluations = itertools.count()

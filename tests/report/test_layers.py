@@ -48,6 +48,7 @@ LARGE = {"densenet121", "googlenet"}
 @pytest.mark.parametrize(
     "name", [pytest.param(m, marks=[pytest.mark.slow] if m in LARGE else []) for m in MODELS]
 )
+@pytest.mark.one_in(4)
 def test_nothing_is_unlisted(name):
     model, x = MODELS[name]()
     found = l0prune.survey(model, (x,))

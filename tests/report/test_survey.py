@@ -32,6 +32,7 @@ from l0prune.plan.layout import axes_of
         pytest.param("shufflenet_v2_x0_5", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(2)
 def test_counts_agree_with_torch_on_torchvision(name):
     model = torchvision.models.get_model(name)
     x = torch.randn(2, 3, 64, 64)
@@ -61,6 +62,7 @@ def test_a_product_with_a_piece_of_a_weight_costs_what_the_piece_does():
     assert 2 * l0prune.survey(model, (x,)).macs * 2 == flops(model, x)
 
 
+@pytest.mark.slow
 def test_every_weight_is_prunable_or_pinned():
     model = torchvision.models.get_model("mobilenet_v3_small")
     found = l0prune.survey(model, (torch.randn(2, 3, 64, 64),))

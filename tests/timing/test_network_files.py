@@ -115,6 +115,7 @@ def test_a_model_that_becomes_several_files_is_refused(tmp_path):
         NetworkFiles(model, 1, tmp_path)
 
 
+@pytest.mark.slow
 def test_files_that_differ_by_more_than_sizes_are_refused_with_the_place(tmp_path, monkeypatch):
     """Here some keep all 72 inputs of a Linear, so that they have no Gather."""
     compared = {2: [[6, 5, 72], [7, 6, 40]], 1: [[5, 7, 72]]}

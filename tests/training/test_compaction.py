@@ -194,6 +194,7 @@ IMAGES = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(3)).dou
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.one_in(3)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
 
@@ -378,6 +379,7 @@ def test_a_cut_model_is_not_exported_saved_or_ungated(model, tmp_path):
 
 @pytest.mark.parametrize("saved", [3, 8])
 @pytest.mark.parametrize("now", [0, 4, 9])
+@pytest.mark.one_in(2)
 def test_a_checkpoint_of_before_the_cut_or_after_it_is_loaded_at_any_time(model, saved, now):
     other = copy.deepcopy(model)
     run = started(model)
@@ -419,6 +421,7 @@ def finetuned(make, compact, **settings):
     ],
     ids=["average", "distilled", "checkpointed", "compiled", "norms and L2"],
 )
+@pytest.mark.one_in(3)
 def test_a_run_that_is_cut_learns_what_one_that_only_masks_does(make, way):
     whole, all_of_it = finetuned(make, "never", **way)
     cut, less = finetuned(make, "settle", **way)

@@ -40,6 +40,7 @@ def gated(probability: float) -> nn.Module:
 
 
 @pytest.mark.parametrize(("probability", "stays"), [(0.45, False), (0.8, True)])
+@pytest.mark.one_in(2)
 def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     model = gated(probability)
     _, seen = run(model, 30, decide=0.5, lam=0.0, gate_lr=0.01)

@@ -27,6 +27,7 @@ def measured(history):
 
 
 @every_kind
+@pytest.mark.one_in(3)
 def test_it_prunes_and_the_export_computes_the_same(tmp_path, kind):
     model = gated(kind)
     before = model.eval()(data().test.inputs)
@@ -67,6 +68,7 @@ def run(folder, *stop, resume=False, testing=False):
     return model, finetune(model, source, out=folder, resume=resume, **SETTINGS)
 
 
+@pytest.mark.slow
 def test_going_on_while_the_gate_anneals_changes_nothing(tmp_path):
     model, history = run(tmp_path / "whole")
     stops = [(2, False), (STEPS, False), (2 * STEPS + 3, False), (3 * STEPS, True),

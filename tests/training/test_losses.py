@@ -22,6 +22,7 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("parts", [2, 4, 30])
+@pytest.mark.one_in(3)
 def test_micro_batches_are_the_step_of_the_whole_batch(parts):
     assert_same(outcome("adam", accumulate=parts), outcome("adam"))
 
@@ -55,6 +56,7 @@ def test_each_micro_batch_has_gates_of_its_own():
     ],
     ids=str,
 )
+@pytest.mark.one_in(2)
 def test_how_it_is_computed_does_not_matter(how):
     assert_same(outcome("residual", **how), outcome("residual"))
 

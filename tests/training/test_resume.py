@@ -75,6 +75,7 @@ def test_kill_9_and_go_on_is_the_same_to_the_bit(tmp_path):
     ],
     indirect=["whole"],
 )
+@pytest.mark.one_in(2)
 def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     kind, expected, records = whole
     number = STOPS[step]
@@ -91,6 +92,7 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
 
 
 @kinds("loader", "budget")
+@pytest.mark.one_in(2)
 def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):
@@ -103,6 +105,7 @@ def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
 
 
 @kinds("own generator", "budget")
+@pytest.mark.one_in(2)
 def test_after_two_stops_it_still_goes_on(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):
@@ -267,6 +270,7 @@ def test_a_loss_that_is_no_number_stops_training(tmp_path, last):
     assert all(torch.isfinite(value).all() for value in state.model.values())
 
 
+@pytest.mark.slow
 def test_after_it_the_run_goes_on_more_slowly_from_its_checkpoint(tmp_path, capsys):
     """A rate that no network survives, and then one that it does."""
     settings = {**SETTINGS, "optimizer": "sgd", "clip": None, "schedule": fast_in_the_middle}

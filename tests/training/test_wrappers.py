@@ -95,10 +95,10 @@ def stopped(rank, folder, ways):
     return results
 
 
-# By default each run is wrapped in one of the two ways; in both with ``-m slow``.
+# By default five of the runs, each in one of the two ways; all in both with ``-m slow``.
 WRAPPERS = {
-    "ddp": {"adam", "own batches", "less than all", "checkpointed", "budget"},
-    "fsdp": {"sgd", "read one by one", "residual", "compiled", "distilled"},
+    "ddp": {"adam", "own batches", "budget"},
+    "fsdp": {"sgd", "residual"},
 }
 WRAPPED = [
     pytest.param(wrapper, name, marks=[] if name in by_default else [SLOW])
@@ -263,6 +263,7 @@ def refused(rank, folder):
     return said
 
 
+@pytest.mark.slow
 def test_what_is_wrong_ends_all_and_is_said_once(tmp_path):
     reasons = [
         "UsageError: the processes were given models whose parameters differ",

@@ -69,6 +69,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
+@pytest.mark.one_in(3)
 def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
     make, include, settings, auto = LOADS[name]
     dense = exported(make, include, **settings)
@@ -145,6 +146,7 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("name", CANNOT)
+@pytest.mark.one_in(3)
 def test_where_it_cannot_it_says_why_and_transformers_refuses(name, tmp_path):
     make, include, settings, words = CANNOT[name]
     dense = exported(make, include, **settings)
@@ -182,6 +184,7 @@ def test_what_has_learned_since_is_written_as_it_is(tmp_path):
     assert not same(dense.module, exported(llama).module)
 
 
+@pytest.mark.slow
 def test_a_dtype_and_tensors_that_the_code_makes_in_another(tmp_path):
     torch.manual_seed(0)
     model = randomise(llama()).to(torch.bfloat16).eval()  # its frequencies, too
