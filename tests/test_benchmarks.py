@@ -137,6 +137,7 @@ def test_sparsity_learning_adds_the_regularizers_gradient():
     DATA is None or not (Path(DATA).parent / "models" / cifar.CHECKPOINTS["resnet20"]).exists(),
     reason=NEEDS_MODELS,
 )
+@pytest.mark.slow
 def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(l0prune, "load_data", lambda name: noise(80, 32))
     options = argparse.Namespace(

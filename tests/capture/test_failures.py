@@ -107,6 +107,7 @@ class Answering(nn.Module):
         return Answer(self.inner(x))
 
 
+@pytest.mark.slow
 def test_a_dataclass_as_output_is_taken_whole_once_it_is_registered():
     model = randomise(Answering()).eval()
     in_parts = l0prune.survey(model, X)

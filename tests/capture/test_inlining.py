@@ -56,6 +56,7 @@ def under_autocast(m, x):
     return m.d(z.float())
 
 
+@pytest.mark.slow
 def test_the_casts_of_autocast_are_nodes_of_the_graph():
     layers = {n: nn.Linear(10 if n == "a" else 8, 3 if n == "d" else 8) for n in "abcd"}
     model = randomise(Fn(under_autocast, norm=nn.LayerNorm(8), **layers)).eval()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from processes import LONGEST
 
 HEAVY = ("torchvision", "torch._dynamo", "onnx", "onnxruntime", "onnxscript", "transformers")
@@ -44,5 +45,6 @@ def test_help_and_wrong_use_are_answered_without_torch(tmp_path):
     python(ANSWERS.format(small_talk=SMALL_TALK), tmp_path)
 
 
+@pytest.mark.slow
 def test_public_names_load_nothing_that_they_do_not_need_yet(tmp_path):
     assert python(NAMES.format(heavy=HEAVY), tmp_path).strip() == "[]"

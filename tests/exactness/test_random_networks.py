@@ -9,7 +9,7 @@ import pytest
 import torch
 from deadness import randomise, relative_effect_of_dead_slots
 from differences import difference, graph_difference
-from example_counts import costly
+from example_counts import costliest, costly
 from hypothesis import given
 from hypothesis import strategies as st
 from random_networks import Author, RandomNetwork
@@ -48,7 +48,7 @@ def test_closed_slots_of_random_networks_are_dead(data, steps):
     check_dead(network, x)
 
 
-@costly
+@costliest
 @given(st.data(), st.integers(2, 8))
 def test_random_networks_are_exported_exactly(data, steps):
     network, x = written(lambda n: data.draw(st.integers(0, n - 1)), steps)

@@ -21,6 +21,7 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", AXES)
+@pytest.mark.one_in(3)
 def test_axes_are_those_one_expects(name):
     module, example = made(name)
     found = l0prune.survey(module, example, own_class=False)

@@ -78,6 +78,7 @@ def test_heads_that_go_through_the_batch(tmp_path):
     check(model, dense, x, tmp_path)
 
 
+@pytest.mark.slow
 def test_heads_in_chunks_of_the_batch(tmp_path):
     def forward(m, x):
         q = torch.cat(torch.chunk(m.q(x), 2, -1), 0)
@@ -89,6 +90,7 @@ def test_heads_in_chunks_of_the_batch(tmp_path):
     check(model, dense, x, tmp_path)
 
 
+@pytest.mark.slow
 def test_distances_from_every_row(tmp_path):
     """torch computes them in another way where there are more than 25."""
 

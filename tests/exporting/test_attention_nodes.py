@@ -64,6 +64,7 @@ def test_no_size_is_read_off_at_run_time(tmp_path):
     assert onnx_difference(model, dense, tmp_path / "model.onnx", x) <= ROUNDED
 
 
+@pytest.mark.slow
 def test_a_query_that_may_look_at_nothing(tmp_path):
     """torch answers zero; the exporter by itself an average of all values."""
     x = torch.randn(2, 7, 12)

@@ -36,6 +36,7 @@ def test_wav2vec_takes_any_length(tmp_path):
         torch.testing.assert_close(run_onnx(file, sound)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_whispers_own_code_asks_for_one_length_and_the_survey_says_where():
     config = transformers.WhisperConfig(
         vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=1, num_mel_bins=8,

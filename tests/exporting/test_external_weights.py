@@ -67,6 +67,7 @@ def test_the_next_save_takes_the_old_weights_away(tmp_path):
     assert is_of(path, exported(1))
 
 
+@pytest.mark.slow
 def test_small_ones_have_none_any_more(tmp_path, monkeypatch):
     exported().save_onnx(tmp_path / "model.onnx")
     monkeypatch.setattr(external, "LARGEST", 2**31)

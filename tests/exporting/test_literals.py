@@ -125,6 +125,7 @@ NORMS = {
     ),
     st.sampled_from([1e-6, 1e-3, 1.0]),
 )
+@pytest.mark.slow
 def test_a_norm_over_what_stays_is_the_norm_over_all(name, widths, eps):
     """Against the whole network in which the rows of closed slots are zero."""
     size, closed = widths

@@ -75,6 +75,7 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize(("mask", "leading"), ATTENTION)
+@pytest.mark.slow
 def test_attention_over_more_or_fewer_than_four_dims(mask, leading, tmp_path):
     x = torch.randn(2, 2, 7, 12)
     model = randomise(InBlocks(mask, leading)).eval()

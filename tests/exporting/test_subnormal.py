@@ -94,6 +94,7 @@ def test_a_gate_that_makes_a_weight_subnormal():
     assert dense.module[2].weight[0, 1] != 0
 
 
+@pytest.mark.slow
 def test_a_batch_norm_that_is_folded_into_its_convolution(tmp_path):
     model, x = randomise(network()).eval(), torch.randn(2, 3, 6, 6)
     with torch.no_grad():
@@ -137,6 +138,7 @@ def test_what_is_divided_by_stays(tmp_path):
         *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float64, torch.float16)),
     ],
 )
+@pytest.mark.slow
 def test_other_dtypes(tmp_path, dtype):
     """bfloat16 has float32's range; float16's own subnormal numbers stay; float64 has more."""
     model, x = randomise(network()).eval().to(dtype), torch.randn(2, 3, 6, 6, dtype=dtype)

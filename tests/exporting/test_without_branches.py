@@ -127,6 +127,7 @@ def test_a_class_goes_on_without_them():
     assert type(dense.module.blocks[0].conv1) is nn.Conv2d
 
 
+@pytest.mark.slow
 def test_a_class_that_writes_into_what_is_gone_is_a_graph_and_says_so():
     """``y += x`` has nowhere to write where y has another shape."""
     dense = l0prune.export(gated(Net(writes=True), "blocks.1"))
@@ -154,6 +155,7 @@ def test_what_is_written_in_place_later_does_not_change_the_stream():
     assert graph_difference(model, dense, X) <= 1e-10
 
 
+@pytest.mark.slow
 def test_what_nobody_closes_costs_what_it_did():
     closed, open_ = (l0prune.export(gated(Net(), *names)) for names in (("blocks.0",), ()))
     block = randomised(Net()).blocks[0]
@@ -287,6 +289,7 @@ def test_parts_of_concatenations_are_gone(closed, tmp_path):
     assert dense.params == sum(p.numel() for p in dense.module.parameters())
 
 
+@pytest.mark.slow
 def test_a_class_goes_on_without_parts_of_concatenations():
     dense = l0prune.export(gated(Dense(), "layers.1", "wide.branch"))
     assert dense.rebuilt, dense.note

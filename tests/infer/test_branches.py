@@ -208,6 +208,7 @@ def test_the_survey_says_it():
     assert survey.to_dict()["branches"][0]["name"] == survey.branches[0].name
 
 
+@pytest.mark.slow
 def test_a_long_way_from_its_parameters_is_none():
     """Nor does it fill Python's stack."""
 

@@ -174,6 +174,7 @@ def test_so_are_those_of_the_modules_in_it():
     assert torch.equal(twin(X), dense.module(X))
 
 
+@pytest.mark.slow
 def test_a_graph_remembers_what_was_frozen():
     dense = cut(Two(Fixed()))
     frozen = [name for name, p in dense.module.named_parameters() if not p.requires_grad]

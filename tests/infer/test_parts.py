@@ -144,6 +144,7 @@ def test_gates_survive_a_file_and_a_training_step(tmp_path):
     torch.testing.assert_close(again(images()), model(images()))
 
 
+@pytest.mark.slow
 def test_a_part_whose_class_does_not_fit_runs_as_its_graph():
     class ByWidth(Stem):
         def forward(self, x):

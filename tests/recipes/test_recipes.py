@@ -86,6 +86,7 @@ def test_mlp_starts_at_the_papers_dropout_rates():
         torch.testing.assert_close(values, log_alpha.expand(axis.size), atol=2e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_wide_resnet_is_gated_where_it_had_dropout():
     recipe = recipes.load("cifar-wrn", [])
     model = l0prune.load_model(recipe.model.source)

@@ -55,6 +55,7 @@ def recipe(tmp_path):
     return str(tmp_path / "own.toml")
 
 
+@pytest.mark.slow
 def test_a_run_learns_own_answers_in_a_network_cut_in_one_shot(recipe, tmp_path):
     folder = tmp_path / "run"
     result = recipes.run(recipes.load(recipe, []), folder)

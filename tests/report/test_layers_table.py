@@ -81,6 +81,7 @@ def test_where_nothing_is_outside_the_layers_there_is_only_the_total():
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
+@pytest.mark.slow
 def test_sorted_by_name_the_sums_stay_at_the_foot(tmp_path):
     path, _ = l0prune.Report(content(layers=[layer(name) for name in ("10", "9", "2")])).save(
         tmp_path
@@ -94,6 +95,7 @@ def test_sorted_by_name_the_sums_stay_at_the_foot(tmp_path):
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no chromium: apt-get install chromium")
+@pytest.mark.slow
 def test_the_table_of_layers_is_as_wide_as_its_column_unless_it_needs_more(tmp_path):
     long = [layer(f"encoder.layers.{n}.attention.query.projection") for n in range(3)]
     huge = [of.model_copy(update={"macs": Pair(before=10**15, after=10**14)}) for of in long]

@@ -127,13 +127,14 @@ def test_a_part_of_the_network_takes_a_part_of_the_time(latency):
     assert (values != 0).sum() < (latency._values(latency.plan.kept(open_), None) != 0).sum()
 
 
-@pytest.mark.filterwarnings("ignore:l0prune. the budget")  # so small a network is all noise
-def test_a_budget_in_milliseconds_is_observed(model, table):
-    found = l0prune.fit(model, f"latency={0.9 * table.dense:.6f}ms", latency=table)
-    open_ = l0prune.gates(model).open()
-    l0prune.gates(model).put(torch.ones_like(open_))
-    assert not open_.all()
-    assert 0 < next(iter(found.values())) < 2 * table.dense
+@pytest.mark.slow
+def test_a_budget_in_milliseconds_is_observed(tmp_path):
+    """Of a network that takes a tenth of a millisecond or two: smaller ones are all noise."""
+    model = gated(size=96)
+    table = l0prune.measure(model, samples=SAMPLES, folder=tmp_path)
+    found = l0prune.fit(model, f"latency={0.8 * table.dense:.6f}ms", latency=table)
+    assert not l0prune.gates(model).open().all()
+    assert 0 < next(iter(found.values())) < 1.5 * table.dense
 
 
 def test_a_table_of_another_model_is_refused(table):

@@ -58,6 +58,7 @@ def gated_inputs():
     ],
     ids=["cnn", "inputs", "attention"],
 )
+@pytest.mark.slow
 def test_files_are_those_that_an_export_writes(tmp_path, made):
     model = made()
     plan = l0prune.gates(model).plan

@@ -130,12 +130,13 @@ def refuse(rank):
 
 
 def all_of(rank, folder, distributed, names):
-    other = "fsdp" if distributed == "ddp" else "ddp"
-    return {
-        "runs": {name: outcome(name, distributed=distributed) for name in names},
-        "samples": own_samples(rank, distributed),
-        **stopped(rank, folder, {"stopped": distributed, "switched": other}),
-    }
+    runs = {name: outcome(name, distributed=distributed) for name in names if name in RUNS}
+    if "samples" in names:
+        runs["samples"] = own_samples(rank, distributed)
+    if {"stopped", "switched"} & set(names):
+        other = "fsdp" if distributed == "ddp" else "ddp"
+        runs |= stopped(rank, folder, {"stopped": distributed, "switched": other})
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +145,8 @@ def done(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wrappers")
     asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = {wrapper: [] for wrapper in WRAPPERS}
-    for each in asked:  # only runs that this session looks at
-        if "both" in each and "name" in each:
+    for each in asked:  # only what this session looks at
+        if "both" in each:
             names[each["both"]].append(each["name"])
     for wrapper in WRAPPERS:
         (folder / wrapper).mkdir()
@@ -164,7 +165,11 @@ def test_the_first_process_is_asked_for_all(done):
     assert [of_one["asked"] for of_one in results] == [(0, 0, 0), (0, 0, 1)]
 
 
-both_ways = pytest.mark.parametrize("both", WRAPPERS, indirect=True)
+def both_ways(*names):
+    """With both wrappers; by default with DDP."""
+    cases = [pytest.param("ddp", name) for name in names]
+    cases += [pytest.param("fsdp", name, marks=SLOW) for name in names]
+    return pytest.mark.parametrize(("both", "name"), cases, indirect=["both"])
 
 
 def nearly(record):
@@ -175,7 +180,7 @@ def nearly(record):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by a compiler looking
 @pytest.mark.parametrize(("both", "name"), WRAPPED, indirect=["both"])
 def test_two_processes_learn_what_one_does(both, name):
-    (first, records), (second, others) = (results["runs"][name] for results in both[0])
+    (first, records), (second, others) = (results[name] for results in both[0])
     assert records == others
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
@@ -186,9 +191,9 @@ def test_two_processes_learn_what_one_does(both, name):
     assert records == list(map(nearly, expected))
 
 
-@both_ways
-def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
-    first, second = (results["samples"] for results in both[0])
+@both_ways("samples")
+def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both, name):
+    first, second = (results[name] for results in both[0])
     assert first[0].shape == (16, 22)  # one for each step that draws them
     assert len({value for noises in (first[0], second[0]) for value in noises[:, 0].tolist()}) == 32
     assert small_task.differing(first[1], second[1]) == []
@@ -197,16 +202,15 @@ def test_each_process_samples_its_own_gates_and_all_end_with_the_same(both):
     assert first[2][-1]["test_loss"] == pytest.approx(first[3]["test_loss"], rel=1e-5)
 
 
-@both_ways
-@pytest.mark.parametrize("how", ["stopped", "switched"])
-def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, how):
-    first, second = (results[how] for results in both[0])
-    folder = both[1] / f"{how}-0"
+@both_ways("stopped", "switched")
+def test_all_stop_together_and_go_on_from_the_first_ones_checkpoint(both, name):
+    first, second = (results[name] for results in both[0])
+    folder = both[1] / f"{name}-0"
     whole, (number, text), after = first
     assert number == signal.SIGINT
     assert "epoch 2, step 3" in text
     assert second[1][0] == signal.SIGINT
-    if how == "stopped":
+    if name == "stopped":
         assert small_task.differing(whole, after) == []
     # shards are not cut: there, weights of closed slots learn on, and nobody reads them
     assert_close(left(whole), left(after), rtol=1e-9, atol=1e-10)

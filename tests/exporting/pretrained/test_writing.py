@@ -221,6 +221,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.one_in(3)
 def test_configurations_that_are_wrong(name, tmp_path):
     exported(llama).save_pretrained(tmp_path / "model")
     change, words = BAD[name]
@@ -281,6 +282,7 @@ def test_old_files_of_ours_go_and_others_stay(tmp_path):
     assert names == {"tokenizer.json", "l0prune.json", "model.safetensors"}
 
 
+@pytest.mark.slow
 def test_networks_of_timm_and_torchvision_are_known_as_they_come(tmp_path):
     timm, torchvision = pytest.importorskip("timm"), pytest.importorskip("torchvision")
     x = torch.randn(2, 3, 32, 32)
