@@ -6,8 +6,9 @@ import hashlib
 import importlib.util
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from l0prune.errors import FileError, L0pruneError, UsageError
@@ -62,20 +63,32 @@ def _imported(path: Path) -> ModuleType:
     name = f"l0prune_user_{path.stem}_{version}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    loader = _FromSource(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None or path.suffix != ".py":
         raise FileError(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         where = _place(error, str(path))
         raise FileError(f"{path} failed while it was imported: {error!r}{where}") from error
     return module
+
+
+class _FromSource(SourceFileLoader):
+    """Reads the file each time, and leaves no ``__pycache__`` beside it.
+
+    Python takes compiled code for that of a file if its size and the second of its last change are
+    the same: a number that was changed right after a run would be the old one.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _place(error: BaseException, path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 
@@ -101,3 +102,14 @@ def test_missing_files(tmp_path):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(FileError, match="does not exist"):
         named(f"{tmp_path}/folder.py:f")
+
+
+def test_code_that_was_compiled_before_is_not_taken_for_it(tmp_path, monkeypatch):
+    """Python would, where a file has the same size and was changed in the same second."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "quick.py"
+    for number in (1, 2):
+        write(path, f"number = {number}\n")
+        os.utime(path, ns=(number, 10**18 + number))
+        assert named(f"{path}:number") == number
+    assert list(tmp_path.iterdir()) == [path]

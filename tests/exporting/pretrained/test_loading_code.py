@@ -80,7 +80,6 @@ def dense(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "net")
 
 
-@pytest.mark.one_in(2)
 def test_a_folder_is_loaded_without_l0prune(dense, tmp_path):
     dense, x = dense
     kinds = set(dense._manifest["layers"].values())
