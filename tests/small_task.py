@@ -1,5 +1,8 @@
 """A task that a laptop learns in a second: three clouds of points, and networks for it."""
 
+import copy
+import functools
+
 import torch
 from torch import nn
 
@@ -28,7 +31,17 @@ def network(*, norm=True, dropout=0.0):
 
 
 def gated(kind=None, **kwargs):
-    return l0prune.gate(network(**kwargs), torch.zeros(2, FEATURES), gate=kind)
+    """A gated network; random numbers go on as after its making."""
+    model, state = made(kind, **kwargs)
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+@functools.cache
+def made(kind, **kwargs):
+    """One of which all are copies: to capture it takes longer than to train it for an epoch."""
+    model = l0prune.gate(network(**kwargs), torch.zeros(2, FEATURES), gate=kind)
+    return model, torch.get_rng_state()
 
 
 def tensors(model):

@@ -38,7 +38,7 @@ SLOW = pytest.mark.slow
         pytest.param(WORDS, True, marks=SLOW),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_any_name_that_torch_takes_is_taken(names, own_class, tmp_path):
     model, x = randomise(Named(*names)).double().eval(), torch.randn(3, 6).double()
     l0prune.gate(model, x)

@@ -68,6 +68,7 @@ def test_three_commands_in_a_row(command, tmp_path, alone):
     assert (torch.from_numpy(got) - expected).abs().max().item() <= 1e-5 * scale
 
 
+@pytest.mark.slow
 def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     pytest.importorskip("sklearn")
     torch.save(network(), tmp_path / "model.pt")

@@ -106,7 +106,7 @@ def filled(program, x):
 
 
 @pytest.mark.parametrize("make", NETWORKS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_it_is_what_the_exported_graph_fills(peak, make):
     model, x = gated(make)
     gates = l0prune.gates(model)

@@ -54,7 +54,7 @@ def test_a_cut_decoder_generates_what_the_gated_one_does(name):
 
 # All kinds of norms, heads and caches between them; the others are in the coverage table.
 @pytest.mark.parametrize("name", ["bert", "swin", "falcon", "qwen3-lm"])
-@pytest.mark.one_in(4)
+@pytest.mark.slow
 def test_transformers_keep_their_class(name):
     model, (args, kwargs) = zoo.build("transformers", name)
     scramble(model, (args, kwargs))

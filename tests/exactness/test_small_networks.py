@@ -33,7 +33,7 @@ EXPORTED = [pytest.param(n, marks=pytest.mark.slow if n in ELSEWHERE else ()) fo
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 def test_export_is_exact(name):
     module, example = made(name)
     if name in REASONS:

@@ -193,6 +193,7 @@ def test_the_graph_asks_for_whole_clips():
         dense.module(torch.randn(6, 3, 6, 6))
 
 
+@pytest.mark.slow
 def test_a_sequence_that_grows(tmp_path):
     def forward(m, ids):
         for _ in range(3):

@@ -54,6 +54,7 @@ def test_causal_attention_stays_for_the_exporter():
     assert written_as_products(given) is given
 
 
+@pytest.mark.slow
 def test_no_size_is_read_off_at_run_time(tmp_path):
     x = torch.randn(2, 7, 12)
     model = close_some(l0prune.gate(randomise(Attention()).eval(), (x,), exclude="*.in"))

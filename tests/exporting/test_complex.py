@@ -55,7 +55,7 @@ def gated(model, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_learned_filter_is_cut_with_both_of_its_parts(dtype, tmp_path):
     model, x = with_filter()
     if dtype == torch.float64:

@@ -90,7 +90,7 @@ def under_autocast(m, x):
 
 
 @pytest.mark.parametrize("forward", [norm_in_single, under_autocast])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_casts_in_the_forward_are_kept_in_the_module_and_lifted_in_the_file(forward, tmp_path):
     torch.manual_seed(0)
     layers = {"a": nn.Linear(4, 8), "b": nn.Linear(8, 8), "out": nn.Linear(8, 2)}

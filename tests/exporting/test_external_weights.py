@@ -116,6 +116,7 @@ def test_an_error_after_the_new_name_leaves_the_new_weights(tmp_path, monkeypatc
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     path, data = exported().save_onnx(tmp_path / "model.onnx")
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 
 import onnx
+import pytest
 import torch
 from deadness import randomise
 from torch import nn
@@ -28,6 +29,7 @@ class Residual(nn.Module):
         return self.out(torch.relu(self.hidden(x.mean((2, 3)))))
 
 
+@pytest.mark.slow
 def test_a_residual_network(tmp_path):
     x = torch.randn(2, 3, 6, 6)
     model = l0prune.gate(randomise(Residual(8, 12, 10)).eval(), (x,))

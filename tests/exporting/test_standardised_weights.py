@@ -48,6 +48,7 @@ def test_with_gains_rows_and_columns_are_cut(tmp_path):
     dense.save_onnx(tmp_path / "model.onnx")
 
 
+@pytest.mark.slow
 def test_between_normed_activations_without_gains():
     model = nn.Sequential(
         Standardised(3, 8, 3, bias=False, gain=False),

@@ -25,6 +25,7 @@ def made(dense, small):
     return Times(tuple(dense), tuple(small), 1, 1, "onnxruntime 1.0", "a processor")
 
 
+@pytest.mark.slow
 def test_a_file_is_timed_beside_the_dense_one(tmp_path, monkeypatch):
     seen = []
 
@@ -67,6 +68,7 @@ def test_a_file_that_is_not_faster_is_said(tmp_path, monkeypatch):
     assert "round_to" in dense.times.warning
 
 
+@pytest.mark.slow
 def test_nothing_is_timed_unless_asked_for(tmp_path):
     model = gated()
     dense = l0prune.export(model)

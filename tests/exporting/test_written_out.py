@@ -40,7 +40,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_filters_of_each_examples_own(settings, is_transposed):
     more = {"output_padding": 1} if is_transposed and settings.get("stride") == 2 else {}
 

@@ -88,6 +88,7 @@ def test_compiled_as_a_whole_it_computes_and_learns_the_same(make, plan, shape, 
             torch.testing.assert_close(compiled.eval()(x), eager.eval()(x))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_leaves_the_eager_parts_working():
     model = gated(mlp(), mlp_plan())
     torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(5, 12))

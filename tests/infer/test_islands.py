@@ -80,7 +80,7 @@ def cut(model, **options):
     ],
     ids=["shape", "attribute", "weight", "call", "length"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 def test_what_the_code_between_the_parts_reads_stays(read):
     dense = cut(Two(between=read))
     assert set(dense.widths) == {"b.0"}
@@ -108,6 +108,7 @@ def test_a_survey_that_watches_leaves_the_model_alone():
         assert not module._forward_pre_hooks
 
 
+@pytest.mark.slow
 def test_where_a_reader_escapes_notice_the_error_says_what_to_do():
     class Late(Two):
         """It reads on other inputs than the example."""
@@ -133,6 +134,7 @@ def test_a_part_may_write_into_its_input(tmp_path):
     torch.testing.assert_close(x, X)
 
 
+@pytest.mark.slow
 def test_a_part_under_two_names_is_one_part():
     class Twice(Two):
         def __init__(self):

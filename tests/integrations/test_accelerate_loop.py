@@ -18,7 +18,7 @@ EPOCHS, PARTS = 24, 2
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_the_loop_of_the_docs(precision):
     model = gated(norm=False)
     examples = TensorDataset(clouds().inputs, clouds().targets)

@@ -174,7 +174,7 @@ def test_weights_alone_are_clipped_and_decayed(tmp_path):
         ),
     ],
 )
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_ways_of_computing(arguments, tmp_path):
     model, _, _ = trained(tmp_path, save_strategy="no", **arguments)
     dense = l0prune.export(model)

@@ -15,7 +15,7 @@ from l0prune.timing import runtimes
 from l0prune.timing.latency import OVERHEAD
 from l0prune.timing.results import read_results, table_of
 
-SAMPLES = 16
+SAMPLES = 12
 TRUST = ["--trust-pickle"]
 
 

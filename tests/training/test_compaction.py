@@ -194,7 +194,7 @@ IMAGES = torch.randn(8, 2, 4, 4, generator=torch.Generator().manual_seed(3)).dou
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_every_optimizer_goes_on_as_if_nothing_had_happened(model, kind):
     assert compare(model, IMAGES, OPTIMIZERS[kind]) == ""
 
@@ -421,7 +421,7 @@ def finetuned(make, compact, **settings):
     ],
     ids=["average", "distilled", "checkpointed", "compiled", "norms and L2"],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_a_run_that_is_cut_learns_what_one_that_only_masks_does(make, way):
     whole, all_of_it = finetuned(make, "never", **way)
     cut, less = finetuned(make, "settle", **way)

@@ -164,6 +164,7 @@ def test_nothing_is_left_on_the_model():
     assert not any(m._forward_hooks for m in model.children() if isinstance(m, nn.ReLU))
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_worse_than_the_model_is_complained_of(capsys):
     """Weights that have learned together with gates are no dense network's without them."""
     source, settings = data(), {"batch_size": 30, "distill": 0.5, "epochs": 2}

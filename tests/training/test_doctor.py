@@ -52,6 +52,7 @@ def test_a_layer_about_to_die():
     assert any(f"'{axis}': 0" in text for text in found.values())
 
 
+@pytest.mark.slow
 def test_a_task_that_is_overwhelmed():
     model = network()
     l0prune.train_dense(model, data(), epochs=40, lr=1e-2, **QUIET)

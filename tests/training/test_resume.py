@@ -156,6 +156,7 @@ def test_a_stopped_model_goes_on_with_the_teacher_that_it_began_with(tmp_path):
     assert differing(tensors(whole), tensors(model)) == []
 
 
+@pytest.mark.slow
 def test_another_teacher_of_the_same_class_is_another_run(tmp_path):
     teacher = network()
     settings = {**SETTINGS, "distill": 0.5, "out": tmp_path}
@@ -178,6 +179,7 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     assert evaluate(fresh, data(), batch_size=30)["error"] == history.last["error"]
 
 
+@pytest.mark.slow
 def test_another_run_does_not_go_on_with_this_ones_checkpoint(tmp_path):
     run(tmp_path)
 

@@ -95,9 +95,9 @@ def stopped(rank, folder, ways):
     return results
 
 
-# By default five of the runs, each in one of the two ways; all in both with ``-m slow``.
+# By default four of the runs, each in one of the two ways; all in both with ``-m slow``.
 WRAPPERS = {
-    "ddp": {"adam", "own batches", "budget"},
+    "ddp": {"adam", "budget"},
     "fsdp": {"sgd", "residual"},
 }
 WRAPPED = [

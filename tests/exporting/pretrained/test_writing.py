@@ -69,7 +69,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 def test_transformers_loads_what_a_configuration_can_say(name, tmp_path):
     make, include, settings, auto = LOADS[name]
     dense = exported(make, include, **settings)
