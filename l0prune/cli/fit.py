@@ -41,16 +41,20 @@ def fit(
         str,
         typer.Option(
             help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-            "outputs, random; or gates, what they have learned."
+            "outputs, removal, random; or gates, what they have learned."
         ),
     ] = "magnitude",
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="Close gates of this kind of axis alone, such as branch: whole layers."),
+    ] = None,
     latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
     settings: dict[str, Any],
     batches: Annotated[
-        int | None, typer.Option(help="Batches of data for taylor, fisher and outputs [all].")
+        int | None, typer.Option(help="Batches of data, for scores that look at it [all].")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the data, and of random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")] = None,
@@ -80,7 +84,14 @@ def fit(
     table = latency_table(latency, path, budget)
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
-        counts = l0prune.fit(model, budget or None, scores, round_to=asked.round_to, latency=table)
+        counts = l0prune.fit(
+            model,
+            budget or None,
+            scores,
+            round_to=asked.round_to,
+            latency=table,
+            kinds=kind or (),
+        )
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}

@@ -282,7 +282,9 @@ def _fit(
     )
     found: list[fitted.Fitted] = []
     with fitted.watched(found.append):
-        l0prune.fit(model, part.budget, scores, round_to=part.round_to, latency=latency)
+        l0prune.fit(
+            model, part.budget, scores, round_to=part.round_to, latency=latency, kinds=part.kinds
+        )
     return found[-1].to_dict()
 
 

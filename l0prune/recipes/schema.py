@@ -92,6 +92,7 @@ class FitSection(_Section):
     batches: int | None = None
     batch_size: int = 100
     round_to: int | Literal["auto"] = "auto"
+    kinds: list[str] = []
 
 
 class RoundSection(_Section):

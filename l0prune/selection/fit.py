@@ -22,7 +22,7 @@ from l0prune.plan.switches import idle
 from l0prune.selection import fitted
 from l0prune.selection.blocks import Widths, blocks_of
 from l0prune.selection.correction import corrected, looks_at, observed
-from l0prune.selection.fitting import Fitting
+from l0prune.selection.fitting import Fitting, Movable
 
 
 def fit(
@@ -33,6 +33,7 @@ def fit(
     round_to: Widths = "auto",
     fill: bool = True,
     latency: Source | None = None,
+    kinds: str | Sequence[str] = (),
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
 
@@ -55,6 +56,8 @@ def fit(
             measure does that the budget is about; params and MACs like all widths.
         fill: open more where the budget leaves room; else a network that is smaller may stay so.
         latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
+        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone);
+            those of the others stay as they are. By default all.
 
     Returns:
         The amounts of the exported model, for each limit by its text: in parameters, in MACs, in
@@ -62,20 +65,38 @@ def fit(
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: the budget makes no sense, or cannot be met: it says what stands in the way.
+        UsageError: the budget makes no sense, or cannot be met (it says what stands in the way), or
+            no axis is of these kinds.
     """
     gates = gates_of(model)
     sources = () if latency is None else (latency,)
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
-    blocks = blocks_for(gates.plan, wanted, round_to, latency)
-    check_feasible(gates.plan, wanted, blocks)
+    asked = (kinds,) if isinstance(kinds, str) else kinds
+    movable = _movable(gates.plan, gates.open().cpu(), asked)
+    of_axes = zip(gates.plan.axes, blocks_for(gates.plan, wanted, round_to, latency), strict=True)
+    blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
+    check_feasible(gates.plan, wanted, blocks, movable)
     worth = gates.log_alpha.detach() if scores is None else scores
     if worth.shape != (gates.plan.size,) or not bool(torch.isfinite(worth).all()):
         raise UsageError(
             f"scores must be {gates.plan.size} finite numbers in one flat vector, one per gate; "
             f"these have the shape {tuple(worth.shape)}"
         )
-    return meet(model, wanted, worth, blocks, fill=fill)
+    return meet(model, wanted, worth, blocks, fill=fill, movable=movable)
+
+
+def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
+    """The gates of axes of these kinds, or all; and of the others those that are open."""
+    there = {axis.kind for axis in plan.axes}
+    if strange := [kind for kind in kinds if kind not in there]:
+        raise UsageError(
+            f"no axis that is gated is of the kind {strange[0]!r}; there are "
+            f"{', '.join(sorted(there))}"
+        )
+    gates = torch.zeros(plan.size, dtype=torch.bool)
+    for axis in plan.axes:
+        gates[axis.slice] = not kinds or axis.kind in kinds
+    return Movable(gates, open_ & ~gates)
 
 
 def blocks_for(
@@ -92,13 +113,15 @@ def blocks_for(
     return blocks_of(plan, round_to, measures.values())
 
 
-def check_feasible(plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int]) -> None:
+def check_feasible(
+    plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None = None
+) -> None:
     """Refuse limits that cannot be met with every gate closed that may be.
 
     Raises:
         UsageError: names what stands in the way, and why it is pinned.
     """
-    fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks)
+    fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
     for bound in wanted:
         least = fitting.least(bound)
         floor, measure = bound.actual(least), bound.measure
@@ -119,6 +142,7 @@ def meet(
     blocks: Sequence[int],
     *,
     fill: bool = True,
+    movable: Movable | None = None,
 ) -> dict[str, float]:
     """``fit``, once it is known what is wanted and that it can be met."""
     gates = gates_of(model)
@@ -133,7 +157,7 @@ def meet(
         put(open_)
         return observed(model, wanted)
 
-    fitting = Fitting(gates.plan, worth, wanted, blocks)
+    fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
     choice, tried = corrected(fitting, start, observe, fill=fill)
     put(choice.open_ & ~idle(gates.plan, choice.open_))  # what costs nothing fits at any width
     filling = {

@@ -46,6 +46,18 @@ class Chosen(NamedTuple):
         return self.open_ & ~self.asked
 
 
+class Movable(NamedTuple):
+    """The gates that may open and close, where the others are to stay as they are.
+
+    Attributes:
+        gates: which they are; bool, flat, on the CPU.
+        held: those of the others that are open.
+    """
+
+    gates: Tensor
+    held: Tensor
+
+
 class Fitting:
     """The choice of slots for one plan, one score per gate and some bounds.
 
@@ -56,19 +68,27 @@ class Fitting:
         plan: whose gates these are.
         scores: what each gate is worth, shape ``(plan.size,)``.
         wanted: the bounds.
-        blocks: for each axis, how many slots open and close together.
+        blocks: for each axis, how many slots open and close together; 1 where it is not movable.
+        movable: None for all gates.
     """
 
     def __init__(
-        self, plan: Plan, scores: Tensor, wanted: Sequence[Bound], blocks: Sequence[int]
+        self,
+        plan: Plan,
+        scores: Tensor,
+        wanted: Sequence[Bound],
+        blocks: Sequence[int],
+        movable: Movable | None = None,
     ) -> None:
+        none = torch.zeros(plan.size, dtype=torch.bool)
+        self._moves, self._held = movable or Movable(~none, none)
         self._plan, self._bounds, self._blocks = plan, tuple(wanted), tuple(blocks)
         self._scores = scores.detach().cpu().double().clone()
         self.most = {bound: bound.most for bound in wanted}
 
     def least(self, bound: Bound) -> Tensor:
         """Open gates when a bound has closed all that it may: one block, the best, an axis."""
-        return self._rounded(self._best_of_each() | ~bound.gates())
+        return self._rounded((self._best_of_each() | ~bound.gates()) & self._moves | self._held)
 
     def choose(self, open_: Tensor, *, fill: bool = True) -> Chosen:
         """Which gates are to be open, starting from those that are.
@@ -80,7 +100,7 @@ class Fitting:
         Raises:
             UsageError: no choice was found that meets all bounds.
         """
-        asked = open_ | self._best_of_each()
+        asked = open_ | self._best_of_each() & self._moves
         chosen = self._closed_for_all(Chosen(self._rounded(asked), asked))
         return self._filled(chosen) if fill and self._bounds else chosen
 
@@ -135,7 +155,7 @@ class Fitting:
     def _filled(self, start: Chosen) -> Chosen:
         """Gates open in descending order of score, but for those that do not fit."""
         counted = torch.stack([bound.gates() for bound in self._bounds]).any(0)
-        order = self._ascending(~start.open_ & counted).flip(0)
+        order = self._ascending(~start.open_ & counted & self._moves).flip(0)
         chosen = start
         for _ in range(_MISFITS):
             if not len(order) or self._used_up(chosen):

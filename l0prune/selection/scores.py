@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from l0prune.capture.modes import evaluating
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import holder
-from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
 from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
-from l0prune.running import rng
-from l0prune.running.calling import call
-from l0prune.running.classes import tensor_in
 from l0prune.running.criteria import Loss
-from l0prune.running.device import choose, on_device
-from l0prune.running.feed import Feed
-from l0prune.running.task import Task, batch_length
-from l0prune.running.trial import check_first_batch
+from l0prune.running.task import Task
+from l0prune.selection.subject import Subject, tensor_of
 
 Normalise = Literal["axis-mean", "none"]
 
@@ -70,6 +62,9 @@ def score(
       estimated from one random direction: to first order the square of how far the outputs move
       when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
       learns its own answers (see ``answered``).
+    - ``"removal"``: of a branch the mean over the examples of ‖o − o'‖² with o' the outputs without
+      the branch, each tried by a forward of its own; of the slots of other axes, which are too many
+      for that, ``"outputs"``, which is the same to first order.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
@@ -106,77 +101,6 @@ def score(
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What a score is told from.
-
-    Attributes:
-        root: the module that was gated.
-        gates: its bank.
-        task: the data and the loss, or None.
-        batches: see ``score``; as are ``batch_size``, ``device`` and ``seed``.
-    """
-
-    root: nn.Module
-    gates: Gates
-    task: Task | None
-    batches: int | None
-    batch_size: int
-    device: str | torch.device
-    seed: int
-
-    @property
-    def plan(self) -> Plan:
-        """Where the gates act."""
-        return self.gates.plan
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The plain parameters, without gates, by the names that the plan has for them."""
-        named = self.root.named_parameters()
-        return {self.plan.aliases.get(name, name): value.detach() for name, value in named}
-
-    def gradients(self) -> Iterator[tuple[Tensor, int]]:
-        """dL/dz at z = 1 of each batch's mean loss, in eval mode, and its number of examples.
-
-        Shape: ``(plan.size,)``, float64 on the CPU.
-
-        Raises:
-            UsageError: there is no data.
-            DataError: the data is empty or does not fit the model.
-        """
-        if self.task is None:
-            raise UsageError(
-                "this score looks at data: give it (data=…, --data mnist), as for finetune"
-            )
-        feed = Feed(self.task, self.batch_size, self.seed, augment=False)
-        place = choose(self.device, self.root)
-        with (
-            rng.undisturbed(place, feed.generators()),
-            on_device(self.root, place),
-            self.task.on_device(place),
-            evaluating(self.root),
-        ):
-            with rng.undisturbed(place, feed.generators()):
-                check_first_batch(self.root, feed, place, None)
-            z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
-            with self.gates.using(z), torch.enable_grad():
-                for inputs, targets, _ in islice(feed.train(0, place), self.batches):
-                    loss = self.task.loss_in(call(self.root, inputs), targets)
-                    if loss is None:
-                        raise UsageError(
-                            "in eval mode the model gives no loss, and this score is of its "
-                            "gradients: give loss=a function of (outputs, targets), or another "
-                            "score"
-                        )
-                    if not loss.requires_grad:
-                        raise UsageError(
-                            "the loss does not depend on the gates in a way that torch can "
-                            "differentiate; the model or the loss works under no_grad"
-                        )
-                    (slope,) = torch.autograd.grad(loss, z)
-                    yield slope.to("cpu", torch.float64), batch_length(inputs, targets)
 
 
 Score = TypeVar("Score", bound=Callable[[Subject], Tensor])
@@ -261,17 +185,30 @@ def outputs(of: Subject) -> Tensor:
 
     def along(outputs: Any, targets: Any) -> Tensor:
         """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
-        found = tensor_in(outputs)
-        if found is None:
-            raise UsageError(
-                f"the score outputs is of a tensor, or of one that the model's outputs have as "
-                f".logits; these are a {type(outputs).__name__}"
-            )
+        found = tensor_of(outputs)
         direction = torch.randn(found.shape, generator=generator).to(found)
         return (found * direction).sum() / math.sqrt(len(found))
 
     task = None if of.task is None else replace(of.task, loss=along)
     return fisher(replace(of, task=task))
+
+
+@register("removal")
+def removal(of: Subject) -> Tensor:
+    """The mean over the examples of ‖o − o'‖², o' the outputs with this switch closed."""
+    switches = switches_of(of.plan)
+    result = torch.zeros_like(switches, dtype=torch.float64) if switches.all() else outputs(of)
+
+    def moved() -> Iterator[tuple[Tensor, int]]:
+        open_ = torch.ones_like(of.gates.log_alpha)
+        for run, length in of.answers():
+            whole, found = run(open_), torch.zeros(of.plan.size, dtype=torch.float64)
+            for number in switches.nonzero().flatten().tolist():
+                without = run(open_.index_fill(0, torch.tensor([number], device=open_.device), 0))
+                found[number] = float((without - whole).square().sum()) / length
+            yield found, length
+
+    return torch.where(switches, _mean_over_examples(moved()), result)
 
 
 @register("random")

@@ -81,6 +81,53 @@ def test_depth_by_a_score(how):
     assert difference(model, dense, X) <= 1e-10
 
 
+def test_what_removal_moves_is_what_the_network_without_the_branch_does():
+    model, plain = gated(), Nested()
+    plain.load_state_dict({n: v for n, v in model.state_dict().items() if "l0prune" not in n})
+    data = l0prune.Task([(X[:5], torch.zeros(5).long()), (X[5:], torch.zeros(7).long())])
+    found = l0prune.score(model, "removal", data, normalise="none")
+    first_order = l0prune.score(model, "outputs", data, normalise="none")
+    with torch.no_grad():
+        x = plain.stem(X)
+        y = plain.up(x).relu()
+        after = x + plain.down(y + plain.inner(y))
+        whole = plain.head(after + plain.second(after))
+        shallow = x + plain.down(y)
+        without = {
+            "second": plain.head(after),
+            "down": plain.head(x + plain.second(x)),
+            "inner": plain.head(shallow + plain.second(shallow)),
+        }
+    switches = switches_of(l0prune.gates(model).plan)
+    torch.testing.assert_close(found[~switches], first_order[~switches])
+    for axis in l0prune.gates(model).plan.axes:
+        if axis.kind == "branch":
+            expected = (whole - without[axis.name]).square().sum(1).mean().item()
+            assert float(found[axis.start]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_of_axes_of_other_kinds_nothing_opens_or_closes():
+    model = gated()
+    gates = l0prune.gates(model)
+    before = gates.open().cpu()
+    (wide,) = (axis for axis in gates.plan.axes if axis.name == "up")
+    before[wide.start] = False
+    gates.put(before)
+    switches = switches_of(gates.plan)
+    scores = torch.zeros(gates.plan.size)
+    scores[switches] = torch.tensor([3.0, 2.0, 1.0])  # "second" goes, whatever the others are
+    l0prune.fit(model, "params=0.75", scores, kinds="branch")
+    after = {axis.name: axis.open.cpu() for axis in gates.axes}
+    assert {name for name, open_ in after.items() if not open_.any()} == {"second"}
+    assert after["up"].tolist() == before[wide.slice].tolist()
+    dense = l0prune.export(model)
+    assert dense.params <= 0.75 * dense.params_before
+    with pytest.raises(UsageError, match=r"of the kind 'layer'; there are branch, "):
+        l0prune.fit(model, "params=0.5", kinds=("layer",))
+    with pytest.raises(UsageError, match="cannot be met"):
+        l0prune.fit(model, "params=0.01", kinds=["branch"])
+
+
 def test_all_branches_may_go_and_no_more():
     model = gated(include=[])
     stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())

@@ -1,0 +1,133 @@
+"""What a score is told from: a gated network, and what it does on some batches of data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.modes import evaluating
+from l0prune.errors import UsageError
+from l0prune.gating.bank import Gates
+from l0prune.plan.plan import Plan
+from l0prune.running import rng
+from l0prune.running.calling import call
+from l0prune.running.classes import tensor_in
+from l0prune.running.device import choose, on_device
+from l0prune.running.feed import Feed
+from l0prune.running.task import Task, batch_length
+from l0prune.running.trial import check_first_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a score is told from.
+
+    Attributes:
+        root: the module that was gated.
+        gates: its bank.
+        task: the data and the loss, or None.
+        batches: see ``score``; as are ``batch_size``, ``device`` and ``seed``.
+    """
+
+    root: nn.Module
+    gates: Gates
+    task: Task | None
+    batches: int | None
+    batch_size: int
+    device: str | torch.device
+    seed: int
+
+    @property
+    def plan(self) -> Plan:
+        """Where the gates act."""
+        return self.gates.plan
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The plain parameters, without gates, by the names that the plan has for them."""
+        named = self.root.named_parameters()
+        return {self.plan.aliases.get(name, name): value.detach() for name, value in named}
+
+    def gradients(self) -> Iterator[tuple[Tensor, int]]:
+        """dL/dz at z = 1 of each batch's mean loss, in eval mode, and its number of examples.
+
+        Shape: ``(plan.size,)``, float64 on the CPU.
+
+        Raises:
+            UsageError: there is no data.
+            DataError: the data is empty or does not fit the model.
+        """
+        with self._looking() as (task, batches):
+            z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
+            with self.gates.using(z), torch.enable_grad():
+                for inputs, targets in batches:
+                    loss = task.loss_in(call(self.root, inputs), targets)
+                    if loss is None:
+                        raise UsageError(
+                            "in eval mode the model gives no loss, and this score is of its "
+                            "gradients: give loss=a function of (outputs, targets), or another "
+                            "score"
+                        )
+                    if not loss.requires_grad:
+                        raise UsageError(
+                            "the loss does not depend on the gates in a way that torch can "
+                            "differentiate; the model or the loss works under no_grad"
+                        )
+                    (slope,) = torch.autograd.grad(loss, z)
+                    yield slope.to("cpu", torch.float64), batch_length(inputs, targets)
+
+    def answers(self) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
+        """For each batch what gives the outputs under gates of these values, and its length.
+
+        Raises:
+            UsageError: there is no data, or the outputs hold no tensor.
+            DataError: the data is empty or does not fit the model.
+        """
+        with self._looking() as (_, batches), torch.no_grad():
+            for inputs, targets in batches:
+
+                def under(z: Tensor, inputs: Any = inputs) -> Tensor:
+                    with self.gates.using(z):
+                        return tensor_of(call(self.root, inputs)).double()
+
+                yield under, batch_length(inputs, targets)
+
+    @contextmanager
+    def _looking(self) -> Iterator[tuple[Task, Iterator[tuple[Any, Any]]]]:
+        """The task and the batches of its data, with the model on its device and in eval mode."""
+        if self.task is None:
+            raise UsageError(
+                "this score looks at data: give it (data=…, --data mnist), as for finetune"
+            )
+        feed = Feed(self.task, self.batch_size, self.seed, augment=False)
+        place = choose(self.device, self.root)
+        with (
+            rng.undisturbed(place, feed.generators()),
+            on_device(self.root, place),
+            self.task.on_device(place),
+            evaluating(self.root),
+        ):
+            with rng.undisturbed(place, feed.generators()):
+                check_first_batch(self.root, feed, place, None)
+            batches = islice(feed.train(0, place), self.batches)
+            yield self.task, ((inputs, targets) for inputs, targets, _ in batches)
+
+
+def tensor_of(outputs: Any) -> Tensor:
+    """The tensor of a model's outputs that a score is of.
+
+    Raises:
+        UsageError: there is none, or several.
+    """
+    found = tensor_in(outputs)
+    if found is None:
+        raise UsageError(
+            f"this score is of a tensor, or of one that the model's outputs have as .logits; these "
+            f"are a {type(outputs).__name__}"
+        )
+    return found
