@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.own_class.cached_steps import CachedStep
 from l0prune.exporting.own_class.comparison import (
     SOMETHING_ELSE,
     Comparison,
@@ -32,6 +33,7 @@ from l0prune.exporting.own_class.resizing import (
     Changes,
     changed_attributes,
     groups_left,
+    joined,
     resized,
 )
 from l0prune.exporting.slicing.chosen import Chosen
@@ -102,14 +104,14 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
     surest, in_code = (
         sizes_in_code(plain, chosen.plan, chosen.kept, by_kind=by_kind) for by_kind in (True, False)
     )
-    candidates = [_joined(surest, by_tensors), _joined(in_code, by_tensors)]
+    candidates = [joined(surest, by_tensors), joined(in_code, by_tensors)]
     for largest in (False, True):
         guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
-        candidates += [_joined(guessed, in_code, by_tensors), _joined(guessed, by_tensors)]
+        candidates += [joined(guessed, in_code, by_tensors), joined(guessed, by_tensors)]
     layers = layers_for(plain, chosen)
     given = given_sizes(plain, chosen.plan, chosen.kept)
     given = {path: sizes for path, sizes in given.items() if path not in layers}
-    candidates += [_joined(each, given) for each in (*candidates[:3], by_tensors)]
+    candidates += [joined(each, given) for each in (*candidates[:3], by_tensors)]
     distinct = tuple(c for i, c in enumerate(candidates) if c not in candidates[:i])
     scales = {  # of a layer that keeps its scale nothing has to be made up for
         name: scale
@@ -117,15 +119,6 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
     return OwnClass(plain, tensors, distinct, layers, scales, known_cause(chosen), chosen.gone)
-
-
-def _joined(*changes: Changes) -> Changes:
-    """All of them; of one attribute the last."""
-    result: Changes = {}
-    for each in changes:
-        for path, attributes in each.items():
-            result[path] = {**result.get(path, {}), **attributes}
-    return result
 
 
 @dataclass(frozen=True)
@@ -148,6 +141,11 @@ class Reference:
     def in_training(self) -> InTraining | None:
         """What has to come out in training mode; None where that cannot be tried."""
         return InTraining.of(self.module, self.answers[0].inputs) if self.is_trained else None
+
+    @cached_property
+    def cached_step(self) -> CachedStep | None:
+        """What has to come out of a step with a cache; None where it keeps none."""
+        return CachedStep.of(self.module, self.answers[0].inputs)
 
 
 @dataclass(frozen=True)
@@ -219,6 +217,8 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
         new = module.get_submodule(each.path)
         reason = _of_branches(own.gone, each.path)
         comparison = Comparison(reason) if reason else compare_class(new, each.answers)
+        if not comparison.reason and each.cached_step is not None:
+            comparison = replace(comparison, reason=each.cached_step.fault_of(new))
         if not comparison.reason:
             comparison = replace(comparison, training=training_fault(each.in_training, new))
         comparisons[each.path] = comparison

@@ -21,6 +21,8 @@ from l0prune.capture.provenance import is_within, modules_of, without_call
 from l0prune.capture.recording import record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
+from l0prune.exporting.own_class.numbering import renumbered
+from l0prune.exporting.own_class.resizing import joined
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import operator_name, shape_of
 from l0prune.infer.parts import Part
@@ -29,6 +31,7 @@ from l0prune.plan.plan import Plan
 
 _KIND = "PassedBy"
 _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
+_CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 
 
 def ways_around(
@@ -62,7 +65,11 @@ def _way(
     gives: dict[str, str] = {}
     if whole_blocks:
         nothing = {*dead, *joins, *_repeated(joins)}
-        blocks = (p for p, of in nodes.items() if of <= nothing and of & joins)
+        blocks = (
+            path
+            for path, of in nodes.items()
+            if of & joins and all(node in nothing or _is_handed_on(node) for node in of)
+        )
         gives |= dict.fromkeys(_outermost(blocks), "input")
     inner = _outermost(p for p, of in nodes.items() if of <= dead)
     inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
@@ -122,6 +129,14 @@ def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
                 yield user
 
 
+def _is_handed_on(node: Node) -> bool:
+    """Is its input, as it came, what it gives? A norm casts it to a dtype that it has already."""
+    if operator_name(node.target) not in _CASTS:
+        return False
+    given, got = (each.meta["val"] for each in (node.all_input_nodes[0], node))
+    return (given.dtype, given.device, given.stride()) == (got.dtype, got.device, got.stride())
+
+
 def _outermost(paths: Iterable[str]) -> list[str]:
     """Those that are in no other one."""
     found = sorted(paths, key=len)
@@ -168,4 +183,12 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         for path, layer in own.layers.items()
         if not any(is_within(path, passed) for passed in way)
     }
-    return replace(own, tensors=tensors, layers={**others, **way}, scales=scales, gone=())
+    numbers = renumbered(own.plain, way)
+    return replace(
+        own,
+        tensors=tensors,
+        candidates=tuple(joined(changes, numbers) for changes in own.candidates),
+        layers={**others, **way},
+        scales=scales,
+        gone=(),
+    )

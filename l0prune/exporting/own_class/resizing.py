@@ -75,6 +75,15 @@ def resized(model: nn.Module, changes: Changes, tensors: Mapping[str, Tensor]) -
     return result
 
 
+def joined(*changes: Changes) -> Changes:
+    """All of them; of one attribute the last."""
+    result: Changes = {}
+    for each in changes:
+        for path, attributes in each.items():
+            result[path] = {**result.get(path, {}), **attributes}
+    return result
+
+
 def _is_buffer(model: nn.Module, name: str) -> bool:
     path, _, leaf = name.rpartition(".")
     return leaf in model.get_submodule(path)._buffers

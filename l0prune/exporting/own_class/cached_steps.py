@@ -1,0 +1,93 @@
+"""Does a decoder of its own class go on as it should from what it remembers of earlier tokens?
+
+The comparison of outputs runs it on whole sequences. When it generates it is given one token at a
+time and a cache, which its layers fill: a layer that is gone fills nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.free_sizes import Inputs
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.slicing.dtypes import cast
+
+# In float64; a step with a cache adds up in another order than one without.
+_ROUNDING = 1e-6
+_CACHE, _MASK = "past_key_values", "attention_mask"
+_TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
+SOMETHING_ELSE = "with a cache it goes on as another model would"
+
+
+@dataclass(frozen=True)
+class CachedStep:
+    """The last token of an example, after those before it were given: what comes out.
+
+    Attributes:
+        inputs: the example.
+        output: of the reference.
+    """
+
+    inputs: Inputs
+    output: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Inputs) -> CachedStep | None:
+        """None where it keeps no cache, or not of such an example."""
+        with suppress(Exception):
+            return cls(inputs, _stepped(module, inputs))
+        return None
+
+    def fault_of(self, module: nn.Module) -> str:
+        """Why a module is not the same there; empty if it is."""
+        try:
+            found = _stepped(module, self.inputs)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            return f"with a cache it does not go on: {type(error).__name__}: {first}"
+        return SOMETHING_ELSE if difference(self.output, found) > _ROUNDING else ""
+
+
+def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
+    """What the model makes of the last token.
+
+    The first token of the first example is masked, as padding is, where the tokens are all that
+    there is to mask: then the model has to know how many there were.
+
+    Raises:
+        Exception: it keeps no cache, or takes no such inputs.
+    """
+    signature = inspect.signature(module.forward)
+    if _CACHE not in signature.parameters:
+        raise TypeError("this model keeps no cache")
+    args, kwargs = cast(inputs, torch.float64)
+    given: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
+    given |= given.pop("kwargs", {})
+    name = next(each for each in _TOKENS if each in signature.parameters)
+    tokens, first, last = given.pop(name), dict(given), dict(given)
+    if name == _TOKENS[1] and _MASK in signature.parameters:
+        mask = given.get(_MASK, torch.ones_like(tokens)).clone()
+        mask[0, 0] = 0
+        first[_MASK], last[_MASK] = mask[:, :-1], mask
+    model = lent(module, torch.float64).eval()
+    with warnings.catch_warnings(), torch.no_grad(), InOneDtype(torch.float64):
+        warnings.simplefilter("ignore")
+        before = model(**first, **{name: tokens[:, :-1]}, use_cache=True, return_dict=True)
+        after = model(
+            **{**last, _CACHE: before[_CACHE]},
+            **{name: tokens[:, -1:]},
+            use_cache=True,
+            return_dict=True,
+        )
+    result = after[0]
+    assert isinstance(result, Tensor)
+    return result

@@ -1,0 +1,132 @@
+"""Decoders without some layers go on from a cache as the gated model does."""
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.exporting.own_class import passed_by
+from l0prune.exporting.own_class.cached_steps import SOMETHING_ELSE, CachedStep
+from l0prune.exporting.own_class.numbering import renumbered
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(TOKENS).index_put((torch.tensor([0]), torch.tensor([0])), torch.tensor(0))
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def gated(make, *closed):
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.mul_(8)  # as they come tokens hardly look at each other
+    l0prune.gate(model, (), {"input_ids": TOKENS}, branches=True, include=[])
+    gates = l0prune.gates(model)
+    open_ = gates.open().cpu()
+    for axis in gates.plan.axes:
+        open_[axis.start] = axis.name not in closed
+    gates.put(open_)
+    return model
+
+
+def generated(model, *, use_cache):
+    """The scores of ten more tokens, the first example padded on the left."""
+    found = model.generate(
+        TOKENS, attention_mask=PADDED, use_cache=use_cache, max_new_tokens=10, do_sample=False,
+        pad_token_id=0, output_scores=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    return torch.stack(found.scores)
+
+
+def by_hand(model):
+    """The scores of a last token, given by itself with what was remembered of the others."""
+    with torch.no_grad():
+        before = model(input_ids=TOKENS[:, :-1], use_cache=True).past_key_values
+        return model(input_ids=TOKENS[:, -1:], past_key_values=before, use_cache=True).logits
+
+
+@pytest.mark.parametrize(
+    ("make", "closed"),
+    [
+        (llama, ["model.layers.0.self_attn"]),
+        (llama, ["model.layers.0.self_attn", "model.layers.0.mlp"]),
+        (gpt2, ["transformer.h.0.attn", "transformer.h.1.mlp"]),
+    ],
+)
+@pytest.mark.one_in(3)
+def test_what_is_left_is_counted_from_the_first_place_on(make, closed, tmp_path):
+    model = gated(make, *closed)
+    dense = l0prune.export(model)
+    assert (dense.rebuilt, set(dense.gone)) == (True, set(closed))
+    dense.save_pretrained(tmp_path / "small")
+    for small in (dense.module, l0prune.from_pretrained(tmp_path / "small").eval()):
+        for use_cache in (True, False):
+            expected = generated(model, use_cache=use_cache)
+            torch.testing.assert_close(generated(small, use_cache=use_cache), expected)
+        torch.testing.assert_close(by_hand(small), by_hand(model))
+
+
+@pytest.mark.slow
+def test_a_class_that_would_go_on_otherwise_is_not_handed_out(monkeypatch):
+    model = gated(llama, "model.layers.0.self_attn")
+    right = CachedStep.of(model, ((), {"input_ids": TOKENS}))
+    dense = l0prune.export(model)
+    assert right.fault_of(dense.module) == ""
+    for number, layer in enumerate(dense.module.model.layers):
+        layer.self_attn.layer_idx = number
+    assert right.fault_of(dense.module) == SOMETHING_ELSE
+    monkeypatch.setattr(passed_by, "renumbered", lambda plain, passed: {})
+    assert not l0prune.export(model).rebuilt
+
+
+def test_what_keeps_no_cache_has_no_such_step():
+    assert CachedStep.of(nn.Linear(7, 3), ((torch.ones(2, 7),), {})) is None
+
+
+class Attention(nn.Module):
+    def __init__(self, layer_idx, window):
+        super().__init__()
+        self.layer_idx, self.window, self.depth = layer_idx, window, 7
+
+
+class Block(nn.Module):
+    def __init__(self, number, window):
+        super().__init__()
+        self.attention, self.number = Attention(number, window), number
+
+
+def test_numbers_change_places_among_modules_of_one_kind():
+    model = nn.Module()
+    windows = [4, None, 4, None, None]
+    model.layers = nn.ModuleList(Block(i, window) for i, window in enumerate(windows))
+    assert renumbered(model, ["layers.0.attention", "layers.1.attention"]) == {
+        "layers.2.attention": {"layer_idx": 0},
+        "layers.3.attention": {"layer_idx": 1},
+        "layers.4.attention": {"layer_idx": 3},
+    }
+    assert renumbered(model, ["layers.3"]) == {
+        "layers.4": {"number": 3},
+        "layers.4.attention": {"layer_idx": 3},
+    }
+    assert renumbered(model, ["layers.4"]) == {}
+
+
+def test_what_is_no_number_stays():
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block(i, None) for i in (0, 2, 1))
+    assert renumbered(model, ["layers.0"]) == {}
