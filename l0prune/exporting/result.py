@@ -31,6 +31,7 @@ from l0prune.exporting.onnx.external import data_beside
 from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.pretrained.origin import apart_from_state, described
+from l0prune.exporting.pretrained.shorter import shortened
 from l0prune.exporting.pretrained.writing import write_folder
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.pretrained.stored import as_text
@@ -282,7 +283,7 @@ class Export:
             )
         trials = self._made.trials
         manifest = described(self.module, self._facts, trials, model)
-        return write_folder(folder, self.module, manifest, trials, code=code)
+        return write_folder(folder, *shortened(self.module, manifest, trials), code=code)
 
     @property
     def _facts(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -17,25 +17,32 @@ from l0prune.exporting.certify.lending import lent
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
 
 
-def fault_of(loaded: nn.Module, module: nn.Module, trials: Trials) -> str:
+def fault_of(
+    loaded: nn.Module,
+    module: nn.Module,
+    trials: Trials,
+    renamed: Callable[[str], str] = lambda name: name,
+) -> str:
     """What of it is not the same; empty if nothing is.
 
     Args:
         loaded: on the CPU.
         module: what it should be.
-        trials: what both are given, in float32.
+        trials: what both are given, in float32; by paths in ``module``.
+        renamed: what a name in ``module`` is in ``loaded``; empty for what is gone.
     """
-    for name, value in _numbers_in(module).items():
-        other = _numbers_in(loaded).get(name)
+    numbers = _numbers_in(loaded)
+    for old, value in _numbers_in(module).items():
+        if not (name := renamed(old)):
+            continue
+        other = numbers.get(name)
         if other is None or abs(other - value) > 1e-9 * abs(value):
             return f"{name} would be {other}, not {value}"
     for path, inputs in trials:
         try:
             expected, found = (
-                output_of(
-                    lent(each.eval(), torch.float32).get_submodule(path), inputs, torch.float32
-                )
-                for each in (module, loaded)
+                output_of(lent(each.eval(), torch.float32).get_submodule(at), inputs, torch.float32)
+                for each, at in ((module, path), (loaded, renamed(path)))
             )
         except (AttributeError, CertificateError) as error:
             return f"it would not run: {next(iter(str(error).splitlines()), '')}"
