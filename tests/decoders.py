@@ -45,3 +45,13 @@ def generated(model, *, use_cache):
         pad_token_id=0, output_scores=True, return_dict_in_generate=True,
     )  # fmt: skip
     return torch.stack(found.scores)
+
+
+def gemma(*types):
+    """Its layers see all tokens, or the last four."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=len(types),
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
+        layer_types=[f"{each}_attention" for each in types],
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config)

@@ -81,6 +81,12 @@ def called(node: Node) -> str:
     return " at ".join(filter(None, (operator_name(node.target), source_of(node))))
 
 
+def is_assertion(node: Node) -> bool:
+    """Does the call only look at what a tensor is like, which a cast does in a capture?"""
+    name = "aten._assert_tensor_metadata"
+    return node.op == "call_function" and operator_name(node.target) == name
+
+
 def draws(node: Node) -> bool:
     """Whether the call draws random numbers: noise, or a dropout that is on."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

@@ -49,7 +49,9 @@ def test_a_class_that_would_go_on_otherwise_is_not_handed_out(monkeypatch):
         layer.self_attn.layer_idx = number
     assert right.fault_of(dense.module) == SOMETHING_ELSE
     monkeypatch.setattr(passed_by, "renumbered", lambda plain, passed: {})
-    assert not l0prune.export(model).rebuilt
+    dense = l0prune.export(model)
+    assert not dense.rebuilt
+    assert f"its code computes that; without that, {SOMETHING_ELSE}" in dense.note
 
 
 def test_what_keeps_no_cache_has_no_such_step():

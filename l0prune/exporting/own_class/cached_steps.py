@@ -42,9 +42,10 @@ class CachedStep:
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Inputs) -> CachedStep | None:
-        """None where it keeps no cache, or not of such an example."""
+        """None where it keeps no cache, or makes no numbers of such an example."""
         with suppress(Exception):
-            return cls(inputs, _stepped(module, inputs))
+            output = _stepped(module, inputs)
+            return cls(inputs, output) if bool(output.isfinite().all()) else None
         return None
 
     def fault_of(self, module: nn.Module) -> str:
@@ -54,7 +55,7 @@ class CachedStep:
         except Exception as error:
             first = next(iter(str(error).splitlines()), "")
             return f"with a cache it does not go on: {type(error).__name__}: {first}"
-        return SOMETHING_ELSE if difference(self.output, found) > _ROUNDING else ""
+        return "" if difference(self.output, found) <= _ROUNDING else SOMETHING_ELSE
 
 
 def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:

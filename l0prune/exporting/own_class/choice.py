@@ -164,6 +164,16 @@ class Choice:
         failing = [each for each in wrong if each.reason != SOMETHING_ELSE]
         return len(wrong), len(failing), sum(bool(each.training) for each in found)
 
+    def with_reasons_of(self, around: Choice) -> Choice:
+        """With why parts are wrong, too, that do without the branches that are gone."""
+        comparisons = dict(self.comparisons)
+        for path, comparison in self.comparisons.items():
+            other = around.comparisons[path].reason
+            if comparison.reason and other and other != comparison.reason:
+                reason = f"{comparison.reason}; without that, {other}"
+                comparisons[path] = replace(comparison, reason=reason)
+        return replace(self, comparisons=comparisons)
+
     def explained(self, references: Sequence[Reference], hint: str) -> Choice:
         """With what is known of the reasons why parts are wrong."""
         comparisons = {}
@@ -202,12 +212,17 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
 def first_right(
     classes: Iterable[OwnClass], references: Sequence[Reference]
 ) -> tuple[OwnClass, Choice]:
-    """The first class that is right, or else the last one, and the choice in it."""
+    """The first class that is right, or else the last one, and the choice in it.
+
+    The last one is the class as it is; it says, too, why those without what is gone are not right.
+    """
+    around: Choice | None = None
     for own in classes:
         choice = choose(own, references)
         if not any(comparison.reason for comparison in choice.comparisons.values()):
-            break
-    return own, choice
+            return own, choice
+        around = around or choice
+    return own, choice if around is None or choice is around else choice.with_reasons_of(around)
 
 
 def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:

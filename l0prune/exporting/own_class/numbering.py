@@ -18,7 +18,7 @@ from l0prune.exporting.own_class.resizing import Changes
 
 _PLAIN = (int, float, bool, str, type(None))
 
-Place = tuple[str, str]  # path inside an entry of a list, and name of an attribute
+Place = tuple[str, str]  # path of a module, and name of an attribute
 
 
 def renumbered(plain: nn.Module, passed: Collection[str]) -> Changes:
@@ -44,6 +44,11 @@ def renumbered(plain: nn.Module, passed: Collection[str]) -> Changes:
     return dict(found)
 
 
+def numbers_of(plain: nn.Module) -> set[Place]:
+    """Which modules remember their number, by path, and what it is called."""
+    return {(path, name) for name, alike in _alike(plain) for path in alike.values()}
+
+
 def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
     """What a number is called, and by it the paths of modules that differ in no other setting."""
     for path, entries in plain.named_modules():
@@ -63,7 +68,10 @@ def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
 
 
 def _numbers(entries: nn.ModuleList) -> list[Place]:
-    """Where each entry of a list, or those of them that have such a module, has its number."""
+    """Where each entry of a list, or those of them that have such a module, has its number.
+
+    Paths are those inside an entry.
+    """
     values: dict[Place, list[bool]] = defaultdict(list)
     for number, entry in enumerate(entries):
         for inner, module in entry.named_modules():

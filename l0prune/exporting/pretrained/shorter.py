@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import L0pruneError
+from l0prune.exporting.own_class.numbering import numbers_of, renumbered
+from l0prune.exporting.own_class.resizing import Changes, joined
 from l0prune.exporting.pretrained.origin import tensors_of
 from l0prune.exporting.pretrained.trial import Trials, fault_of
 from l0prune.files.pretrained.cut_layers import PassedBy
@@ -127,19 +129,19 @@ def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module,
         if sizes != {name: shape.old for name, shape in manifest.shapes.items()}:
             return None
         made = built(manifest.origin, "the model").eval()
-        attributes = _still_changed(made, manifest.attributes)
-        manifest = manifest.model_copy(update={"attributes": attributes})
+        manifest = manifest.model_copy(update={"attributes": _attributes(made, manifest)})
         put_on(made, manifest, tensors, "the model")
     except L0pruneError:
         return None
     return made, manifest
 
 
-def _still_changed(
-    model: nn.Module, attributes: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """Without those that the model has as it is built: its layers count themselves anew."""
-    return {
-        path: {n: v for n, v in of.items() if vars(model.get_submodule(path)).get(n) != v}
-        for path, of in attributes.items()
+def _attributes(fresh: nn.Module, manifest: Manifest) -> Changes:
+    """What changes in a fresh model: the numbers of its layers are counted anew."""
+    numbers = numbers_of(fresh)
+    others = {
+        path: {name: value for name, value in of.items() if (path, name) not in numbers}
+        for path, of in manifest.attributes.items()
     }
+    passed = [path for path, kind in manifest.layers.items() if kind == PassedBy.__name__]
+    return joined({path: of for path, of in others.items() if of}, renumbered(fresh, passed))

@@ -16,15 +16,13 @@ from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.exporting.slicing.without_branches import leave_out
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import operator_name
+from l0prune.infer.nodes import is_assertion, operator_name
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import Both
 from l0prune.plan.switches import gone
 
 # What the capture noted about this example's dtypes and strides; no part of the function.
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
-
-_ASSERTIONS = ("aten._assert_tensor_metadata",)
 
 
 def dense_graphs(
@@ -123,7 +121,7 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
 def _drop_stale(module: GraphModule) -> None:
     """Remove what nobody reads, and the old shapes and dtypes that export would believe."""
     for node in list(module.graph.nodes):
-        if node.op == "call_function" and operator_name(node.target) in _ASSERTIONS:
+        if is_assertion(node):
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     module.graph.lint()

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
 from l0prune.infer.ending import joined
-from l0prune.infer.nodes import may_view, written
+from l0prune.infer.nodes import is_assertion, may_view, written
 
 
 def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> None:
@@ -37,8 +37,9 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
         _leave(nodes[join.name], places)
     dead = {node.name for node in branches.dead(gone)}
     for node in reversed(list(module.graph.nodes)):
-        # torch keeps what writes in place, which these do into nothing that is left
-        if node.name in dead and not node.users:
+        # torch keeps what writes in place or may draw, which these do for nothing that is left
+        is_about_dead = is_assertion(node) and any(n.name in dead for n in node.all_input_nodes)
+        if (node.name in dead or is_about_dead) and not node.users:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
 

@@ -1,9 +1,11 @@
 """Folders of models without whole layers: transformers builds them with as many as are left."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
-from decoders import gated, generated, llama
+from decoders import gated, gemma, generated, llama
 
 import l0prune
 
@@ -22,6 +24,19 @@ def test_a_folder_says_how_many_layers_there_are(tmp_path):
     expected = generated(model, use_cache=True)
     for small in (loaded, again):
         assert [layer.self_attn.layer_idx for layer in small.model.layers] == [0, 1]
+        torch.testing.assert_close(generated(small, use_cache=True), expected)
+
+
+@pytest.mark.slow
+def test_layers_of_two_kinds_keep_theirs(tmp_path):
+    model = gated(partial(gemma, "sliding", "full", "sliding", "full"), *SECOND)
+    dense = l0prune.export(model)
+    assert "AutoModelForCausalLM" in dense.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    assert loaded.config.layer_types == kinds
+    expected = generated(model, use_cache=True)
+    for small in (dense.module, loaded, l0prune.from_pretrained(tmp_path)):
         torch.testing.assert_close(generated(small, use_cache=True), expected)
 
 
