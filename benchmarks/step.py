@@ -1,9 +1,9 @@
 """What gates cost in training: a gated step against a plain one, on the CPU, alternating.
 
 A step is forward, backward and Adam at batch 100; the gated one draws its sample and adds the
-penalty, too. In a settled one the gates stand, as in the last phase of a run. Prints the median of
-the ratios of neighbouring steps; exits with 1 where that of the gated one is above its target.
-With one thread, times are those of the thread on the CPU, which other programs disturb less.
+penalty, too. In a settled one the gates stand, as in the last phase of a run; in a switched one
+whole branches have gates as well, where the network has any. Prints the medians of the ratios of
+neighbouring steps; exits with 1 where that of the gated one is above its target. With one thread, times are those of the thread on the CPU, which other programs disturb less.
 
     python -m benchmarks.step [--rounds 400] [--threads 2] [--models MLP ResNet-18]
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -62,14 +63,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float, float]] 
 
 
 def stepper(model: nn.Module, inputs: Tensor, labels: Tensor, kind: str) -> Callable[[], None]:
-    """A step of a model that is ``"plain"``, ``"gated"`` or ``"settled"``."""
+    """A step of a model that is ``"plain"``, ``"settled"``, or gated in one way or the other."""
     groups = list(model.parameters()) if kind == "plain" else l0prune.param_groups(model)
     optimizer = torch.optim.Adam(groups, lr=1e-3)
 
     def step() -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
-        if kind == "gated":
+        if kind in ("gated", "switched"):
             loss = loss + l0prune.penalty(model, 0.1 / 60_000)
         loss.backward()
         optimizer.step()
@@ -85,13 +86,15 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) -> list[float]:
-    """Medians: plain ms, gated ms, ratio of the gated, ratio of the settled step."""
+    """Medians: plain ms, gated ms, ratios of the gated, the settled and the switched step."""
     torch.manual_seed(0)
     inputs, labels = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
     plain = make().train()
     gated, settled = (l0prune.gate(copy.deepcopy(plain), (inputs[:2],)) for _ in range(2))
     l0prune.gates(settled).fixed = True
     models = {"plain": plain, "gated": gated, "settled": settled}
+    if l0prune.gates(gated).plan.branches:
+        models["switched"] = l0prune.gate(copy.deepcopy(plain), (inputs[:2],), branches=True)
     steps = {kind: stepper(model, inputs, labels, kind) for kind, model in models.items()}
     for step in steps.values():
         for _ in range(max(3, rounds // 10)):
@@ -99,10 +102,11 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     rows = []
     kinds = list(steps)
     for number in range(rounds):
-        turn = number % 3  # none always runs on the caches that the same other one left
+        turn = number % len(kinds)  # none always runs on the caches that the same other one left
         taken = {kind: seconds(steps[kind]) for kind in kinds[turn:] + kinds[:turn]}
         one = taken["plain"]
-        rows.append((one * 1e3, taken["gated"] * 1e3, taken["gated"] / one, taken["settled"] / one))
+        ratios = [taken.get(kind, math.nan) / one for kind in ("gated", "settled", "switched")]
+        rows.append((one * 1e3, taken["gated"] * 1e3, *ratios))
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
@@ -114,15 +118,17 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, batch {BATCH}, Adam")
-    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{'ratio':>8}{'target':>8}{'settled':>9}")
+    columns = f"{'ratio':>8}{'target':>8}{'settled':>9}{'switched':>10}"
+    print(f"{'model':24}{'plain ms':>10}{'gated ms':>10}{columns}")
     missed = False
     for name, (make, shape, target, share) in CASES.items():
         if not name.startswith(tuple(options.models)):
             continue
         rounds = max(6, int(options.rounds * share))
-        plain, gated, ratio, settled = measure(make, shape, rounds)
+        plain, gated, ratio, settled, switched = measure(make, shape, rounds)
         missed |= ratio > target
         row = f"{name:24}{plain:10.2f}{gated:10.2f}{ratio:8.3f}{target:8.2f}{settled:9.3f}"
+        row += "" if math.isnan(switched) else f"{switched:10.3f}"
         print(row, flush=True)
     return int(missed)
 
