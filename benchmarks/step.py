@@ -3,7 +3,8 @@
 A step is forward, backward and Adam at batch 100; the gated one draws its sample and adds the
 penalty, too. In a settled one the gates stand, as in the last phase of a run; in a switched one
 whole branches have gates as well, where the network has any. Prints the medians of the ratios of
-neighbouring steps; exits with 1 where that of the gated one is above its target. With one thread, times are those of the thread on the CPU, which other programs disturb less.
+neighbouring steps; exits with 1 where that of the gated one is above its target. With one thread,
+times are those of the thread on the CPU, which other programs disturb less.
 
     python -m benchmarks.step [--rounds 400] [--threads 2] [--models MLP ResNet-18]
 """
