@@ -26,7 +26,7 @@ def by_hand(model):
         (gpt2, ["transformer.h.0.attn", "transformer.h.1.mlp"]),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 def test_what_is_left_is_counted_from_the_first_place_on(make, closed, tmp_path):
     model = gated(make, *closed)
     dense = l0prune.export(model)

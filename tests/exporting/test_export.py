@@ -61,7 +61,7 @@ def on(names):
 
 
 @on(ALL)
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 def test_dense_computes_what_gated_does(exported):
     model, x, dense = exported
     assert dense.params == sum(p.numel() for p in dense.module.parameters()) < dense.params_before

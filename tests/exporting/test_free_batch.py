@@ -99,6 +99,7 @@ def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
         dense.program.module()(torch.randn(1, 4))
 
 
+@pytest.mark.slow
 def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_for(tmp_path):
     model, dense = exported(another_way_for_one, batch=1)
     assert "batches of 1 only" in dense.note
@@ -189,6 +190,7 @@ def test_the_file_of_a_part_that_is_wrong_for_one_example_is_for_two_or_more(tmp
             each.pieces[0].program.module()(x)
 
 
+@pytest.mark.slow
 def test_a_part_whose_class_is_wrong_for_one_example_becomes_a_graph_that_refuses_it():
     model, dense = exported_in_parts(averaged_for_one)
     assert "a is the captured graph" in dense.note

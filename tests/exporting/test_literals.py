@@ -86,6 +86,7 @@ def test_an_rms_norm_gets_another_epsilon_and_weight(weight):
     assert scaled.args[1] == pytest.approx((8 / 3) ** 0.5)
 
 
+@pytest.mark.slow
 def test_an_epsilon_of_the_dtype_stays_one():
     """It is 1e-7 in float32 and 2e-16 in float64, and matters as much as values of its size."""
     model = Fn(

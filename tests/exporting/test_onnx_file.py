@@ -24,6 +24,7 @@ class Causal(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(-1, 7, 12))
 
 
+@pytest.mark.slow
 def test_where_the_exporter_fails_it_is_given_plain_strides(tmp_path, monkeypatch):
     x = torch.randn(2, 7, 12)
     model = l0prune.gate(randomise(Causal()).eval(), (x,), exclude="*.in")

@@ -48,7 +48,7 @@ def decayed(model):
 
 
 @pytest.mark.parametrize("as_a_graph", [False, True], ids=["class", "graph"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_module_state_program_and_file_have_none(tmp_path, as_a_graph):
     model, x = randomise(network()).eval(), torch.randn(2, 3, 6, 6)
     close_some(l0prune.gate(decayed(model), (x,)))

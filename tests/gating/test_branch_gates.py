@@ -141,7 +141,7 @@ def test_all_branches_may_go_and_no_more():
 
 
 @pytest.mark.parametrize("compact", ["auto", "never"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_branch_that_adds_nothing_goes_first(compact):
     model = gated(include=[])
     with torch.no_grad():

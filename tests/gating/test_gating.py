@@ -98,6 +98,7 @@ def test_a_freshly_gated_model_computes_exactly_what_it_did(make, example):
 
 
 @models
+@pytest.mark.one_in(2)
 def test_gates_multiply_what_the_plan_says_and_nothing_else(make, example):
     model = make().double().eval()
     x = example()

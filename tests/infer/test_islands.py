@@ -160,6 +160,7 @@ def test_attributes_of_a_part_that_became_a_graph_are_still_there():
     assert copy.deepcopy(dense.module).a.out_channels == 4
 
 
+@pytest.mark.slow
 def test_so_are_those_of_the_modules_in_it():
     class Deep(Fixed):
         def __init__(self):

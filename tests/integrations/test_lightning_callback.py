@@ -104,7 +104,7 @@ def test_the_gates_are_in_no_state_of_its_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_precision(precision, tmp_path):
     network, _, _ = trained(tmp_path, precision=precision)
     dense = l0prune.export(network)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from deadness import randomise
-from example_counts import costly
+from example_counts import costliest
 from hypothesis import given
 from hypothesis import strategies as st
 from random_networks import Author
@@ -134,7 +134,7 @@ def compare(model: nn.Module, x: Tensor, make: Make) -> str:
     return ""
 
 
-@costly
+@costliest
 @given(st.integers(0, 2**32), st.integers(1, 10))
 def test_random_networks_learn_the_same_cut_and_masked(seed, length):
     network, x = written(seed, length)

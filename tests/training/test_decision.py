@@ -62,6 +62,7 @@ def test_widths_go_on_learning():
     assert bool(moved.any())
 
 
+@pytest.mark.slow
 def test_in_the_end_the_budget_is_met_without_the_branch():
     model = gated(0.45)
     run(model, STEPS, budget="params=0.6", decide=0.3)

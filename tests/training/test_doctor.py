@@ -40,6 +40,7 @@ def test_gates_that_have_not_moved():
     assert "hardly moved" in found["stuck"]
 
 
+@pytest.mark.slow
 def test_a_lambda_that_closes_nothing():
     found = complaints(epochs=40, lam=0, gate_lr=0.05)
     assert "larger λ" in found["nothing closes"]

@@ -92,7 +92,7 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
 
 
 @kinds("loader", "budget")
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):
@@ -105,7 +105,7 @@ def test_a_stop_while_testing_changes_nothing(whole, tmp_path):
 
 
 @kinds("own generator", "budget")
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_after_two_stops_it_still_goes_on(whole, tmp_path):
     kind, expected, records = whole
     with pytest.raises(Interrupted):

@@ -95,10 +95,10 @@ def stopped(rank, folder, ways):
     return results
 
 
-# By default four of the runs, each in one of the two ways; all in both with ``-m slow``.
+# By default three of the runs, each in one of the two ways; all in both with ``-m slow``.
 WRAPPERS = {
     "ddp": {"adam", "budget"},
-    "fsdp": {"sgd", "residual"},
+    "fsdp": {"residual"},
 }
 WRAPPED = [
     pytest.param(wrapper, name, marks=[] if name in by_default else [SLOW])

@@ -80,6 +80,7 @@ def dense(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "net")
 
 
+@pytest.mark.slow
 def test_a_folder_is_loaded_without_l0prune(dense, tmp_path):
     dense, x = dense
     kinds = set(dense._manifest["layers"].values())

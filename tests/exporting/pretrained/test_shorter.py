@@ -24,6 +24,7 @@ def test_a_folder_says_how_many_layers_there_are(tmp_path):
     expected = generated(model, use_cache=True)
     for small in (loaded, again):
         assert [layer.self_attn.layer_idx for layer in small.model.layers] == [0, 1]
+    for small in (dense.module, loaded, again):
         torch.testing.assert_close(generated(small, use_cache=True), expected)
 
 
