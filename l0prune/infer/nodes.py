@@ -82,7 +82,10 @@ def called(node: Node) -> str:
 
 
 def is_assertion(node: Node) -> bool:
-    """Does the call only look at what a tensor is like, which a cast does in a capture?"""
+    """Does the call only look at dtype and strides, as the capture noted them before a cast?
+
+    It is no part of the function.
+    """
     name = "aten._assert_tensor_metadata"
     return node.op == "call_function" and operator_name(node.target) == name
 

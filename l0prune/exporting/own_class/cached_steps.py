@@ -10,7 +10,6 @@ import inspect
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,24 +70,19 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
     if _CACHE not in signature.parameters:
         raise TypeError("this model keeps no cache")
     args, kwargs = cast(inputs, torch.float64)
-    given: dict[str, Any] = dict(signature.bind_partial(*args, **kwargs).arguments)
-    given |= given.pop("kwargs", {})
+    given = dict(zip(signature.parameters, args, strict=False)) | kwargs
     name = next(each for each in _TOKENS if each in signature.parameters)
-    tokens, first, last = given.pop(name), dict(given), dict(given)
+    tokens = given.pop(name)
+    first, last = given | {name: tokens[:, :-1]}, given | {name: tokens[:, -1:]}
     if name == _TOKENS[1] and _MASK in signature.parameters:
         mask = given.get(_MASK, torch.ones_like(tokens)).clone()
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask
-    model = lent(module, torch.float64).eval()
+    model, told = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
     with warnings.catch_warnings(), torch.no_grad(), InOneDtype(torch.float64):
         warnings.simplefilter("ignore")
-        before = model(**first, **{name: tokens[:, :-1]}, use_cache=True, return_dict=True)
-        after = model(
-            **{**last, _CACHE: before[_CACHE]},
-            **{name: tokens[:, -1:]},
-            use_cache=True,
-            return_dict=True,
-        )
+        before = model(**(first | told))
+        after = model(**(last | told | {_CACHE: before[_CACHE]}))
     result = after[0]
     assert isinstance(result, Tensor)
     return result

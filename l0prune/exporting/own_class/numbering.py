@@ -57,11 +57,10 @@ def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
         places = _numbers(entries)
         groups: dict[tuple[Any, ...], dict[int, str]] = defaultdict(dict)
         for number, entry in enumerate(entries):
-            for inner, name in places:
-                module = dict(entry.named_modules()).get(inner)
-                if name in vars(module or entry):
-                    others = _settings(module or entry, {n for at, n in places if at == inner})
-                    key = (inner, name, type(module), *others)
+            for inner, module in entry.named_modules():
+                names = {name for at, name in places if at == inner}
+                for name in names & vars(module).keys():
+                    key = (inner, name, type(module), *_settings(module, names))
                     groups[key][number] = within(within(path, str(number)), inner)
         for (_, name, *_), alike in groups.items():
             yield name, alike

@@ -56,7 +56,7 @@ class _Config:
         cut = {self.old[dim] for dim in self.old if self.old[dim] != self.new[dim]}
         self.fields = {
             field: value
-            for field, value in _numbers(self.data)
+            for field, value in numbers_in(self.data)
             if any(size % value == 0 for size in cut)
         }
         self.follows: dict[Dim, list[Field]] = {}
@@ -68,23 +68,29 @@ class _Config:
 
     def changed(self, values: Mapping[Field, Any]) -> dict[str, Any]:
         """The configuration with these values."""
-        result = copy.deepcopy(self.data)
-        for field, value in values.items():
-            place = result
-            for key in field[:-1]:
-                place = place[key]
-            place[field[-1]] = value
-        return result
+        return changed(self.data, values)
 
     def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
         """What the class makes of these values; None where it cannot be built so."""
         return _sizes(self.origin, self.changed(values))
 
 
-def _numbers(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
+def changed(data: Mapping[str, Any], values: Mapping[Field, Any]) -> dict[str, Any]:
+    """A configuration with these values."""
+    result = copy.deepcopy(dict(data))
+    for field, value in values.items():
+        place = result
+        for key in field[:-1]:
+            place = place[key]
+        place[field[-1]] = value
+    return result
+
+
+def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
+    """The whole numbers of a configuration that may be sizes, and the keys that lead to them."""
     for key, value in data.items():
         if isinstance(value, dict):
-            yield from _numbers(value, (*path, key))
+            yield from numbers_in(value, (*path, key))
         elif type(value) is int and value > 0:
             yield (*path, key), value
 

@@ -6,7 +6,6 @@ configuration that says fewer layers it is not there at all, and transformers lo
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from l0prune.errors import L0pruneError
 from l0prune.exporting.own_class.numbering import numbers_of, renumbered
 from l0prune.exporting.own_class.resizing import Changes, joined
+from l0prune.exporting.pretrained.in_config import changed, numbers_in
 from l0prune.exporting.pretrained.origin import tensors_of
 from l0prune.exporting.pretrained.trial import Trials, fault_of
 from l0prune.files.pretrained.cut_layers import PassedBy
@@ -89,24 +89,10 @@ def _configurations(config: Mapping[str, Any], whole: int, left: list[int]) -> I
             return [value[number] for number in left]
         return value
 
-    for field in _fields(config, whole):
-        result = shorter(copy.deepcopy(dict(config)))
-        place = result
-        for key in field[:-1]:
-            place = place[key]
-        place[field[-1]] = len(left)
-        yield result
-
-
-def _fields(config: Mapping[str, Any], value: int) -> list[tuple[str, ...]]:
-    """The keys that lead to numbers of this value, those that are called like layers first."""
-    found: list[tuple[str, ...]] = []
-    for name, each in config.items():
-        if isinstance(each, dict):
-            found += [(name, *rest) for rest in _fields(each, value)]
-        elif type(each) is int and each == value:
-            found.append((name,))
-    return sorted(found, key=lambda field: not re.search(r"layer|depth|block", field[-1]))
+    fields = [field for field, value in numbers_in(config) if value == whole]
+    # those that are called like layers first
+    for field in sorted(fields, key=lambda field: not re.search(r"layer|depth|block", field[-1])):
+        yield changed(shorter(config), {field: len(left)})
 
 
 def _renamed(named: Mapping[str, Value], renamed: Renamed) -> dict[str, Value]:

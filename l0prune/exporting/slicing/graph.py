@@ -21,7 +21,6 @@ from l0prune.infer.parts import Parts
 from l0prune.plan.layout import Both
 from l0prune.plan.switches import gone
 
-# What the capture noted about this example's dtypes and strides; no part of the function.
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
 
 
