@@ -7,7 +7,9 @@ Published checkpoints (``$L0PRUNE_DATA/../models``) are first trained on the dat
 start from the network that this gives. Torch-Pruning cannot cut their shortcuts, which pad channels
 (it cuts other channels than it means to, and the network no longer runs). So the shortcuts become
 1×1 convolutions, as in its own ResNet-56, that compute the same at first and learn like all else;
-``--shortcuts pad`` leaves them as they are. A way then has ``--epochs``, over all of its phases:
+``--shortcuts pad`` leaves them as they are. ``--network vit`` is a small one without a checkpoint:
+it is trained from random weights, wants more ``--dense-epochs``, and has Adam at 1e-3. A way then
+has ``--epochs``, over all of its phases:
 
 - ``dense``: nothing is cut; how much is due to training on?
 - ``l0prune``: half of them with gates that learn under ``budget="macs=…"``, at a constant rate (the
@@ -16,8 +18,13 @@ start from the network that this gives. Torch-Pruning cannot cut their shortcuts
 - ``tp-group-norm``: cut at once, then all epochs;
 - ``tp-group-norm-uniform``: the same, with as large a share of each layer;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
-- ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data): ``fit`` to the budget
-  at once, then all epochs.
+- ``l0prune-alike``: gates start alike, not from a score;
+- ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data, of less data fewer):
+  ``fit`` to the budget at once, then all epochs.
+
+With ``--training-macs 4.2`` in the place of ``--epochs`` each way has so many as cost what 4.2
+epochs of the dense network do, by the MACs of its steps and of a score's looks at the data: cutting
+at once buys more epochs. ``--gate-epochs`` says how many of them have gates.
 
 All are trained by the same loop at batch 128 with the same augmentation, averaging and BatchNorm
 recalibration, and with what Torch-Pruning's authors recommend (``benchmarks.depgraph``): SGD with
@@ -46,26 +53,29 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
 from benchmarks.budgets import part
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
-from benchmarks.ways import ALL_WAYS, SCHEDULES, WAYS, Job, macs
+from benchmarks.ways import ADAM, ALL_WAYS, SCHEDULES, SGD, WAYS, Job, macs
 from l0prune.recipes.run import BUILTIN
 
 RUNS = ROOT / "runs"
 CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
+NETWORKS = (*CHECKPOINTS, "vit")
 # What makes a row: those that agree in all of these are the same measurement.
 KEY = (
     "network", "shortcuts", "way", "budget", "epochs", "dense_epochs", "examples", "schedule",
-    "autocast", "seed",
+    "autocast", "seed", "training_macs", "gate_epochs",
 )  # fmt: skip
 
 
 def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
     """What comes of one way; ``model`` is left as it is."""
-    return figures(model, ALL_WAYS[way](copy.deepcopy(model), share, job), job)
+    cut = ALL_WAYS[way](copy.deepcopy(model), share, job)
+    return figures(model, cut.model, job) | {"training": round(cut.spent, 2)}
 
 
 def figures(model: nn.Module, cut: nn.Module, job: Job) -> Row:
@@ -84,13 +94,25 @@ def figures(model: nn.Module, cut: nn.Module, job: Job) -> Row:
     }
 
 
+def vit() -> nn.Module:
+    """A small ViT: eight blocks of width 64 over 64 patches."""
+    return VisionTransformer(
+        image_size=32, patch_size=4, num_layers=8, num_heads=4, hidden_dim=64, mlp_dim=256,
+        num_classes=10,
+    )  # fmt: skip
+
+
 def start(network: str, shortcuts: str, epochs: int, job: Job) -> nn.Module:
-    """The network that all ways start from: published, trained on this data, and kept."""
-    source = f"{BUILTIN / 'models.py'}:{network}"
-    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
-    model = l0prune.load_model(source, str(weights))
-    if shortcuts == "conv":
-        project(model)
+    """The network that all ways start from: published or new, trained on this data, and kept."""
+    if network in CHECKPOINTS:
+        source = f"{BUILTIN / 'models.py'}:{network}"
+        weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
+        model = l0prune.load_model(source, str(weights))
+        if shortcuts == "conv":
+            project(model)
+    else:
+        torch.manual_seed(job.seed)
+        model = vit()
     path = job.folder / "dense.pt"
     if path.exists():
         return l0prune.load(path, model)
@@ -128,11 +150,13 @@ def project(model: nn.Module) -> None:
 
 def table(found: Iterable[Row]) -> str:
     """Markdown, the rows in the order of network and budget."""
-    lines = ["| network | way | epochs | seed | MACs | params | error | to dense | s |"]
+    lines = [
+        "| network | way | seed | training, dense epochs | MACs | params | error | to dense | s |"
+    ]
     lines.append("|---" * 9 + "|")
     for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["way"])):
         lines.append(
-            f"| {row['network']} | {row['way']} | {row['epochs']} | {row['seed']} "
+            f"| {row['network']} | {row['way']} | {row['seed']} | {row['training']:.1f} "
             f"| {row['macs_share']:.1%} | {row['params']:,} of {row['params_before']:,} "
             f"| {row['error']:.2%} | {row['error'] - row['dense_error']:+.2%} "
             f"| {row['seconds']:,.0f} |"
@@ -143,6 +167,9 @@ def table(found: Iterable[Row]) -> str:
 def main() -> None:
     parser = arguments(str(__doc__), ALL_WAYS, list(WAYS), RUNS / "cifar")
     parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
+    parser.add_argument(
+        "--training-macs", type=float, help="of a way, in epochs of the dense network, for --epochs"
+    )
     options = checked(parser)
     print(table(run(options, options.macs, measure)))
 
@@ -154,9 +181,10 @@ def arguments(
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--network", choices=list(CHECKPOINTS), default="resnet20")
+    parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
     parser.add_argument("--ways", nargs="+", choices=list(ways), default=default)
     parser.add_argument("--epochs", type=int, default=40, help="of a way, over all of its phases")
+    parser.add_argument("--gate-epochs", type=int, help="of these with gates; default half")
     parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
     parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="cosine")
@@ -190,11 +218,10 @@ def run(
     measure: Callable[[str, nn.Module, float, Job], Row],
 ) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
-    common = {key: getattr(options, key) for key in KEY if key not in ("way", "budget")}
+    common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
+    of_ways = ("epochs", "schedule", "training_macs", "gate_epochs")
     names = [
-        str(value)
-        for key, value in common.items()
-        if key not in ("epochs", "schedule") and value is not None
+        str(value) for key, value in common.items() if key not in of_ways and value is not None
     ]
     home = options.out / "-".join(names)
     home.mkdir(parents=True, exist_ok=True)
@@ -207,10 +234,13 @@ def run(
         seed=options.seed,
         device=options.device,
         autocast=options.autocast,
+        optimizer=SGD if options.network in CHECKPOINTS else ADAM,
+        training_macs=common["training_macs"],
+        gate_epochs=options.gate_epochs,
         folder=home,
     )
     # Its own schedule is one for all that start from it.
-    first = replace(job, schedule="cosine")
+    first = replace(job, schedule="cosine", training_macs=None)
     model = start(options.network, options.shortcuts, options.dense_epochs, first)
     found = []
     for share in shares:
@@ -219,7 +249,8 @@ def run(
             made = common | {"way": way, "budget": budget}
             key = tuple(made[name] for name in KEY)
             if key not in known:
-                folder = home / f"{way}-{budget}-{options.epochs}-{options.schedule}"
+                asked = [str(common[key]) for key in of_ways if common[key] is not None]
+                folder = home / "-".join((way, str(budget), *asked))
                 row = made | measure(way, model, share, replace(job, folder=folder))
                 packages = ("torch", "torch-pruning") if _is_theirs(way) else ("torch",)
                 row |= {package: importlib.metadata.version(package) for package in packages}

@@ -92,4 +92,6 @@ def shrink(pruner: Any, model: nn.Module, count: Callable[[nn.Module], int], mos
             return
         with torch.enable_grad():
             pruner.step()
+        if hasattr(model, "hidden_dim"):
+            model.hidden_dim = model.conv_proj.out_channels  # as its example of a ViT does
     raise Unreached(f"after {STEPS} steps {count(model):,} are left, not {most:,.0f}")

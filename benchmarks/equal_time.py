@@ -12,7 +12,8 @@ for all ways alike, and timed in turns with the dense network's. The ways:
   (``-late``) or less (``-early``);
 - ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
-- ``fisher``: our one-shot score, ``fit`` to the budget in latency;
+- ``fisher``: our one-shot score, ``fit`` to the budget in latency; of whole branches alone
+  (``-branches``) or beside the widths (``-both``);
 - ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
   network; ``fisher-per-ms-macs``: over their time for a MAC there;
 - ``fisher-macs-8``: the score's choice for a budget in MACs, with ``round_to=8``.
@@ -40,7 +41,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks import cifar, depgraph
 from benchmarks.isolation import Row
-from benchmarks.ways import SCORE_BATCHES, SETTLE, Job, classifier, macs
+from benchmarks.ways import Cut, Job, classifier, macs, trained, with_gates
 from l0prune.cost.bounds import bounds
 from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
@@ -94,16 +95,6 @@ def largest(prune: Callable[[float], nn.Module], clock: Clock, wanted: float) ->
     return high if met is None else met
 
 
-def learned(model: nn.Module, job: Job, **budget: Any) -> nn.Module:
-    """Half of the epochs with gates, half for what is left."""
-    first = job.epochs // 2
-    gates = {"settle": SETTLE * first, "schedule": "settle"}
-    l0prune.finetune(model, job.data, **job.settings("finetune", first, **gates, **budget))
-    small = l0prune.export(model).module
-    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs - first))
-    return small
-
-
 def in_latency(
     model: nn.Module,
     share: float,
@@ -111,24 +102,23 @@ def in_latency(
     clock: Clock,
     gates: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> nn.Module:
+) -> Cut:
     l0prune.gate(model, (job.example(),), **(gates or {}))
     settings |= {"budget": f"latency={share}", "latency": l0prune.measure(model)}
-    return learned(model, job, **settings)
+    return with_gates(model, job, **settings)
 
 
-def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
+def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
     scores = fisher(model, job)
     found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
     l0prune.gates(model).put(torch.ones(len(scores), dtype=torch.bool))
-    return learned(model, job, budget=f"macs={found}", round_to=8)
+    return with_gates(model, job, budget=f"macs={found}", round_to=8)
 
 
-def fisher(model: nn.Module, job: Job) -> Tensor:
+def fisher(model: nn.Module, job: Job, gates: Mapping[str, Any] | None = None) -> Tensor:
     """Scores of a model that is gated by this."""
-    l0prune.gate(model, (job.example(),))
-    drawn = {"batches": SCORE_BATCHES, "batch_size": 128, "seed": job.seed, "device": job.device}
-    return l0prune.score(model, "fisher", job.data, **drawn)
+    l0prune.gate(model, (job.example(),), **(gates or {}))
+    return l0prune.score(model, "fisher", job.data, **job.looks)
 
 
 def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
@@ -138,15 +128,23 @@ def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
     return l0prune.export(model).module
 
 
-def scored(model: nn.Module, share: float, job: Job, clock: Clock, per: str = "") -> nn.Module:
-    scores, table = fisher(model, job), l0prune.measure(model)
+def scored(
+    model: nn.Module,
+    share: float,
+    job: Job,
+    clock: Clock,
+    per: str = "",
+    gates: Mapping[str, Any] | None = None,
+) -> Cut:
+    whole = macs(model, job.example())
+    scores, table = fisher(model, job, gates), l0prune.measure(model)
     plan = l0prune.gates(model).plan
     if per:
         scores = scores / marginal(plan, f"latency={share}", table)
     if per == "ms-macs":
         scores = scores * marginal(plan, "macs=0.5")
     l0prune.fit(model, f"latency={share}", scores, latency=table)
-    return trained(l0prune.export(model).module, job)
+    return trained(l0prune.export(model).module, whole, job, spent=job.looked)
 
 
 def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
@@ -159,35 +157,31 @@ def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
     return open_.grad.clamp_min(1e-12)
 
 
-def scored_in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> nn.Module:
+def scored_in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
+    whole = macs(model, job.example())
     cut = partial(fitted, model, scores=fisher(model, job), round_to=8)
-    return trained(cut(largest(cut, clock, share)), job)
+    return trained(cut(largest(cut, clock, share)), whole, job, spent=job.looked)
 
 
-def trained(small: nn.Module, job: Job) -> nn.Module:
-    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs))
-    return small
-
-
-def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to: int) -> nn.Module:
+def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to: int) -> Cut:
     example = job.example()
+    whole = macs(model, example)
 
     def cut(macs_share: float) -> nn.Module:
         small = copy.deepcopy(model)
         pruner = depgraph.pruner(small, example, classifier(small), round_to=round_to)
-        depgraph.shrink(
-            pruner, small, partial(macs, example=example), macs_share * macs(model, example)
-        )
+        depgraph.shrink(pruner, small, partial(macs, example=example), macs_share * whole)
         small.zero_grad()
         return small
 
-    return trained(cut(largest(cut, clock, share)), job)
+    return trained(cut(largest(cut, clock, share)), whole, job)
 
 
 BOTH = {"branches": True}  # beside widths
-WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
+BRANCHES = {**BOTH, "exclude": "*"}
+WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
-    "l0prune-branches": partial(in_latency, gates={**BOTH, "exclude": "*"}),
+    "l0prune-branches": partial(in_latency, gates=BRANCHES),
     "l0prune-both": partial(in_latency, gates=BOTH),
     "l0prune-both-late": partial(in_latency, gates=BOTH, decide=1.0),
     "l0prune-both-early": partial(in_latency, gates=BOTH, decide=0.4),
@@ -195,6 +189,8 @@ WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], nn.Module]] = {
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),
     "fisher": scored,
+    "fisher-branches": partial(scored, gates=BRANCHES),
+    "fisher-both": partial(scored, gates=BOTH),
     "fisher-per-ms": partial(scored, per="ms"),
     "fisher-per-ms-macs": partial(scored, per="ms-macs"),
     "fisher-macs-8": scored_in_macs,
@@ -206,18 +202,19 @@ def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         clock = Clock(model, job.example(), Path(folder))
         cut = WAYS[way](copy.deepcopy(model), share, job, clock)
-        return cifar.figures(model, cut, job) | {"time_share": round(clock.share(cut), 4)}
+        row = cifar.figures(model, cut.model, job) | {"training": round(cut.spent, 2)}
+        return row | {"time_share": round(clock.share(cut.model), 4)}
 
 
 def table(found: Iterable[Row]) -> str:
     """Markdown."""
     lines = [
-        "| network | way | epochs | seed | time | MACs | params | error | s |",
+        "| network | way | seed | training, dense epochs | time | MACs | params | error | s |",
         "|---" * 9 + "|",
     ]
     for row in sorted(found, key=lambda row: (row["network"], -row["budget"], row["error"])):
         lines.append(
-            f"| {row['network']} | {row['way']} | {row['epochs']} | {row['seed']} "
+            f"| {row['network']} | {row['way']} | {row['seed']} | {row['training']:.1f} "
             f"| {row['time_share']:.1%} | {row['macs_share']:.1%} "
             f"| {row['params']:,} of {row['params_before']:,} | {row['error']:.2%} "
             f"| {row['seconds']:,.0f} |"

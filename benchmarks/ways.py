@@ -1,14 +1,15 @@
 """Ways to prune one network to a share of its MACs, all trained by the same loop.
 
 Each takes a network that it may change and gives the cut one, trained for as many epochs as all
-others. What they are and how they split their epochs is in ``benchmarks.cifar``.
+others, or for as many MACs. What they are and how they split them is in ``benchmarks.cifar``.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
+from l0prune.training.start import batches
 
 RATE = 0.01
-WEIGHT_DECAY = 5e-4
-SCORE_BATCHES = 100
+SGD = {"optimizer": "sgd", "lr": RATE, "weight_decay": 5e-4}
+ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution
+BATCH = 128
+SCORE_BATCHES = 100  # of an epoch of 50,000 examples; of a shorter one as large a part
 SETTLE = 0.1  # of the epochs with gates: most of what settles is the small network, alone
 
 
@@ -40,6 +44,9 @@ class Job:
     """What a way is given beside the network and its share of the MACs.
 
     Attributes:
+        epochs: of a way, over all of its phases, unless ``training_macs`` says how many.
+        training_macs: what all training of a way may cost, in epochs of the dense network.
+        gate_epochs: of these with gates; None for half.
         folder: of this way's checkpoints, one for each phase.
     """
 
@@ -49,16 +56,17 @@ class Job:
     seed: int
     device: str
     autocast: str | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: SGD)
+    training_macs: float | None = None
+    gate_epochs: int | None = None
     folder: Path
 
     def settings(self, phase: str, epochs: int, **others: Any) -> dict[str, Any]:
         """Of training for one phase."""
         common = {
             "epochs": epochs,
-            "batch_size": 128,
-            "optimizer": "sgd",
-            "lr": RATE,
-            "weight_decay": WEIGHT_DECAY,
+            "batch_size": BATCH,
+            **self.optimizer,
             "schedule": SCHEDULES[self.schedule],
             "augment": True,
             "seed": self.seed,
@@ -73,63 +81,139 @@ class Job:
     def example(self) -> Tensor:
         return self.data.train.example(2)
 
+    @property
+    def first(self) -> int:
+        """Epochs of the first of two phases."""
+        if self.gate_epochs is not None:
+            return self.gate_epochs
+        return max(1, int(self.epochs if self.training_macs is None else self.training_macs) // 2)
 
-def dense(model: nn.Module, share: float, job: Job) -> nn.Module:
-    l0prune.train_dense(model, job.data, **job.settings("train", job.epochs))
-    return model
+    def left(self, share: float, epochs: int = 0, spent: float = 0.0) -> int:
+        """Epochs that are left for a network of this share of the MACs.
+
+        Args:
+            share: of the MACs of the dense network.
+            epochs: that are done.
+            spent: what they cost, in epochs of the dense network.
+        """
+        if self.training_macs is None:
+            return self.epochs - epochs
+        return max(1, round((self.training_macs - spent) / share))
+
+    @property
+    def steps(self) -> int:
+        """Of an epoch."""
+        return math.ceil(len(self.data.train) / BATCH)
+
+    @property
+    def looks(self) -> dict[str, Any]:
+        """How a score looks at the data."""
+        part = min(1.0, len(self.data.train) / 50_000)
+        batches = max(10, round(SCORE_BATCHES * part))
+        drawn = {"batch_size": BATCH, "seed": self.seed, "device": self.device}
+        return {"batches": batches, **drawn}
+
+    @property
+    def looked(self) -> float:
+        """What that costs, in epochs of the dense network."""
+        return float(self.looks["batches"]) / self.steps
 
 
-def learned(model: nn.Module, share: float, job: Job, distill: float = 0.0) -> nn.Module:
-    first = job.epochs // 2
-    teacher = copy.deepcopy(model) if distill else None
-    taught = {"distill": distill, "teacher": teacher}
+@dataclass(frozen=True)
+class Cut:
+    """What a way gives.
+
+    Attributes:
+        model: the cut network, trained.
+        spent: what all training and all looks at data cost, in epochs of the dense network.
+    """
+
+    model: nn.Module
+    spent: float
+
+
+def dense(model: nn.Module, share: float, job: Job) -> Cut:
+    left = job.left(1.0)
+    l0prune.train_dense(model, job.data, **job.settings("train", left))
+    return Cut(model, left)
+
+
+def learned(model: nn.Module, share: float, job: Job, **others: Any) -> Cut:
     l0prune.gate(model, (job.example(),))
-    gates = {"budget": f"macs={share}", "settle": SETTLE * first, "schedule": "settle"}
-    l0prune.finetune(model, job.data, **job.settings("finetune", first, **gates, **taught))
-    small = l0prune.export(model).module
-    l0prune.train_dense(small, job.data, **job.settings("train", job.epochs - first, **taught))
-    return small
+    return with_gates(model, job, budget=f"macs={share}", **others)
 
 
-def scored(model: nn.Module, share: float, job: Job, how: str) -> nn.Module:
+def with_gates(model: nn.Module, job: Job, distill: float = 0.0, **settings: Any) -> Cut:
+    """Half of the epochs with gates, or as many as the job says, the rest for what is left."""
+    first = job.first
+    whole = macs(model, job.example())
+    taught = {"distill": distill, "teacher": copy.deepcopy(model) if distill else None}
+    if distill:
+        l0prune.ungate(taught["teacher"])
+    settings |= {"settle": SETTLE * first, "schedule": "settle", **taught}
+    run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
+    looks = batches(round((1 - SETTLE) * first * job.steps))
+    looked = looks / job.steps if settings.get("start", "auto") != "alike" else 0.0
+    spent = first * run.records[-1]["training_macs"] + looked
+    return trained(l0prune.export(model).module, whole, job, first, spent, **taught)
+
+
+def trained(
+    small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0, **settings: Any
+) -> Cut:
+    """The cut network trained for what is left.
+
+    Args:
+        small: the network.
+        whole: MACs of the dense one.
+        job: says how much is left after ``done`` epochs that cost ``spent``.
+    """
+    share = macs(small, job.example()) / whole
+    left = job.left(share, done, spent)
+    l0prune.train_dense(small, job.data, **job.settings("train", left, **settings))
+    return Cut(small, spent + left * share)
+
+
+def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
     l0prune.gate(model, (job.example(),))
-    drawn = {"batches": SCORE_BATCHES, "batch_size": 128, "seed": job.seed, "device": job.device}
-    l0prune.fit(model, f"macs={share}", l0prune.score(model, how, job.data, **drawn))
-    l0prune.finetune(model, job.data, **job.settings("finetune", job.epochs, learn=False))
-    return l0prune.export(model).module
+    l0prune.fit(model, f"macs={share}", l0prune.score(model, how, job.data, **job.looks))
+    looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
+    left = job.left(share, spent=looked)
+    l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))
+    return Cut(l0prune.export(model).module, left * share + looked)
 
 
-def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) -> nn.Module:
+def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) -> Cut:
     pruner = depgraph.pruner(model, job.example(), classifier(model), uniform=uniform)
-    return _cut_and_trained(pruner, model, share, job, job.epochs)
+    return _cut_and_trained(pruner, model, share, job)
 
 
-def group_sl(model: nn.Module, share: float, job: Job) -> nn.Module:
-    first = job.epochs // 2
+def group_sl(model: nn.Module, share: float, job: Job) -> Cut:
     pruner = depgraph.pruner(model, job.example(), classifier(model), sparse=True)
     optimizer = depgraph.sparse_sgd(pruner, model, RATE)
-    settings = job.settings("sparse", first, optimizer=optimizer, weight_decay=0.0)
+    settings = job.settings("sparse", job.first, optimizer=optimizer, weight_decay=0.0)
     l0prune.train_dense(model, job.data, **settings)
-    return _cut_and_trained(pruner, model, share, job, job.epochs - first)
+    return _cut_and_trained(pruner, model, share, job, job.first)
 
 
-def _cut_and_trained(pruner: Any, model: nn.Module, share: float, job: Job, left: int) -> nn.Module:
+def _cut_and_trained(pruner: Any, model: nn.Module, share: float, job: Job, done: int = 0) -> Cut:
     count = partial(macs, example=job.example())
-    depgraph.shrink(pruner, model, count, share * count(model))
+    whole = count(model)
+    depgraph.shrink(pruner, model, count, share * whole)
     model.zero_grad()
-    l0prune.train_dense(model, job.data, **job.settings("train", left))
-    return model
+    return trained(model, whole, job, done, done)
 
 
 def classifier(model: nn.Module) -> nn.Module:
     return [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
 
 
-Way = Callable[[nn.Module, float, Job], nn.Module]
+Way = Callable[[nn.Module, float, Job], Cut]
 WAYS: dict[str, Way] = {
     "dense": dense,
     "l0prune": learned,
     "l0prune-distill": partial(learned, distill=0.5),
+    "l0prune-alike": partial(learned, start="alike"),
     "tp-group-norm": group_norm,
     "tp-group-norm-uniform": partial(group_norm, uniform=True),
     "tp-group-sl": group_sl,
@@ -142,8 +226,10 @@ ALL_WAYS = WAYS | {how: partial(scored, how=how) for how in SCORES}
 
 def macs(model: nn.Module, example: Tensor) -> int:
     """Multiply-accumulates for one example."""
-    was_training = model.training
+    was_training, fast = model.training, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # the counter does not see into it
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(example)
+    torch.backends.mha.set_fastpath_enabled(fast)
     model.train(was_training)
     return counter.get_total_flops() // (2 * len(example))

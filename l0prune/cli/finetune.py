@@ -31,8 +31,9 @@ _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --
 
 @with_settings(
     "loss", "metric", "lam", "budget", "measures", "round_to", "counting", "epochs", "batch_size",
-    "lr", "gate_lr", "optimizer", "learn", "settle", "compact", "augment", "seed", "device",
-    "distill", "autocast", "accumulate", "checkpointing", "compile", "channels_last", "distributed",
+    "lr", "gate_lr", "optimizer", "learn", "start", "settle", "compact", "augment", "seed",
+    "device", "distill", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
+    "distributed",
 )  # fmt: skip
 def finetune(
     file: Annotated[

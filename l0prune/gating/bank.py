@@ -23,6 +23,11 @@ from l0prune.plan.plan import Plan, Site
 OPENED = 0.75
 CLOSED = 1e-3
 FOR_GOOD = 1e-2  # twice in a row below it: none was seen to come back, nor below ten times it
+# Log odds of gates that are put on alike differ by their jitter, …
+_ALIKE = 0.5
+# … and are moved by a score by so much at most.
+_FURTHEST = 2.0
+_CHANCES = (1e-6, 1 - 1e-6)
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -143,6 +148,41 @@ class Gates(nn.Module):
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)
             self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
+
+    @torch.no_grad()
+    def stand_alike(self) -> bool:
+        """Are all gates as far open as each other, as they are when they are put on?"""
+        odds = self._odds()
+        return not len(odds) or float(odds.max() - odds.min()) < _ALIKE
+
+    @torch.no_grad()
+    def lean(self, scores: Tensor) -> None:
+        """Open each gate further the more its slot matters, and less the less it does.
+
+        The log odds of each gate move by the logarithm of its score, of which the mean over all
+        gates is taken away and the spread made 1, within ±2: learning begins where one look at the
+        network or the data ends, and may still think better of it.
+
+        Args:
+            scores: what ``l0prune.score`` gives; 0 or more, shape ``(plan.size,)``.
+
+        Raises:
+            UsageError: they are not of this shape, or not all 0 or more; or the model is cut while
+                it trains.
+        """
+        self.check_whole()
+        if scores.shape != (self.plan.size,) or not bool((scores >= 0).all()):
+            raise UsageError(
+                f"scores are {self.plan.size} numbers of 0 or more, one for each gate, as "
+                f"l0prune.score gives them; these have shape {tuple(scores.shape)}"
+            )
+        odds = (self._odds() + _standardised(scores).to(self.log_alpha.device)).cpu()
+        found = [self.gate.initial(p) for p in odds.sigmoid().tolist()]
+        self.log_alpha.copy_(torch.tensor(found, dtype=torch.float64))
+
+    def _odds(self) -> Tensor:
+        """log P/(1−P) of each gate's chance to be open, float64."""
+        return self.gate.open_probability(self.log_alpha.double()).clamp(*_CHANCES).logit()
 
     def check_whole(self) -> None:
         """Raise UsageError for a model that is cut while it trains."""
@@ -300,6 +340,16 @@ class Gates(nn.Module):
     def extra_repr(self) -> str:
         """What ``print(model)`` shows of the bank."""
         return f"{self.plan.size} gates on {len(self.plan.axes)} axes, {self.gate}"
+
+
+def _standardised(scores: Tensor) -> Tensor:
+    """Logarithms with mean 0 and spread 1, within ±``_FURTHEST``; those of 0 are the lowest."""
+    scores = scores.detach().cpu().double()
+    known = scores[scores > 0].log()
+    if len(known) < 2 or not float(known.std()):
+        return torch.zeros_like(scores)
+    found = (scores.log() - known.mean()) / known.std()
+    return found.clamp(-_FURTHEST, _FURTHEST)
 
 
 def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:

@@ -80,5 +80,6 @@ class Keywords(GateKeywords, DenseKeywords, total=False):
     """Those of ``finetune``: all ``Settings``."""
 
     learn: bool
+    start: str
     warmup: float | None
     settle: float | None

@@ -20,7 +20,7 @@ from l0prune.running.feed import Feed
 from l0prune.running.processes import World, joined
 from l0prune.running.task import Task
 from l0prune.running.trial import check_first_batch, check_first_test
-from l0prune.training import checkpoint
+from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.gate_settings import GateSettings
@@ -34,7 +34,7 @@ from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.wrappers import agree_on_start, sharded
 
-OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn")
+OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn", "start")
 
 
 def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
@@ -77,6 +77,10 @@ def _train_in(
     try:
         agree_on_start(model, world)
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
+        goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
+        said = ""
+        if gates is not None and not world.from_first(goes_on):
+            said = start.begin(model, task, settings, phases, feed.steps, device, world)
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
@@ -98,7 +102,7 @@ def _train_in(
             fingerprint["processes"] = str(world.size)
             if kind is not None:
                 fingerprint["gate"] = str(kind.at(0))
-            if pruner is not None and trained is not model:
+            if pruner is not None and (said or trained is not model):
                 pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
             loop = Loop(
                 trained,
@@ -117,6 +121,8 @@ def _train_in(
                 if folder is not None:
                     world.first_alone(partial(_made, folder))
                     _prepare(folder, loop, settings, started_from, fingerprint, world)
+                if said:
+                    loop.note(said)
                 loop.run()
     except Interrupted:
         raise

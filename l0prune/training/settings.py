@@ -115,6 +115,12 @@ class Settings(GateSettings):
         description="Let the gates learn, or leave them as they are, after ``l0prune fit``. Where "
         "only the weights learn, all of the run is settling.",
     )
+    start: str = Field(
+        "auto",
+        description="What the gates start from: alike, or a score of ``l0prune.score`` such as "
+        "fisher or outputs, told from a few batches: the more a slot matters the further open is "
+        "its gate. auto for fisher where there is a budget and no gate has moved yet, else alike.",
+    )
     warmup: float | None = Field(
         None,
         ge=0,

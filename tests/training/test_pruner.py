@@ -61,6 +61,7 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit():
             **settings,
         )  # fmt: skip
     own = gated()
+    l0prune.gates(own).lean(l0prune.score(own, "fisher", pairs, batches=10))
     pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="settle", **SETTINGS)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
     torch.manual_seed(0)  # as finetune seeds its run

@@ -1,0 +1,127 @@
+"""Gates start alike, or as far open as a one-shot score says that they matter."""
+
+import pytest
+import torch
+from small_task import clouds, data, gated, network, tensors
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.gating.kinds.base import gate_of
+from l0prune.training import start
+from l0prune.training.loop import Loop
+
+
+def leaned(scores, log_alpha):
+    """By hand, of hard concrete gates."""
+    logs = scores.log()
+    return (log_alpha + ((logs - logs.mean()) / logs.std()).clamp(-2, 2)).float()
+
+
+@pytest.mark.parametrize("how", ["fisher", "magnitude"])
+def test_log_alpha_moves_by_the_standardised_logarithm(how):
+    model = gated()
+    gates, before = l0prune.gates(model), l0prune.gates(model).log_alpha.detach().clone()
+    scores = l0prune.score(model, how, data())
+    gates.lean(scores)
+    torch.testing.assert_close(gates.log_alpha.detach(), leaned(scores, before))
+
+
+def test_scores_of_0_are_the_lowest_and_equal_ones_change_nothing():
+    gates = l0prune.gates(gated())
+    before = gates.log_alpha.detach().clone()
+    gates.lean(torch.ones(len(before)))
+    torch.testing.assert_close(gates.log_alpha.detach(), before)
+    scores = torch.linspace(1, 2, len(before))
+    scores[3] = 0
+    gates.lean(scores)
+    torch.testing.assert_close(gates.log_alpha.detach()[3], before[3] - 2)
+
+
+def test_what_scores_move_are_odds_whatever_the_kind_of_gate():
+    kind = gate_of("continuous-sparsification", {"beta": 2.0})
+    gates = l0prune.gates(gated(kind))
+    before, scores = gates.log_alpha.detach().clone(), torch.linspace(0.1, 3, gates.plan.size)
+    gates.lean(scores)
+    expected = before + leaned(scores, torch.zeros(())) / 2
+    torch.testing.assert_close(gates.log_alpha.detach(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scores", [torch.ones(3), -torch.ones(16), torch.full((16,), torch.nan)])
+def test_what_is_no_score_moves_nothing(scores):
+    gates = l0prune.gates(gated())
+    before = gates.log_alpha.detach().clone()
+    with pytest.raises(UsageError, match="0 or more"):
+        gates.lean(scores)
+    assert torch.equal(gates.log_alpha, before)
+
+
+def start_of(model, monkeypatch, examples=None, **settings):
+    """log α before the first step."""
+    seen, run = [], Loop.run
+
+    def watched(loop):
+        seen.append(l0prune.gates(model).log_alpha.detach().clone())
+        run(loop)
+
+    monkeypatch.setattr(Loop, "run", watched)
+    settings = {"epochs": 1, "batch_size": 40, **settings}
+    l0prune.finetune(model, data() if examples is None else examples, **settings)
+    return seen[0]
+
+
+def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
+    model = gated()
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    scores = l0prune.score(model, "fisher", data(), batches=6, batch_size=40)
+    found = start_of(model, monkeypatch, budget="params=0.5")
+    assert "fisher scores say, told from 6 batches" in capsys.readouterr().err
+    torch.testing.assert_close(found, leaned(scores, before))
+
+
+@pytest.mark.parametrize("settings", [{"lam": 0.1}, {"budget": "params=0.5", "start": "alike"}])
+def test_else_they_start_as_they_are(settings, monkeypatch):
+    model = gated()
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    assert torch.equal(start_of(model, monkeypatch, **settings), before)
+
+
+def test_gates_that_have_moved_start_where_they_are(monkeypatch):
+    model = gated()
+    l0prune.finetune(model, data(), budget="params=0.5", epochs=2, progress=False)
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    assert torch.equal(start_of(model, monkeypatch, budget="params=0.5"), before)
+
+
+def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch, capsys):
+    class OwnLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = network()
+
+        def forward(self, x, wanted=None):
+            scores = self.body(x)
+            if wanted is None or not self.training:
+                return {"logits": scores}
+            return {"loss": nn.functional.cross_entropy(scores, wanted), "logits": scores}
+
+    cloud = clouds()
+    parts = zip(cloud.inputs.split(40), cloud.targets.split(40), strict=True)
+    batches = [{"x": x, "wanted": y} for x, y in parts]
+    model = l0prune.gate(OwnLoss(), (cloud.inputs[:2],))
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    settings = {"budget": "params=0.5", "loss": lambda outputs, targets: outputs.get("loss")}
+    assert torch.equal(start_of(model, monkeypatch, batches, **settings), before)
+    assert "alike: in eval mode the model gives no loss" in capsys.readouterr().err
+
+
+def test_an_unknown_score_leaves_the_model_as_it_was():
+    model = gated()
+    before = tensors(model)
+    with pytest.raises(UsageError, match="there is no score 'best'"):
+        l0prune.finetune(model, data(), budget="params=0.5", start="best", progress=False)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_as_many_batches_as_the_run_can_bear():
+    assert [start.batches(steps) for steps in (1, 200, 1000, 10**6)] == [10, 10, 50, 100]
