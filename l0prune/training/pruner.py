@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import L0pruneError, UsageError
+from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
@@ -23,11 +22,12 @@ from l0prune.training.gradients import add_gradients
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.own_optimizer import OwnOptimizer
 from l0prune.training.phases import Phases
+from l0prune.training.pruner_state import FORMAT, check
+from l0prune.training.shrinking import Shrinking
 
 # Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
 _BETAS = (0.9, 0.99)
 _LOOKS = 20  # of the doctor, and for what may be cut, while the gates learn
-_FORMAT = 1
 
 
 class Pruner:
@@ -93,12 +93,14 @@ class Pruner:
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
         self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
         self.budget = self._terms.budget
+        is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model)
+        self._shrinking = Shrinking(
+            self.compaction, self._settings.compact if is_asked else "never", self._say_it
+        )
         learning = self.phases.learning
         decided = range(round(self._settings.decide * learning), learning + 1)
         self._decision = Decision(self.gates, decided)
-        is_asked = not self._drives_itself or "compact" in settings
-        self._when = self._settings.compact if is_asked else "never"
         self.step = 0
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
@@ -189,16 +191,10 @@ class Pruner:
             self._terms.fit()
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
-        if self._when != "never" and settles:
-            self._compact(self.compaction.begin)
-        elif self._when == "auto" and self.phase != "settle" and self._is_time_to_look:
-            self._compact(self.compaction.look)
-
-    def _compact(self, how: Callable[[], None]) -> None:
-        try:
-            how()
-        except L0pruneError as error:
-            self._keep_whole(str(error))
+        if settles:
+            self._shrinking.to_what_stands()
+        elif self.phase != "settle" and self._is_time_to_look:
+            self._shrinking.to_what_is_open()
 
     def look_ahead(self, hindrance: str = "") -> None:
         """Before the first step: say so if it is known that the network cannot be cut.
@@ -208,13 +204,7 @@ class Pruner:
         Args:
             hindrance: what else there is that needs the whole network.
         """
-        reason = hindrance or self.compaction.hindrance(self._drives_itself)
-        if self._when != "never" and reason:
-            self._keep_whole(reason)
-
-    def _keep_whole(self, reason: str) -> None:
-        self._when = "never"
-        self.say(f"compact: the network keeps its size while it trains: {reason}")
+        self._shrinking.look_ahead(hindrance or self.compaction.hindrance(self._drives_itself))
 
     def make_whole(self) -> None:
         """Give a model that is trained at the size that its gates leave its own size back.
@@ -279,7 +269,7 @@ class Pruner:
         """Where a loop ends before its last step: fit and fix the gates as if they had stood."""
         self.make_whole()
         if self.phase != "settle":
-            self._when = "never"
+            self._shrinking.stop()
             self.step, self._begun = self.phases.learning, None
             self.begin_step()
 
@@ -307,7 +297,11 @@ class Pruner:
 
     def _speak(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():
-            self.say(text)
+            self._say_it(text)
+
+    def _say_it(self, text: str) -> None:
+        """By what ``say`` is now."""
+        self.say(text)
 
     def record(self) -> dict[str, Any]:
         """Expected and actual counts, budgets, open slots by axis, and axes without any.
@@ -337,7 +331,7 @@ class Pruner:
     def state_dict(self) -> dict[str, Any]:
         """What is to be kept beside the model's and the optimizer's state to go on from here."""
         return {
-            "format": _FORMAT,
+            "format": FORMAT,
             "axes": self._axes(),
             "phases": [self.phases.total, self.phases.warmup, self.phases.settle],
             "step": self.step,
@@ -359,7 +353,7 @@ class Pruner:
         Raises:
             UsageError: it is the state of another model or run; then nothing has changed.
         """
-        self._check(state)
+        check(state, self._axes(), self.phases, has_budget=self.budget is not None)
         self.step, self._begun, self._work = state["step"], state["begun"], state["work"]
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
@@ -371,27 +365,7 @@ class Pruner:
         self._terms.fitted = state.get("fitted", {})  # states of before have none
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
-        self._compact(partial(self.compaction.load_state_dict, state["cut"]))
-
-    def _check(self, state: dict[str, Any]) -> None:
-        keys = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor"}
-        keys |= {"work", "cut"}
-        if not isinstance(state, dict) or not keys <= state.keys() or state["format"] != _FORMAT:
-            raise UsageError("this is no state of a Pruner of this version of l0prune")
-        if state["axes"] != self._axes():
-            raise UsageError(
-                "this state is of a Pruner for another model: its gates are on other axes. Load "
-                "it into the Pruner of a model that was gated in the same way"
-            )
-        mine = [self.phases.total, self.phases.warmup, self.phases.settle]
-        if list(state["phases"]) != mine:
-            raise UsageError(
-                f"this state is of a run of {state['phases'][0]} steps ({state['phases'][1]} of "
-                f"warm-up, {state['phases'][2]} of settling), and this Pruner is for {mine[0]} "
-                f"({mine[1]}, {mine[2]}): make it with the same steps, warmup and settle"
-            )
-        if bool(state["budget"]) != (self.budget is not None):
-            raise UsageError("this state is of a run with another budget: give the same")
+        self._shrinking.load(state["cut"])
 
     def _axes(self) -> list[list[Any]]:
         return [[axis.name, axis.size] for axis in self.gates.plan.axes]
