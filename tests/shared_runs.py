@@ -63,9 +63,9 @@ class Residual(nn.Module):
         return {"scores": self.last(x) * self.scale, "aside": self.aside(x)}
 
 
-def gated(model):
+def gated(model, **how):
     example = torch.zeros(2, FEATURES, dtype=torch.float64)
-    return l0prune.gate(model.double(), example, gate=Steady(), open_probability=0.9)
+    return l0prune.gate(model.double(), example, gate=Steady(), open_probability=0.9, **how)
 
 
 def mlp():
@@ -75,6 +75,11 @@ def mlp():
 def residual(norm=False):
     torch.manual_seed(3)
     return gated(Residual(norm))
+
+
+def branched():
+    torch.manual_seed(3)
+    return gated(Residual(), branches=True)
 
 
 def doubled(examples=240, seed=0):
@@ -116,6 +121,9 @@ RUNS = {
     "compiled": (residual, doubled, {"compile": "eager", "epochs": 2, "settle": 0}),
     "compiled further": (residual, doubled, {"compile": "aot_eager", "epochs": 2, "settle": 0}),
     "budget": (mlp, doubled, {"lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6}),
+    "branches": (
+        branched, doubled, {"lam": None, "budget": "params=0.4", "gate_lr": None, "epochs": 6},
+    ),
     "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip
 

@@ -7,28 +7,40 @@ from collections.abc import Set
 from l0prune.cost.model import cost_of
 from l0prune.exporting.certify.proof import Proven, prove_class
 from l0prune.exporting.own_class.choice import own_class
+from l0prune.exporting.own_class.passed_by import around, ways_around
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut_by_plan
 from l0prune.exporting.subject import Subject
+from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
 
 
-def cut_class(subject: Subject, chosen: Chosen) -> Proven | None:
+def cut_class(subject: Subject, chosen: Chosen, parts: Parts | None = None) -> Proven | None:
     """The dense model of its own class; None where that is not shown to be the same function.
 
     Args:
         subject: before the cut.
         chosen: the slots that stay, all whose gates are open among them.
+        parts: the model as it is captured, by which ways around branches that are gone are found.
     """
     plan, counted = subject.plan, counted_in(subject.plan)
-    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one or chosen.gone:
+    gone = [branch.name for branch in chosen.gone]
+    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one:
+        return None
+    if gone and parts is None:
         return None
     tensors = cut_by_plan(subject.plain, chosen)
     if tensors is None:
         return None
     own = own_class(subject.plain, chosen, tensors)
     predicted = round(cost_of(plan).amount(chosen.kept.double(), "params"))
-    return prove_class(subject, own, predicted, counted)
+    found = [] if parts is None else parts.found
+    ways = (around(own, way, plan) for way in ways_around(subject.plain, found, gone))
+    for each in ways if gone else [own]:
+        proven = prove_class(subject, each, predicted, counted)
+        if proven is not None:
+            return proven
+    return None
 
 
 def counted_in(plan: Plan) -> Set[str]:

@@ -7,7 +7,7 @@ buffers stay the objects that they were; what is cut off them is kept as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.place import Place
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.subject import subject_of
+from l0prune.exporting.subject import subject_of, surveyed
+from l0prune.files.pretrained.cut_layers import PassedBy
 from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 from l0prune.files.pretrained.layers import become, tensors_of
 from l0prune.gating.attaching import holder
@@ -43,12 +44,14 @@ class Form:
         changes: attributes that follow the sizes.
         layers: by path, the modules that need more than that.
         scales: by parameter, what it is multiplied with beside its gates.
+        emptied: tensors of which nothing is left, since only branches need them that are gone.
     """
 
     kept: Tensor
     changes: Changes
     layers: Mapping[str, Layer]
     scales: Mapping[str, Tensor]
+    emptied: Set[str] = frozenset()
 
 
 def smaller_form(model: nn.Module, kept: Tensor) -> Form:
@@ -63,13 +66,15 @@ def smaller_form(model: nn.Module, kept: Tensor) -> Form:
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
     subject = subject_of(model)
-    proven = cut_class(subject, Chosen(subject.plan, subject.z, kept))
+    chosen = Chosen(subject.plan, subject.z, kept)
+    proven = cut_class(subject, chosen, surveyed(subject) if chosen.gone else None)
     if proven is None:
         raise UsageError("its own class is not shown to be the same function at fewer slots")
     (comparison,) = proven.comparisons.values()
     if comparison.training:
         raise UsageError(f"in training mode {comparison.training}")
-    return Form(kept, proven.changes, proven.layers, proven.scales)
+    emptied = {name for name, tensor in proven.tensors.items() if not tensor.numel()}
+    return Form(kept, proven.changes, proven.layers, proven.scales, emptied)
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ class Cut:
         self._root, self._gates = holder(model)
         self.kept = form.kept
         self._first: dict[str, str] = {}  # of every name of a tensor that is cut
-        self.places = self._found(form.kept)
+        self.places = self._found(form)
         self._check(form)
         tensors = self._tensors()
         self.whole = {n: t.detach().to("cpu", copy=True) for n, t in tensors.items()}
@@ -111,8 +116,10 @@ class Cut:
             within(path, name) for path, layer in form.layers.items() for name in layer.buffers
         }
         self._before: list[_Before] = []
+        self._stopped: list[nn.Parameter] = []
         try:
             self._resize(tensors)
+            self._stop(tensors)
             self._reform(form)
             self._gates.cut_to(form.kept)
         except BaseException:
@@ -127,14 +134,19 @@ class Cut:
         """Where tensors are cut, by the id that they have before, while and after they are."""
         return {id(tensor): self.places[name] for name, tensor in self._tensors().items()}
 
-    def _found(self, kept: Tensor) -> dict[str, Place]:
-        plan = self._gates.plan
+    def _found(self, form: Form) -> dict[str, Place]:
+        plan, kept = self._gates.plan, form.kept
         places: dict[str, Place] = {}
         first: dict[int, str] = {}
         for name, tensor in _stored(self._root):
-            dims = plan.tensors.get(plan.aliases.get(name, name))
+            known = plan.aliases.get(name, name)
+            dims = plan.tensors.get(known)
             if id(tensor) in first:
                 self._first[name] = first[id(tensor)]
+            elif known in form.emptied and tensor.numel():
+                none = torch.empty(0, dtype=torch.long)
+                places[name] = Place(tensor.shape, (none,) * tensor.dim())
+                first[id(tensor)] = self._first[name] = name
             elif dims is not None:
                 if list(map(size_of, dims)) != list(tensor.shape):
                     raise UsageError(f"{name} has another shape than when the model was gated")
@@ -156,6 +168,15 @@ class Cut:
             tensor = tensors[name]
             grad = tensor.grad
             _put_data(tensor, place.cut(tensor.data), None if grad is None else place.cut(grad))
+
+    def _stop(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let no gradient be waited for where nothing is left: replicas would, for ever."""
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+                continue
+            if not self.places[name].small.numel():
+                tensor.requires_grad_(False)
+                self._stopped.append(tensor)
 
     def _reform(self, form: Form) -> None:
         scales = _scales(self._root, form)
@@ -179,7 +200,8 @@ class Cut:
                 module.__class__ = own
                 become(module, layer.kind or GivenSizes.__name__)
                 own = type(module)
-            self._gate_again(module, own, scales.get(path, {}))
+            if own is not PassedBy:
+                self._gate_again(module, own, scales.get(path, {}))
             for name, value in attributes.items():
                 setattr(module, name, value)
             device = next((p.device for p in module.parameters()), None)
@@ -204,6 +226,9 @@ class Cut:
         for before in reversed(self._before):
             _restore(before)
         self._before = []
+        for parameter in self._stopped:
+            parameter.requires_grad_()
+        self._stopped = []
         for name, tensor in self._tensors().items():
             if tensor.shape != self.places[name].shape:
                 whole, grad = self.in_whole(name, tensor.data), tensor.grad

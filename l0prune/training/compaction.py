@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.cost.model import cost_of
+from l0prune.errors import L0pruneError
 from l0prune.exporting.in_place import Cut, Form, smaller_form
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import with_all_branches
@@ -56,6 +57,7 @@ class Compaction:
         self.average: Average | None = None
         self.let_go: Callable[[], None] = _nothing
         self._closed: Tensor | None = None
+        self._goes_around = True  # branches that are gone
         self._hooks: list[Any] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
@@ -98,9 +100,9 @@ class Compaction:
         if kept is None:
             kept = self._left(self._gates.open())
         self.end()
-        if bool(kept.all()):
+        form = self._form_at(kept)
+        if form is None:
             return
-        form = self._form(kept)
         self.let_go()
         cut = Cut(self._model, form)
         try:
@@ -111,13 +113,31 @@ class Compaction:
         cut_states(self._optimizers, cut.by_id())
         if self.average is not None:
             self.average.resize(cut.left)
-        self.cut, self.share = cut, self._share_of(kept)
+        self.cut, self.share = cut, self._share_of(form.kept)
         self._hook()
 
     def _left(self, open_: Tensor) -> Tensor:
-        """The slots that can be cut down to in place: every branch stays, if only as zeros."""
+        """The slots that can be cut down to in place."""
         plan = self._gates.plan
-        return with_all_branches(plan, plan.kept(open_))
+        kept = plan.kept(open_)
+        return kept if self._goes_around else with_all_branches(plan, kept)
+
+    def _form_at(self, kept: Tensor) -> Form | None:
+        """The form at these slots, None where they are all.
+
+        Where no way is found around branches that are gone they stay, as zeros, as narrow as can
+        be; and so they do from then on.
+        """
+        if bool(kept.all()):
+            return None
+        try:
+            return self._form(kept)
+        except L0pruneError:
+            with_zeros = with_all_branches(self._gates.plan, kept)
+            if torch.equal(with_zeros, kept):
+                raise
+            self._goes_around = False
+            return self._form_at(with_zeros)
 
     def _share_of(self, kept: Tensor) -> float:
         cost = cost_of(self._gates.plan)

@@ -95,7 +95,7 @@ def unread(model: nn.Module) -> set[str]:
 def differences(small: Compaction, model: nn.Module, twin: nn.Module) -> dict[str, float]:
     """By tensor, how far what is left is from what it is in the masked twin.
 
-    In a branch that is closed statistics are those of what little is left, which nothing reads.
+    What a branch that is closed has goes on learning there, from nothing; nothing reads it.
     """
     found, cut, theirs, out = {}, places(small, model), tensors(twin), unread(twin)
     for name, whole in tensors(model).items():
@@ -215,10 +215,10 @@ class Side(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@pytest.mark.parametrize("out", ["down", "beside"])
-def test_closed_branches_are_as_narrow_as_can_be(out):
+def without(module: nn.Module, out: str) -> nn.Module:
+    """Gated, all open but for the branch that has a module of this name."""
     torch.manual_seed(0)
-    model = gated(randomise(Side().double()), (IMAGES,), closed=0.0, branches=True)
+    model = gated(randomise(module.double()), (IMAGES,), closed=0.0, branches=True)
     bank = l0prune.gates(model)
     (name,) = (
         branch.name for branch in bank.plan.branches if any(out in each for each in branch.modules)
@@ -226,11 +226,62 @@ def test_closed_branches_are_as_narrow_as_can_be(out):
     (switch,) = (axis for axis in bank.axes if axis.name == name)
     with torch.no_grad():
         bank.log_alpha[switch.slice] = -5.0
+    return model
+
+
+@pytest.mark.parametrize("out", ["down", "beside"])
+def test_nothing_of_a_closed_branch_is_left_or_computed(out):
+    model = without(Side(), out)
+    assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
+    small = Compaction(model.train())
+    last = model.get_submodule(out)
+    kind, parameter = type(last), last._parameters["weight"]
+    value = parameter.detach().clone()
+    small.begin()
+    assert parameter.shape == (0, 0, 0, 0)
+    assert not parameter.requires_grad
+    assert type(last).__name__ == "PassedBy"
+    assert small.share < 1
+    state = tensors(model)
+    small.end()
+    assert type(last) is kind
+    assert last._parameters["weight"] is parameter
+    assert parameter.requires_grad
+    assert torch.equal(parameter, value)
+    assert differing(state, tensors(model)) == []
+
+
+def test_frozen_parameters_of_a_closed_branch_stay_so():
+    model = without(Side(), "down")
+    model.down.bias.requires_grad_(False)
+    small = Compaction(model.train())
+    small.begin()
+    small.end()
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"down.bias"}
+
+
+class Inline(Side):
+    """Its path is no module's: there is no way around it for its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Conv2d(8, 6, 1)
+        del self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        hidden = torch.relu(self.inner(x))
+        x = x + nn.functional.conv2d(hidden, self.middle.weight, self.middle.bias)
+        x = torch.relu(self.norm(torch.cat([x, torch.relu(self.beside(x))], 1)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_closed_branch_that_the_class_computes_itself_is_as_narrow_as_can_be():
+    model = without(Inline(), "inner")
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
     small = Compaction(model.train())
     small.begin()
-    narrow = model.inner.weight if out == "down" else model.beside.weight
-    assert narrow.shape[0] == 1
+    assert model.inner.weight.shape[0] == 1
     small.end()
 
 
