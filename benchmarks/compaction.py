@@ -1,13 +1,15 @@
 """What a whole fine-tuning run under a budget costs, beside dense training of the same epochs.
 
     python -m benchmarks.compaction [--networks resnet56 …] [--compact auto settle never]
+        [--gates widths branches both]
     python -m benchmarks.compaction --errors 5
 
 Each network learns noisy pictures of ten classes, made from a seed: dense, by a bare loop of
 PyTorch, and by ``finetune`` under ``macs=0.5`` and ``0.25`` with its default phases and rates of
 the gates. There is no test data, no average and no recalibration, which the bare loop has not
-either. Seconds are those of the CPU, of one thread, so that other programs disturb little, all in
-one process. *Training MACs* is the share that the steps had at the sizes that the network had then.
+either. Gates are on widths, on whole branches, or on both. Seconds are those of the CPU, of one
+thread, so that other programs disturb little, all in one process. *Training MACs* is the share that
+the steps had at the sizes that the network had then.
 *Memory* is what a training step needs at the last size, as a share of what it needs at the first:
 weights, gradients, Adam's two moments, and all that the forward keeps for the backward.
 
@@ -23,6 +25,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import torch
 import torchvision
@@ -38,7 +42,12 @@ from l0prune.training.run import train_dense
 PATH = ROOT / "runs" / "compaction.jsonl"
 EPOCHS, CLASSES = 10, 10
 BUDGETS = (0.5, 0.25)
-KEY = ("network", "budget", "compact")
+GATES: dict[str, dict[str, Any]] = {
+    "widths": {},
+    "branches": {"branches": True, "exclude": "*"},
+    "both": {"branches": True},
+}
+KEY = ("network", "gates", "budget", "compact")
 
 
 def mobilenet() -> nn.Module:
@@ -121,8 +130,8 @@ def memory(model: nn.Module, data: Tensors, batch: int) -> float:
     return activations + 4 * sum(weights.values())
 
 
-def steps(name: str, modes: list[str]) -> Iterator[Row]:
-    """Rows of one network."""
+def steps(name: str, gates: str, modes: list[str]) -> Iterator[Row]:
+    """Rows of one network with gates on these."""
     make, side, count, batch = NETWORKS[name]
     data, example = pictures(side, count), torch.zeros(2, 3, side, side)
     torch.manual_seed(0)
@@ -130,7 +139,7 @@ def steps(name: str, modes: list[str]) -> Iterator[Row]:
     for budget in BUDGETS:
         for mode in modes:
             torch.manual_seed(0)
-            model = l0prune.gate(make(), example)
+            model = l0prune.gate(make(), example, **GATES[gates])
             whole = memory(model, data, batch)
             row = gated(model, data, batch, budget, mode)
             small = Compaction(model)
@@ -140,6 +149,7 @@ def steps(name: str, modes: list[str]) -> Iterator[Row]:
             small.end()
             yield {
                 "network": name,
+                "gates": gates,
                 "budget": budget,
                 "compact": mode,
                 "dense": dense,
@@ -183,13 +193,13 @@ def errors(modes: list[str], seeds: int) -> str:
 def table() -> str:
     """All rows, in markdown."""
     lines = [
-        "| network | budget | compact | seconds / dense | training MACs | memory |",
-        "|---|---|---|---|---|---|",
+        "| network | gates | budget | compact | seconds / dense | training MACs | memory |",
+        "|---" * 7 + "|",
     ]
     for row in rows(PATH, KEY):
         lines.append(
-            f"| {row['network']} | {row['budget']} | {row['compact']} | {row['ratio']:.2f} | "
-            f"{row['training_macs']:.2f} | {row['memory']:.2f} |"
+            f"| {row['network']} | {row['gates']} | {row['budget']} | {row['compact']} | "
+            f"{row['ratio']:.2f} | {row['training_macs']:.2f} | {row['memory']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -200,6 +210,7 @@ def main() -> None:
     )
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--compact", nargs="+", default=["auto", "never"])
+    parser.add_argument("--gates", nargs="+", choices=GATES, default=["widths"])
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--errors", type=int, default=0, metavar="SEEDS")
     options = parser.parse_args()
@@ -208,10 +219,10 @@ def main() -> None:
         print(errors(options.compact, options.errors))
         return
     if not options.table:
-        for name in options.networks:
-            done = [row for row in rows(PATH, KEY) if row["network"] == name]
-            left = [m for m in options.compact if m not in {row["compact"] for row in done}]
-            for row in steps(name, left) if left else ():
+        for name, gates in product(options.networks, options.gates):
+            known = {tuple(row[key] for key in KEY) for row in rows(PATH, KEY)}
+            left = [m for m in options.compact if (name, gates, BUDGETS[-1], m) not in known]
+            for row in steps(name, gates, left) if left else ():
                 append(PATH, row)
     print(table())
 

@@ -41,6 +41,7 @@ DENSE = {"mlp": "784-300-100", "lenet5": "20-50-800-500"}
 ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "mlp-lambda": ("mlp", "mnist-mlp", ()),
     "mlp-small": ("mlp", "mnist-mlp-small", ()),
+    "mlp-34k": ("mlp", "mnist-mlp-small", ("finetune.budget=params=34k", "finetune.settle=20")),
     # The paper's 200 epochs at a gate rate of 1e-3, in fewer at a higher one.
     "lenet5-lambda": (
         "lenet5",
