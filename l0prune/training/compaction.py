@@ -100,9 +100,20 @@ class Compaction:
         if kept is None:
             kept = self._left(self._gates.open())
         self.end()
-        form = self._form_at(kept)
-        if form is None:
+        try:
+            self._cut_to(kept)
+        except L0pruneError:
+            with_zeros = with_all_branches(self._gates.plan, kept)
+            if torch.equal(with_zeros, kept):
+                raise
+            # There is no way around branches that are gone: from here on they stay, as zeros.
+            self._goes_around = False
+            self._cut_to(with_zeros)
+
+    def _cut_to(self, kept: Tensor) -> None:
+        if bool(kept.all()):
             return
+        form = self._form(kept)
         self.let_go()
         cut = Cut(self._model, form)
         try:
@@ -113,7 +124,7 @@ class Compaction:
         cut_states(self._optimizers, cut.by_id())
         if self.average is not None:
             self.average.resize(cut.left)
-        self.cut, self.share = cut, self._share_of(form.kept)
+        self.cut, self.share = cut, self._share_of(kept)
         self._hook()
 
     def _left(self, open_: Tensor) -> Tensor:
@@ -121,23 +132,6 @@ class Compaction:
         plan = self._gates.plan
         kept = plan.kept(open_)
         return kept if self._goes_around else with_all_branches(plan, kept)
-
-    def _form_at(self, kept: Tensor) -> Form | None:
-        """The form at these slots, None where they are all.
-
-        Where no way is found around branches that are gone they stay, as zeros, as narrow as can
-        be; and so they do from then on.
-        """
-        if bool(kept.all()):
-            return None
-        try:
-            return self._form(kept)
-        except L0pruneError:
-            with_zeros = with_all_branches(self._gates.plan, kept)
-            if torch.equal(with_zeros, kept):
-                raise
-            self._goes_around = False
-            return self._form_at(with_zeros)
 
     def _share_of(self, kept: Tensor) -> float:
         cost = cost_of(self._gates.plan)
