@@ -117,9 +117,10 @@ class Settings(GateSettings):
     )
     start: str = Field(
         "auto",
-        description="What the gates start from: alike, or a score of ``l0prune.score`` such as "
+        description="What the gates start from: alike, as they were put on, or a score such as "
         "fisher or outputs, told from a few batches: the more a slot matters the further open is "
-        "its gate. auto for fisher where there is a budget and no gate has moved yet, else alike.",
+        "its gate. auto for fisher where there is a budget and all gates stand alike; else as they "
+        "are, as with alike.",
     )
     warmup: float | None = Field(
         None,
