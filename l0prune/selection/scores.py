@@ -93,7 +93,7 @@ def score(
     """
     root, gates = holder(model)
     if how not in _scores:
-        raise UsageError(f"there is no score {how!r}; there are {', '.join(sorted(_scores))}")
+        raise UsageError(f"there is no score {how!r}; there are {', '.join(names())}")
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
     task = None if data is None else Task.of(data, loss)
@@ -105,6 +105,11 @@ def score(
 
 Score = TypeVar("Score", bound=Callable[[Subject], Tensor])
 _scores: dict[str, Callable[[Subject], Tensor]] = {}
+
+
+def names() -> list[str]:
+    """Of all scores that are known."""
+    return sorted(_scores)
 
 
 def register(name: str) -> Callable[[Score], Score]:

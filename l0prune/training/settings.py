@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 else:
     Device = Module = Optimizer = Any
 
+STARTS = (AUTO, ALIKE) = ("auto", "alike")
+
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
@@ -116,7 +118,7 @@ class Settings(GateSettings):
         "only the weights learn, all of the run is settling.",
     )
     start: str = Field(
-        "auto",
+        AUTO,
         description="What the gates start from: alike, as they were put on, or a score such as "
         "fisher or outputs, told from a few batches: the more a slot matters the further open is "
         "its gate. auto for fisher where there is a budget and all gates stand alike; else as they "
@@ -194,6 +196,17 @@ class Settings(GateSettings):
 
             check_name(given, str(info.field_name))
         return given
+
+    @field_validator("start")
+    @classmethod
+    def _is_a_start(cls, start: str) -> str:
+        if start not in STARTS:
+            from l0prune.selection.scores import names
+
+            if start not in names():
+                known = ", ".join((*STARTS, *names()))
+                raise UsageError(f"start must be one of {known}, not {start!r}")
+        return start
 
     @field_validator("clip")
     @classmethod

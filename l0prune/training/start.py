@@ -12,10 +12,9 @@ from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.scores import score
 from l0prune.training.phases import Phases
-from l0prune.training.settings import Settings
+from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
-ALIKE, AUTO = "alike", "auto"
 USUAL = "fisher"
 _PART = 0.05  # of the steps in which gates learn: a batch of a score costs about as much as one
 _BATCHES = range(10, 101)
@@ -44,8 +43,8 @@ def begin(
         world: the processes that train.
 
     Raises:
-        UsageError: there is no such score, or it cannot be told of this data; where none was asked
-            for by name, the gates start alike then, and it is said why.
+        UsageError: the score cannot be told of this data; where none was asked for by name, the
+            gates start alike then, and it is said why. So it is with a DataError.
     """
     how = _wanted(model, settings, phases)
     if how == ALIKE:
