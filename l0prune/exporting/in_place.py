@@ -21,7 +21,7 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.place import Place
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.subject import subject_of, surveyed
+from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.files.pretrained.cut_layers import PassedBy
 from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 from l0prune.files.pretrained.layers import become, tensors_of
@@ -30,6 +30,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.current import LINK
 from l0prune.gating.gated_class import CHILD, gated_class, original_class
 from l0prune.gating.link import Link, Scale
+from l0prune.infer.parts import Parts
 from l0prune.plan.layout import size_of
 
 _MISSING = object()
@@ -54,12 +55,32 @@ class Form:
     emptied: Set[str] = frozenset()
 
 
-def smaller_form(model: nn.Module, kept: Tensor) -> Form:
+class Graph:
+    """A gated model's graph, captured when it is first asked for: training does not change it."""
+
+    def __init__(self) -> None:
+        self._parts: Parts | None = None
+
+    def of(self, subject: Subject) -> Parts:
+        """The model as it is captured, without its weights, which are not kept for that.
+
+        Raises:
+            L0pruneError: it can no longer be captured.
+        """
+        if self._parts is None:
+            self._parts = surveyed(subject)
+            for part in self._parts.found:
+                part.analysis.captured.program.state_dict.clear()
+        return self._parts
+
+
+def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
     """The form of a gated model, whole so far, of which all other slots are closed.
 
     Args:
         model: gated; it is left as it is.
         kept: as ``plan.kept`` gives it, bool, flat.
+        graph: of the model, for ways around branches that are gone.
 
     Raises:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
@@ -67,7 +88,7 @@ def smaller_form(model: nn.Module, kept: Tensor) -> Form:
     """
     subject = subject_of(model)
     chosen = Chosen(subject.plan, subject.z, kept)
-    proven = cut_class(subject, chosen, surveyed(subject) if chosen.gone else None)
+    proven = cut_class(subject, chosen, graph.of(subject) if chosen.gone else None)
     if proven is None:
         raise UsageError("its own class is not shown to be the same function at fewer slots")
     (comparison,) = proven.comparisons.values()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from l0prune.cost.model import cost_of
 from l0prune.errors import L0pruneError
-from l0prune.exporting.in_place import Cut, Form, smaller_form
+from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
@@ -57,7 +57,7 @@ class Compaction:
         self.average: Average | None = None
         self.let_go: Callable[[], None] = _nothing
         self._closed: Tensor | None = None
-        self._goes_around = True  # branches that are gone
+        self._goes_around, self._graph = True, Graph()  # branches that are gone
         self._hooks: list[Any] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
@@ -153,7 +153,7 @@ class Compaction:
 
     def _form(self, kept: Tensor) -> Form:
         with rng.undisturbed(device_of(self._model)):
-            return of_first(lambda: smaller_form(self._model, kept))
+            return of_first(lambda: smaller_form(self._model, kept, self._graph))
 
     def end(self, rest: States | None = None) -> None:
         """Make the model whole: what was cut has its last values, and its gates are closed.
