@@ -22,6 +22,7 @@ from torch.testing import assert_close
 
 import l0prune
 from l0prune.errors import L0pruneError, NothingToPrune, UsageError
+from l0prune.exporting import in_place
 from l0prune.exporting.place import Place
 from l0prune.running.task import Task
 from l0prune.training.compaction import Compaction
@@ -249,6 +250,18 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(out):
     assert parameter.requires_grad
     assert torch.equal(parameter, value)
     assert differing(state, tensors(model)) == []
+
+
+def test_a_network_is_captured_once_for_all_its_cuts(monkeypatch):
+    captured, surveyed = [], in_place.surveyed
+    monkeypatch.setattr(in_place, "surveyed", lambda of: captured.append(of) or surveyed(of))
+    model = without(Side(), "down")
+    small = Compaction(model.train())
+    for _ in range(2):
+        small.begin()
+        assert model._modules["down"].gives == "zeros"
+        small.end()
+    assert len(captured) == 1
 
 
 def test_frozen_parameters_of_a_closed_branch_stay_so():
