@@ -11,8 +11,8 @@ from l0prune.training.settings import Settings
 # The options that users know.
 FLAGS = {
     "--data", "--data-root", "--lambda", "--budget", "--round-to", "--counting", "--epochs",
-    "--batch-size", "--lr", "--gate-lr", "--optimizer", "--learn", "--no-learn", "--settle", "--start",
-    "--compact", "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast",
+    "--batch-size", "--lr", "--gate-lr", "--optimizer", "--learn", "--no-learn", "--settle",
+    "--start", "--compact", "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast",
     "--accumulate", "--checkpointing", "--no-checkpointing", "--compile", "--no-compile",
     "--channels-last", "--no-channels-last", "--distributed", "--set", "--run", "--resume",
     "--no-resume", "--out", "--trust-pickle", "--json", "--loss", "--metric", "--measure",
