@@ -12,11 +12,11 @@ from l0prune.training.settings import Settings
 FLAGS = {
     "--data", "--data-root", "--lambda", "--budget", "--round-to", "--counting", "--epochs",
     "--batch-size", "--lr", "--gate-lr", "--optimizer", "--learn", "--no-learn", "--settle",
-    "--start", "--compact", "--augment", "--no-augment", "--seed", "--device", "--distill", "--autocast",
-    "--accumulate", "--checkpointing", "--no-checkpointing", "--compile", "--no-compile",
-    "--channels-last", "--no-channels-last", "--distributed", "--set", "--run", "--resume",
-    "--no-resume", "--out", "--trust-pickle", "--json", "--loss", "--metric", "--measure",
-    "--latency", "--report", "--no-report",
+    "--start", "--compact", "--augment", "--no-augment", "--seed", "--device", "--distill",
+    "--autocast", "--accumulate", "--checkpointing", "--no-checkpointing", "--compile",
+    "--no-compile", "--channels-last", "--no-channels-last", "--distributed", "--set", "--run",
+    "--resume", "--no-resume", "--out", "--trust-pickle", "--json", "--loss", "--metric",
+    "--measure", "--latency", "--report", "--no-report",
 }  # fmt: skip
 
 
