@@ -201,6 +201,11 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs must be 2 or more: sparsity learning has two phases")
+    limit = getattr(options, "training_macs", None) or options.epochs
+    if options.gate_epochs is not None and not 1 <= options.gate_epochs < limit:
+        parser.error(f"--gate-epochs must be 1 or more, and less than all there are ({limit:g})")
+    if limit <= 0:
+        parser.error("--training-macs must be above 0: epochs of the dense network")
     if "L0PRUNE_DATA" not in os.environ:
         parser.error("set L0PRUNE_DATA to the folder of the data; checkpoints are in ../models")
     if any(map(_is_theirs, options.ways)) and importlib.util.find_spec("torch_pruning") is None:
