@@ -231,6 +231,7 @@ def without(module: nn.Module, out: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("out", ["down", "beside"])
+@pytest.mark.one_in(2)
 def test_nothing_of_a_closed_branch_is_left_or_computed(out):
     model = without(Side(), out)
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
@@ -252,24 +253,17 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(out):
     assert differing(state, tensors(model)) == []
 
 
-def test_a_network_is_captured_once_for_all_its_cuts(monkeypatch):
+def test_of_a_closed_branch_one_capture_is_enough_and_what_is_frozen_stays_so(monkeypatch):
     captured, surveyed = [], in_place.surveyed
     monkeypatch.setattr(in_place, "surveyed", lambda of: captured.append(of) or surveyed(of))
     model = without(Side(), "down")
+    model.down.bias.requires_grad_(False)
     small = Compaction(model.train())
     for _ in range(2):
         small.begin()
         assert model._modules["down"].gives == "zeros"
         small.end()
     assert len(captured) == 1
-
-
-def test_frozen_parameters_of_a_closed_branch_stay_so():
-    model = without(Side(), "down")
-    model.down.bias.requires_grad_(False)
-    small = Compaction(model.train())
-    small.begin()
-    small.end()
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"down.bias"}
 
 
