@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
+from l0prune.capture.modes import evaluating
 from l0prune.cost.model import cost_of
-from l0prune.errors import L0pruneError
+from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import with_all_branches
@@ -117,6 +119,8 @@ class Compaction:
         self.let_go()
         cut = Cut(self._model, form)
         try:
+            if form.emptied:
+                self._check_runs()
             check_states(self._optimizers, cut.by_id())
         except BaseException:
             cut.undo()
@@ -126,6 +130,22 @@ class Compaction:
             self.average.resize(cut.left)
         self.cut, self.share = cut, self._share_of(kept)
         self._hook()
+
+    def _check_runs(self) -> None:
+        """Raise UsageError if the model, cut past its branches, does not take its example.
+
+        The proof is of the class without gates; these may act where nothing is left.
+        """
+        device = device_of(self._root)
+        to_device = partial(pytree.tree_map_only, Tensor, lambda x: x.to(device))
+        args, kwargs = to_device(self._gates.example)
+        try:
+            with rng.undisturbed(device), evaluating(self._root):
+                self._root(*args, **kwargs)
+        except Exception as error:
+            raise UsageError(
+                f"without the branches that are gone it does not run on its example: {error}"
+            ) from error
 
     def _left(self, open_: Tensor) -> Tensor:
         """The slots that can be cut down to in place."""
