@@ -144,11 +144,6 @@ class GateTerms:
         (slope,) = torch.autograd.grad(self.gates.gate.open_probability(at).sum(), at)
         return slope
 
-    def ascend(self) -> None:
-        """While gates learn, before the optimizer's step: let the budgets' multipliers move."""
-        if self.budget is not None:
-            self.budget.step()
-
     def fit(self) -> None:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
         with fitted.watched(self._note):

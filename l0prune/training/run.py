@@ -14,6 +14,7 @@ from torch import nn
 from l0prune.errors import FileError, Interrupted, UsageError
 from l0prune.gating.attaching import check_ungated, gates_of
 from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
 from l0prune.running.device import choose, on_device, training
 from l0prune.running.feed import Feed
@@ -95,13 +96,7 @@ def _train_in(
                 check_first_batch(trained, feed, device, settings.autocast)
                 check_first_test(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
-            fingerprint = {
-                **checkpoint.fingerprint(settings, task),
-                "N": str(feed.size),
-            }
-            fingerprint["processes"] = str(world.size)
-            if kind is not None:
-                fingerprint["gate"] = str(kind.at(0))
+            fingerprint = _fingerprint(settings, feed, world, kind)
             if pruner is not None and (said or trained is not model):
                 pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
             loop = Loop(
@@ -135,6 +130,15 @@ def _train_in(
         if gates is not None:
             gates.fixed = fixed
     return loop.history
+
+
+def _fingerprint(settings: Settings, feed: Feed, world: World, kind: Gate | None) -> dict[str, str]:
+    """What decides the run's numbers, as text; of a dense run no setting of gates does."""
+    found = checkpoint.fingerprint(settings, feed.task)
+    found |= {"N": str(feed.size), "processes": str(world.size)}
+    if kind is not None:
+        return found | {"gate": str(kind.at(0))}
+    return {name: value for name, value in found.items() if name not in OF_GATES}
 
 
 def _phases(settings: Settings, steps: int) -> Phases:

@@ -15,7 +15,7 @@ from l0prune.errors import FileError, Interrupted, TrainingError, UsageError
 from l0prune.running.evaluate import evaluate
 from l0prune.running.task import Task
 from l0prune.training import checkpoint
-from l0prune.training.run import finetune
+from l0prune.training.run import finetune, train_dense
 
 KINDS = ["split", "loader", "own generator", "budget"]
 SETTLES = EPOCHS * STEPS - 12
@@ -89,6 +89,20 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     model, history = run(tmp_path, kind, resume=True)
     assert differing(expected, tensors(model)) == []
     assert measured(history) == records
+
+
+def test_a_dense_run_goes_on_whatever_it_noted_of_gates(tmp_path):
+    settings = {"epochs": 2, "progress": False, "out": tmp_path}
+    model = network()
+    start = checkpoint.snapshot(model)
+    whole = train_dense(model, data(), **settings)
+    state = checkpoint.read(tmp_path)
+    assert not {"budget", "start", "settle"} & state.settings.keys()
+    state.settings["start"] = "of a version that noted it"
+    state.write(tmp_path)
+    checkpoint.put_back(model, start)
+    again = train_dense(model, data(), **settings, resume=True)
+    assert measured(again) == measured(whole)
 
 
 @kinds("loader", "budget")
