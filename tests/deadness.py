@@ -14,6 +14,7 @@ from l0prune.infer.build import analyse
 from l0prune.infer.standardised_weights import weight_behind
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import switched, without_idle
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -35,18 +36,21 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
 def relative_effect_of_dead_slots(
     model: nn.Module, args: tuple, seed: int = 0
 ) -> tuple[Plan, float]:
-    """Close half of the gates, then change every stored value at a dead slot: by how much does
-    the output change, relative to its scale? Zero but for rounding if the plan is right."""
+    """Close half of the gates, those of branches among them, then change every stored value at a
+    dead slot: by how much does the output change, relative to its scale? Zero but for rounding if
+    the plan, to which a switch is added on each branch, is right."""
     model = copy.deepcopy(model).double().eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     analysis = analyse(capture(model, args))
-    plan, captured = analysis.plan, analysis.captured
+    captured, names = analysis.captured, {branch.name for branch in analysis.plan.branches}
+    plan = switched(analysis.plan, names)
     # weights whose statistics the export takes before the cut: until then no value is dead
     weights = [weight_behind(node) for node in captured.graph.nodes]
     whole = {captured.names.get(node.name) for node in weights if node is not None}
     generator = torch.Generator().manual_seed(seed)
     z = torch.rand(plan.size, generator=generator, dtype=torch.float64)
     z *= torch.rand(plan.size, generator=generator) < 0.5
+    left = without_idle(plan, z > 0)
     state = {k: v for k, v in model.state_dict().items() if k not in plan.aliases}
     plain = functional_call(model, gated(plan, state, z), args, tie_weights=True)
     noisy = {name: tensor.clone() for name, tensor in state.items()}
@@ -55,13 +59,15 @@ def relative_effect_of_dead_slots(
             continue
         for dim, layout in enumerate(dims):
             if axes_of(layout):
-                dead = ~plan.mask(layout, z > 0)
+                dead = ~plan.mask(layout, left)
                 index = dead.nonzero().flatten()
                 noise = torch.rand(noisy[name].shape, generator=generator, dtype=torch.float64) + 1
                 noisy[name].index_add_(dim, index, noise.index_select(dim, index))
     other = functional_call(model, gated(plan, noisy, z), args, tie_weights=True)
     pairs = zip(_outputs(plain), _outputs(other), strict=True)
-    return plan, max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs)
+    return analysis.plan, max(
+        float((a - b).abs().max() / a.abs().max().clamp(min=1e-3)) for a, b in pairs
+    )
 
 
 def _outputs(result: torch.Tensor | tuple) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod as product
 
@@ -13,6 +13,7 @@ from torch.fx import Node
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
 from l0prune.infer.branches import Branches, branches
+from l0prune.infer.closing import closing
 from l0prune.infer.decomposition import take_apart
 from l0prune.infer.ending import Ending
 from l0prune.infer.expressions import (
@@ -96,7 +97,7 @@ class Builder:
         self._add_fine_axes()
         axes = self._axes()
         self.branches = branches(self.infer, self.numbers, [axis.name for axis in axes])
-        return Plan(
+        plan = Plan(
             axes=axes,
             pins=pins(self.infer, self.numbers, self.fine),
             tensors={name: self.tensor_layouts(name) for name in self.infer.tensors},
@@ -108,6 +109,8 @@ class Builder:
             activations=tuple(activations(self.infer, self.layout)),
             branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
         )
+        closed = (replace(each, closing=closing(plan, each)) for each in plan.branches)
+        return replace(plan, branches=tuple(closed))
 
     def _branch(self, ending: Ending, axes: Sequence[Axis]) -> Branch:
         needs = self.branches.parameters.items()

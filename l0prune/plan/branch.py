@@ -18,6 +18,7 @@ class Branch:
         size: the parameters that only it needs.
         modules: those all of whose own work is the branch's.
         axes: the names of those that are the part of a concatenation that it is.
+        closing: the names of those without any of which it is zero.
     """
 
     name: str
@@ -25,3 +26,4 @@ class Branch:
     size: int
     modules: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
+    closing: tuple[str, ...] = ()

@@ -183,12 +183,16 @@ class Plan:
 
         An open slot that nobody reads any more (all its fine gates are closed) goes too; an
         axis whose gates are all closed keeps its first slot, whose weights are zero, unless it is
-        the switch of a branch. So does a dim that has to stay ``wider`` than another, or than
-        nothing, keep closed slots, and one that is to be as wide as others (``alike``).
+        the switch of a branch. With the axes of ``closing`` their branch goes, open as its switch
+        may be. A dim that has to stay ``wider`` than another, or than nothing, keeps closed slots,
+        too, and so does one that is to be as wide as others (``alike``).
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         for number, sites in self._finely_read:
             kept[self.axes[number].slice] &= self._is_read(number, sites, kept)
+        for number, switch in self.closing.items():
+            if not kept[self.axes[number].slice].any():
+                kept[self.axes[switch].start] = False
         for axis in self.axes:
             if axis.kind != KIND and not kept[axis.slice].any():
                 kept[axis.start] = True
@@ -196,6 +200,18 @@ class Plan:
             self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
         self._align(kept)
         return kept
+
+    @cached_property
+    def closing(self) -> dict[int, int]:
+        """By number of an axis that may close completely, that of the switch that goes with it."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        return {
+            numbers[name]: numbers[branch.name]
+            for branch in self.branches
+            if branch.name in numbers
+            for name in branch.closing
+            if name in numbers
+        }
 
     @cached_property
     def _finely_read(self) -> list[tuple[int, list[Site]]]:

@@ -139,6 +139,17 @@ def idle(plan: Plan, open_: Tensor) -> Tensor:
     return result
 
 
+def without_idle(plan: Plan, open_: Tensor) -> Tensor:
+    """Of open gates, those of branches that stay and of axes that are needed then.
+
+    Shape: ``open_`` bool, flat; result bool, ``(plan.size,)``.
+    """
+    kept, result = plan.kept(open_), open_.clone()
+    for number in _closed(plan, kept):
+        result[plan.axes[number].slice] = False
+    return result & ~idle(plan, kept)
+
+
 def _there(layout: Layout, out: Collection[int]) -> frozenset[int] | None:
     """The axes at the positions that are left without these; None where none are left."""
     match layout:

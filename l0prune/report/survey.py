@@ -70,6 +70,14 @@ class Survey:
         return self.plan.branches
 
     @property
+    def closing(self) -> dict[str, str]:
+        """Axes that may close completely, each with the branch that is gone then if it has a gate.
+
+        Any other keeps one slot: what follows is computed from it, or its branch adds a bias.
+        """
+        return {name: branch.name for branch in self.branches for name in branch.closing}
+
+    @property
     def params(self) -> int:
         """Parameters of the dense model that its forward uses."""
         return cost_of(self.plan).dense("params")
@@ -104,6 +112,7 @@ class Survey:
                 for p in self.pins
             ],
             "branches": [asdict(branch) for branch in self.branches],
+            "closing": self.closing,
             "layers": [asdict(layer) for layer in self.layers],
             "unused": list(self.unused),
             "parts": list(self.plan.parts),
@@ -136,6 +145,13 @@ class Survey:
                 f"(branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of the "
                 f"params: {names}."
             )
+            closing = self.closing
+            if closing:
+                yield Text(
+                    f"{len(closing)} ax{'es' if len(closing) > 1 else 'is'} may close completely "
+                    f"then, and a branch with each: {listed(list(closing), 4)}. Any other keeps "
+                    "one slot: what follows is computed from it, or its branch adds a bias."
+                )
         if self.plan.parts != ("",):
             yield Text(
                 "torch.export cannot follow the whole model, so it is captured in parts: "

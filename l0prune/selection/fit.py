@@ -18,7 +18,7 @@ from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import idle
+from l0prune.plan.switches import without_idle
 from l0prune.selection import fitted
 from l0prune.selection.blocks import Widths, blocks_of
 from l0prune.selection.correction import corrected, looks_at, observed
@@ -159,7 +159,7 @@ def meet(
 
     fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
     choice, tried = corrected(fitting, start, observe, fill=fill)
-    put(choice.open_ & ~idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+    put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
     filling = {
         axis.name: count
         for axis in gates.plan.axes

@@ -192,11 +192,16 @@ class Fitting:
 
     def _best_of_each(self) -> Tensor:
         best = torch.zeros(self._plan.size, dtype=torch.bool)
-        for axis in self._plan.axes:
-            if axis.kind == KIND:
-                continue  # nothing of a branch has to stay
-            best[axis.start + int(self._scores[axis.slice].argmax())] = True
+        for number, axis in enumerate(self._plan.axes):
+            if not self._may_close(number):
+                best[axis.start + int(self._scores[axis.slice].argmax())] = True
         return best
+
+    def _may_close(self, number: int) -> bool:
+        """May no slot of this axis stay: a switch, or what only a branch needs that may go?"""
+        axes, switch = self._plan.axes, self._plan.closing.get(number)
+        is_movable = switch is not None and bool(self._moves[axes[switch].start])
+        return axes[number].kind == KIND or is_movable
 
     def _rounded(self, open_: Tensor) -> Tensor:
         """The same gates and, up to whole blocks, the best of those that are closed."""

@@ -186,10 +186,11 @@ class Doctor:
     def _dying(self, record: Record) -> Iterator[Complaint]:
         """Is an axis about to lose its last slot?"""
         p = self._gates.open_probability().detach()
-        unneeded = idle(self._gates.plan, self._gates.open().cpu())
-        for axis in self._gates.plan.axes:
+        plan = self._gates.plan
+        unneeded = idle(plan, plan.kept(self._gates.open()))
+        for number, axis in enumerate(plan.axes):
             expected = float(p[axis.slice].sum())
-            if unneeded[axis.slice].all():
+            if unneeded[axis.slice].all() or number in plan.closing:
                 continue  # with its branch
             if axis.size > _DYING and (axis.name in record["dead"] or expected < _DYING):
                 yield (

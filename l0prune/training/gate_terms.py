@@ -168,7 +168,8 @@ class GateTerms:
             counts["budget"] = self.budget.report(opened)
         axes = self.gates.axes
         counts["open"] = {axis.name: int(axis.open.sum()) for axis in axes}
-        choosable = switches_of(self.gates.plan) | idle(self.gates.plan, opened)
+        plan = self.gates.plan
+        choosable = switches_of(plan) | idle(plan, plan.kept(opened))
         counts["dead"] = [axis.name for axis in axes if not (opened | choosable)[axis.slice].any()]
         counts["gates"] = [int(n) for n in torch.histc(p.float().cpu(), BINS, 0, 1)]
         if self.fitted:
