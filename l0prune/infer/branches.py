@@ -19,11 +19,12 @@ from l0prune.infer.ending import Ending
 from l0prune.infer.expressions import Var
 from l0prune.infer.inference import Inference
 from l0prune.infer.liveness import needs
+from l0prune.infer.nodes import has_tensor
 from l0prune.infer.regions import macs_of
 from l0prune.infer.sums import added
 from l0prune.plan.needs import Needs, is_needed, shortest
 
-_MOST = 6  # ways in which one node may be needed
+_MOST = 6  # ways in which one tensor may be needed
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> B
     endings = [*added(infer, read, macs, names), *side_by_side(infer, read, macs, axes, names)]
     while True:
         of_nodes = _needs(infer, endings)
-        hungry = next((of for of in of_nodes.values() if len(of) > _MOST), None)
+        # A size, which many branches may go by, costs nothing.
+        tensors = (of for node, of in of_nodes.items() if has_tensor(node))
+        hungry = next((of for of in tensors if len(of) > _MOST), None)
         if hungry is None:
             return Branches(tuple(endings), of_nodes, _of_parameters(infer, of_nodes))
         # Without a switch on the last one that it is for, it is needed more often.

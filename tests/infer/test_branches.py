@@ -219,3 +219,32 @@ def test_a_long_way_from_its_parameters_is_none():
         return x + y
 
     assert names(Stream(join, a=conv())) == []
+
+
+class Deep(nn.Module):
+    """Seven residual layers whose code asks for one size."""
+
+    def __init__(self, layers=7):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+
+    def forward(self, x):
+        rows = 2 * x.shape[0]
+        for layer in self.layers:
+            x = x + layer(x.reshape(rows, -1, 6)).reshape(x.shape)
+        return x.mean(1)
+
+
+def test_a_size_that_many_branches_go_by_takes_none_away():
+    """With a free batch such a size is a node of the graph, which is needed while one is there."""
+    x = torch.randn(2, 4, 6)
+    model = l0prune.gate(Deep().eval(), (x,), branches=True)
+    bank = l0prune.gates(model)
+    last = [axis for axis in bank.axes if axis.kind == "branch"][-1]
+    with torch.no_grad():
+        bank.log_alpha[last.slice] = -5.0
+    dense = l0prune.export(model)
+    assert dense.gone == (last.name,)
+    assert dense.note == ""
+    three = torch.randn(3, 4, 6)
+    torch.testing.assert_close(dense.program.module()(three), model(three))
