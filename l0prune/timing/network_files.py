@@ -23,7 +23,7 @@ from l0prune.timing.sampling import all_slots, telling_widths
 from l0prune.timing.sizes import Size, SizeFinder
 from l0prune.timing.template import NoTemplate, Template, template
 
-_COMPARED = 3
+_LEAST = 2  # networks beside the dense one that are compared
 DENSE, INPUTS = "dense.onnx", "inputs.npz"
 _DENSE_WEIGHTS = "dense.bin"
 
@@ -88,15 +88,15 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
     compared in its place.
     """
     found = []
-    sizes = [axis.size for axis in plan.axes]
-    for number, widths in enumerate([sizes, *telling_widths(plan, _COMPARED - 1)]):
-        with stage(f"exporting network {number + 1} of {_COMPARED}, to learn its sizes"):
+    compared = [[axis.size for axis in plan.axes], *telling_widths(plan, _LEAST)]
+    for number, widths in enumerate(compared):
+        with stage(f"exporting network {number + 1} of {len(compared)}, to learn its sizes"):
             found.append(exporter.network(widths))
     try:
         return found[0], found[0].model, _common(plan, found)
     except NoTemplate:
         with stage("exporting another network, since the dense one has other nodes"):
-            (another,) = telling_widths(plan, 1, seed=1)
+            another, *_ = telling_widths(plan, 1, seed=1)
             cut = [*found[1:], exporter.network(another)]
     try:
         return found[0], cut[0].model, _common(plan, cut)

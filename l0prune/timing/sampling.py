@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, cycle, islice
+from operator import ge
 
 import torch
 from torch import Tensor
 
 from l0prune.plan.plan import Axis, Plan
 from l0prune.selection.blocks import beside_maps, blocks_of, have_widths
+from l0prune.timing.sizes import SizeFinder
 
 _TRIES = 50
+_MOST = 7  # networks by which dims are told apart
 _NARROWEST = 0.1  # of an axis, in samples
 _STEPS = (8, 16, 32)  # what runtimes like widths to be multiples of
 _ALIGNED = (0.0, 0.5, 1.0)
@@ -22,11 +25,32 @@ Widths = list[int]
 """The number of open slots of each axis."""
 
 
-def telling_widths(plan: Plan, count: int, seed: int = 0) -> list[Widths]:
-    """Widths that tell all axes apart, where that is possible.
+def telling_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
+    """Widths of so many networks or more that tell all dims apart, beside the dense one.
 
-    Random ones between a quarter and all of each axis, such as no other of its size has.
+    Random ones between a quarter and all of each axis, such as no other of its size has. A few
+    heads have few widths: then it takes more networks until no two dims are always equally wide.
+
+    Args:
+        plan: whose axes.
+        least: networks.
+        seed: of chance.
     """
+    wanted = _apart(plan, _drawn(plan, _MOST, seed + 1))
+    for count in range(least, _MOST + 1):
+        found = _drawn(plan, count, seed)
+        if all(map(ge, _apart(plan, found), wanted)):
+            break
+    return found
+
+
+def _apart(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
+    """How many dims are told apart by their sizes in these networks and the dense one."""
+    kept = [plan.kept(slots_of(plan, widths)) for widths in networks]
+    return SizeFinder(plan, [all_slots(plan), *kept]).told_apart
+
+
+def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
     generator = torch.Generator().manual_seed(seed)
     taken: set[tuple[int, ...]] = set()
     drawn = []

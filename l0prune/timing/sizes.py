@@ -83,6 +83,11 @@ class SizeFinder:
             self._by_direction.setdefault(_direction(numbers), layout)
             self._by_steps.setdefault(_steps(numbers), layout)
 
+    @property
+    def told_apart(self) -> tuple[int, int]:
+        """How many layouts have sizes of their own in the files, and ratios of sizes."""
+        return len(self._by_numbers), len(self._by_direction)
+
     def numbers(self, layout: Layout) -> Numbers:
         """The open positions of a layout in each file."""
         if layout not in self._numbers:

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Cat, Const, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Prod, Slots, axes_of
 from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.sampling import slots_of, telling_widths
+from l0prune.timing.sampling import all_slots, slots_of, telling_widths
 from l0prune.timing.sizes import Size, SizeFinder, constant
 
 A, B = Slots(0, 0, 24), Slots(1, 0, 24)
@@ -56,6 +56,21 @@ def test_a_hint_decides_between_axes_that_look_alike():
     same = SizeFinder(PLAN, [slots_of(PLAN, [w, w]) for w in (24, 7, 13)])
     assert same.find((24, 7, 13), hint=B) == Size(B)
     assert same.find((24, 7, 13), hint=BOTH) == Size(A)  # a hint that does not fit is none
+
+
+def test_few_heads_take_more_networks_until_all_their_products_are_told_apart():
+    pairs, sizes = 16, (4, 16)  # heads and what is in each
+    axes = tuple(
+        Axis(f"a{number}", "head", sizes[number % 2], (number // 2) * 20 + number % 2 * 4, 1)
+        for number in range(2 * pairs)
+    )
+    wide = [Prod((Slots(2 * n, 0, 4), Slots(2 * n + 1, 0, 16))) for n in range(pairs)]
+    plan = Plan(axes, (), {f"w{n}": (Cat((dim,) * 3),) for n, dim in enumerate(wide)}, (), ())
+    drawn = telling_widths(plan, 2)
+    finder = SizeFinder(plan, [all_slots(plan), *(slots_of(plan, widths) for widths in drawn)])
+    found = [finder.find(finder.numbers(dim)) for dim in wide]
+    assert [axes_of(size.layout) for size in found] == [axes_of(dim) for dim in wide]
+    assert len(drawn) > 2
 
 
 def test_sizes_survive_json():
