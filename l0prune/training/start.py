@@ -1,12 +1,19 @@
-"""Where gates start from: all alike, or as far open as a one-shot score says that they matter."""
+"""Where gates start from: all alike, or as far open as a one-shot score says that they matter.
+
+By default those of slots by a first-order score; those of branches, of which that says little, by
+what the outputs do without them.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import nn
 
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of
+from l0prune.plan.switches import switches_of
 from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
@@ -15,9 +22,10 @@ from l0prune.training.phases import Phases
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
-USUAL = "fisher"
+USUAL, OF_BRANCHES = "fisher", "removal"
 _PART = 0.05  # of the steps in which gates learn: a batch of a score costs about as much as one
 _BATCHES = range(10, 101)
+_FORWARD = 1 / 3  # of a step
 
 
 def begin(
@@ -49,27 +57,28 @@ def begin(
     how = _wanted(model, settings, phases)
     if how == ALIKE:
         return ""
-    looks = min(steps, batches(phases.learning))
+    gates = gates_of(model)
+    switches = switches_of(gates.plan)
+    looks = {how: min(steps, batches(phases.learning))}
+    if settings.start == AUTO and switches.any():
+        tries = min(steps, tried_on(phases.learning, int(switches.sum())))
+        looks = ({} if switches.all() else looks) | {OF_BRANCHES: tries}
+    tell = partial(
+        score, model, data=task, batch_size=settings.batch_size, device=device, seed=settings.seed
+    )
 
     def lean() -> str:
         try:
-            found = score(
-                model,
-                how,
-                task,
-                batches=looks,
-                batch_size=settings.batch_size,
-                device=device,
-                seed=settings.seed,
-            )
+            found = [tell(name, batches=count) for name, count in looks.items()]
         except (UsageError, DataError) as error:
             if settings.start != AUTO:
                 raise
             return f"start: the gates start alike: {error}"
-        gates_of(model).lean(found)
-        return f"start: gates as their {how} scores say, told from {looks} batches"
+        gates.lean(torch.where(switches, found[-1], found[0]))
+        told = (f"{name} of {count} batch{'es' * (count > 1)}" for name, count in looks.items())
+        return f"start: gates as their scores say: {', '.join(told)}"
 
-    with stage(f"the score {how}, from which the gates start"):
+    with stage(f"the score {', '.join(looks)}, from which the gates start"):
         said = world.first_alone(lean)
     agree_on_start(model, world)
     return said or ""
@@ -78,6 +87,11 @@ def begin(
 def batches(learning: int) -> int:
     """Of data that a score is told from, where gates learn for so many steps."""
     return min(max(round(_PART * learning), _BATCHES[0]), _BATCHES[-1])
+
+
+def tried_on(learning: int, branches: int) -> int:
+    """Batches on which branches are tried, each by a forward, for as much work again."""
+    return max(1, round(_PART * learning / (_FORWARD * max(branches, 1))))
 
 
 def _wanted(model: nn.Module, settings: Settings, phases: Phases) -> str:

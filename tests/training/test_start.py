@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from small_task import clouds, data, gated, network, tensors
+from small_task import CLASSES, FEATURES, clouds, data, gated, network, tensors
 from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.gating.kinds.base import gate_of
+from l0prune.plan.switches import switches_of
 from l0prune.training import start
 from l0prune.training.loop import Loop
 
@@ -75,8 +76,38 @@ def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
     before = l0prune.gates(model).log_alpha.detach().clone()
     scores = l0prune.score(model, "fisher", data(), batches=6, batch_size=40)
     found = start_of(model, monkeypatch, budget="params=0.5")
-    assert "fisher scores say, told from 6 batches" in capsys.readouterr().err
+    assert "gates as their scores say: fisher of 6 batches" in capsys.readouterr().err
     torch.testing.assert_close(found, leaned(scores, before))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for branch in self.branches:
+            x = x + branch(x.relu())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch, capsys):
+    torch.manual_seed(0)
+    settings = {"branches": True, **({"exclude": "*"} if only else {})}
+    model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
+    gates, looks = l0prune.gates(model), {"batch_size": 40, "batches": 1}
+    before, switches = gates.log_alpha.detach().clone(), switches_of(gates.plan)
+    scores = l0prune.score(model, "removal", data(), **looks)
+    if not only:
+        others = l0prune.score(model, "fisher", data(), **looks | {"batches": 6})
+        scores = torch.where(switches, scores, others)
+    found = start_of(model, monkeypatch, budget="params=0.7")
+    torch.testing.assert_close(found, leaned(scores, before))
+    told = "removal of 1 batch" if only else "fisher of 6 batches, removal of 1 batch"
+    assert f"gates as their scores say: {told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [{"lam": 0.1}, {"budget": "params=0.5", "start": "alike"}])
@@ -125,3 +156,4 @@ def test_an_unknown_score_leaves_the_model_as_it_was():
 
 def test_as_many_batches_as_the_run_can_bear():
     assert [start.batches(steps) for steps in (1, 200, 1000, 10**6)] == [10, 10, 50, 100]
+    assert [start.tried_on(1000, branches) for branches in (1, 30, 1000)] == [150, 5, 1]
