@@ -143,15 +143,6 @@ def learned(model: nn.Module, share: float, job: Job, **others: Any) -> Cut:
     return with_gates(model, job, budget=f"macs={share}", **others)
 
 
-def halfway(model: nn.Module, share: float, job: Job) -> Cut:
-    """What a score closes at the geometric mean of dense and wanted MACs is closed at once."""
-    l0prune.gate(model, (job.example(),))
-    scores = l0prune.score(model, "fisher", job.data, **job.looks)
-    l0prune.gates(model).lean(scores)
-    l0prune.fit(model, f"macs={math.sqrt(share)}", scores)
-    return with_gates(model, job, budget=f"macs={share}", start="alike")
-
-
 def with_gates(model: nn.Module, job: Job, distill: float = 0.0, **settings: Any) -> Cut:
     """Half of the epochs with gates, or as many as the job says, the rest for what is left."""
     first = job.first
@@ -223,7 +214,6 @@ WAYS: dict[str, Way] = {
     "l0prune": learned,
     "l0prune-distill": partial(learned, distill=0.5),
     "l0prune-alike": partial(learned, start="alike"),
-    "l0prune-halfway": halfway,
     "tp-group-norm": group_norm,
     "tp-group-norm-uniform": partial(group_norm, uniform=True),
     "tp-group-sl": group_sl,
