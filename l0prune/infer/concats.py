@@ -17,6 +17,7 @@ from l0prune.capture.provenance import module_of
 from l0prune.infer.ending import Ending, is_concatenation, joined
 from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Var, variables
 from l0prune.infer.inference import Inference
+from l0prune.infer.memory import Memory
 from l0prune.infer.nodes import argument, dtype_of, shape_of
 from l0prune.infer.regions import region, shared_module, untaken
 from l0prune.plan.needs import Needs
@@ -38,13 +39,13 @@ def side_by_side(
         gated: the variables that are axes.
         taken: names that are taken already; theirs are added.
     """
-    left = _Left(infer)
+    left, memory = _Left(infer), Memory(infer.captured.graph)
     candidates: list[tuple[float, Ending, frozenset[Node]]] = []
     for end in infer.captured.graph.nodes:
         joins = tuple(user for user in end.users if read[user])
         if not joins or not all(_takes(join, end) for join in joins):
             continue
-        found, axes = region(end, joins, read), _axes(infer, end, joins[0])
+        found, axes = region(end, joins, read, memory), _axes(infer, end, joins[0])
         works = [node for node in infer.captured.graph.nodes if node in found and node in macs]
         if works and axes and all(var in gated for var in axes):
             ending = Ending(_name(works, joins[0]), end, joins, axes=axes)

@@ -1,7 +1,7 @@
 """Of each node of a graph, which branches have to be there for it to be needed.
 
-A node is needed if any of its users is. What a branch ends in needs it only while the branch is
-there.
+A node is needed if any of its users is, or any that reads later what it writes in place. What a
+branch ends in needs it only while the branch is there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch.fx import Graph, Node
 
-from l0prune.infer.nodes import written
+from l0prune.infer.memory import Memory
 from l0prune.plan.needs import ALWAYS, Needs, shortest
 
 
@@ -22,17 +22,16 @@ def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[N
         branch_of: of a node and a user of it, the name of the branch that ends there, if one does.
     """
     found: dict[Node, Needs] = {}
-    order = {node: number for number, node in enumerate(graph.nodes)}
+    memory = Memory(graph)
     for node in reversed(graph.nodes):
         if node.op == "output":
             found[node] = ALWAYS
             continue
         wanted = {
-            each | _named(branch_of(node, user)) for user in node.users for each in found[user]
+            each | _named(branch_of(node, user))
+            for user in memory.readers(node)
+            for each in found[user]
         }
-        target = written(node)
-        if target is not None:  # whoever reads it later
-            wanted |= {e for u in target.users if order[u] > order[node] for e in found[u]}
         found[node] = shortest(wanted)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from itertools import count, takewhile
 from math import prod
 
@@ -11,35 +11,33 @@ from torch.fx import Node
 
 from l0prune.capture.provenance import module_of
 from l0prune.infer.inference import Inference
-from l0prune.infer.nodes import is_writer, written
+from l0prune.infer.memory import Memory
+from l0prune.infer.nodes import is_writer
 from l0prune.plan.needs import Needs
 
 
-def region(end: Node, joins: Collection[Node], read: Mapping[Node, Needs]) -> frozenset[Node]:
+def region(
+    end: Node, joins: Collection[Node], read: Mapping[Node, Needs], memory: Memory
+) -> frozenset[Node]:
     """The nodes whose results reach nothing but these joins; none where that is not so of the end.
 
     ``read`` is empty for nodes that reach no output, such as what only asserts.
     """
 
-    def users(node: Node) -> set[Node]:
-        return {user for user in node.users if read[user]}
+    def readers(node: Node) -> set[Node]:
+        return {user for user in memory.readers(node) if read[user]}
 
-    if end.op != "call_function" or users(end) != set(joins):
+    if end.op != "call_function" or readers(end) != set(joins):
         return frozenset()
-    found, pending = {end}, list(end.all_input_nodes)
+    found, pending = {end}, list(memory.sources(end))
     while pending:
         node = pending.pop()
-        if node in found or node.op != "call_function" or not users(node) <= found:
+        if node in found or node.op != "call_function" or not readers(node) <= found:
             continue
         found.add(node)
-        pending += node.all_input_nodes
-    writes = any(_writes_elsewhere(node, found) for node in found)
+        pending += memory.sources(node)
+    writes = any(is_writer(node) and memory.base(node) not in found for node in found)
     return frozenset() if writes else frozenset(found)
-
-
-def _writes_elsewhere(node: Node, found: Set[Node]) -> bool:
-    """Does it write into something that others may read?"""
-    return is_writer(node) and written(node) not in found
 
 
 def macs_of(infer: Inference) -> dict[Node, float]:

@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from l0prune.infer.ending import SUMS, Ending
 from l0prune.infer.inference import Inference
+from l0prune.infer.memory import Memory
 from l0prune.infer.nodes import dtype_of, has_tensor, operator_name, shape_of
 from l0prune.infer.regions import region, shared_module, untaken
 from l0prune.infer.zero_flow import zero_of
@@ -32,12 +33,12 @@ def added(
         macs: of each node that does work.
         taken: names that are taken already; theirs are added.
     """
-    users = _users_of_parameters(infer)
+    users, memory = _users_of_parameters(infer), Memory(infer.captured.graph)
     for join in infer.captured.graph.nodes:
         candidates = [
             (sum(macs.get(node, 0) for node in found), end, found, tensors)
             for end in _operands(join)
-            if (found := region(end, [join], read))
+            if (found := region(end, [join], read, memory))
             and (tensors := _Zeroing(infer, found, users).of(end))
         ]
         if not candidates:

@@ -248,3 +248,37 @@ def test_a_size_that_many_branches_go_by_takes_none_away():
     assert dense.note == ""
     three = torch.randn(3, 4, 6)
     torch.testing.assert_close(dense.program.module()(three), model(three))
+
+
+def kept(x, layer):
+    """What the layer gives is also written into a part of something else."""
+    found, y = torch.zeros_like(x), layer(x)
+    found[:, :2] = y[:, :2]
+    return (x + y) * found
+
+
+def masked(x):
+    """By a mask that is made by writing into parts of it, and says its dtype by what it masks."""
+    mask = x.new_zeros(x.shape[1:])
+    mask[:, 1:4] = 1
+    mask[:, 2:3] = 2
+    return x * mask
+
+
+def test_what_is_written_into_a_part_of_something_that_is_read_is_no_branch_alone():
+    assert names(Stream(lambda x, a: kept(x, a), a=conv())) == []
+
+
+def test_what_writes_into_a_part_of_what_only_a_branch_reads_goes_with_it():
+    norm, a = nn.BatchNorm2d(4), conv()
+    model = Stream(lambda x, norm, a: x + a(masked(norm(x))), norm=norm, a=a)
+    model = l0prune.gate(model.eval(), (X,), branches=True, exclude="*")
+    bank = l0prune.gates(model)
+    assert [axis.name for axis in bank.axes] == ["block.a"]
+    with torch.no_grad():
+        bank.log_alpha[:] = -5.0
+    dense = l0prune.export(model)
+    calls = {str(node.target) for node in dense.program.graph.nodes if node.op == "call_function"}
+    assert calls == {"aten.conv2d.default"}
+    assert dense.params == 2 * 4 + 2 + 4 * 4 + 4
+    torch.testing.assert_close(dense.module(X), model(X))
