@@ -12,8 +12,10 @@ for all ways alike, and timed in turns with the dense network's. The ways:
   (``-late``) or less (``-early``);
 - ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
+- ``l0prune-depth-first``: branches go at once by the score ``removal`` down to the square root of
+  the share; then gates learn as in ``-both``;
 - ``fisher``: our one-shot score, ``fit`` to the budget in latency; of whole branches alone
-  (``-branches``) or beside the widths (``-both``);
+  (``-branches``) or beside the widths (``-both``); ``removal-branches``: of these alone by that;
 - ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
   network; ``fisher-per-ms-macs``: over their time for a MAC there;
 - ``fisher-macs-8``: the score's choice for a budget in MACs, with ``round_to=8``.
@@ -28,8 +30,10 @@ Rows are JSON lines in ``runs/equal_time.jsonl``.
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,8 @@ from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
 
+BOTH = {"branches": True}  # beside widths
+BRANCHES = {**BOTH, "exclude": "*"}
 SECONDS = 2.0  # of a look at a file
 TRIES = 7
 
@@ -108,17 +114,31 @@ def in_latency(
     return with_gates(model, job, **settings)
 
 
+def depth_first(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
+    (scores, spent), table = looked(model, job, "removal", BOTH), l0prune.measure(model)
+    l0prune.fit(model, f"latency={math.sqrt(share)}", scores, latency=table, kinds="branch")
+    cut = with_gates(model, job, budget=f"latency={share}", latency=table, start="fisher")
+    return replace(cut, spent=cut.spent + spent)
+
+
 def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
-    scores = fisher(model, job)
+    scores, _ = looked(model, job)
     found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
     l0prune.gates(model).put(torch.ones(len(scores), dtype=torch.bool))
     return with_gates(model, job, budget=f"macs={found}", round_to=8)
 
 
-def fisher(model: nn.Module, job: Job, gates: Mapping[str, Any] | None = None) -> Tensor:
-    """Scores of a model that is gated by this."""
+def looked(
+    model: nn.Module, job: Job, how: str = "fisher", gates: Mapping[str, Any] | None = None
+) -> tuple[Tensor, float]:
+    """Scores of a model that is gated by this, and what they cost in epochs of the dense one."""
     l0prune.gate(model, (job.example(),), **(gates or {}))
-    return l0prune.score(model, "fisher", job.data, **job.looks)
+    looks, cost = job.looks, 1.0
+    if how == "removal":  # a forward for each branch, and one without any; a step takes three
+        looks |= {"batches": max(1, looks["batches"] // 10)}
+        cost = (1 + sum(axis.kind == "branch" for axis in l0prune.gates(model).plan.axes)) / 3
+    scores = l0prune.score(model, how, job.data, **looks)
+    return scores, cost * looks["batches"] / job.steps
 
 
 def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
@@ -133,18 +153,19 @@ def scored(
     share: float,
     job: Job,
     clock: Clock,
+    how: str = "fisher",
     per: str = "",
     gates: Mapping[str, Any] | None = None,
 ) -> Cut:
     whole = macs(model, job.example())
-    scores, table = fisher(model, job, gates), l0prune.measure(model)
+    (scores, spent), table = looked(model, job, how, gates), l0prune.measure(model)
     plan = l0prune.gates(model).plan
     if per:
         scores = scores / marginal(plan, f"latency={share}", table)
     if per == "ms-macs":
         scores = scores * marginal(plan, "macs=0.5")
     l0prune.fit(model, f"latency={share}", scores, latency=table)
-    return trained(l0prune.export(model).module, whole, job, spent=job.looked)
+    return trained(l0prune.export(model).module, whole, job, spent=spent)
 
 
 def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
@@ -159,8 +180,9 @@ def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
 
 def scored_in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
     whole = macs(model, job.example())
-    cut = partial(fitted, model, scores=fisher(model, job), round_to=8)
-    return trained(cut(largest(cut, clock, share)), whole, job, spent=job.looked)
+    scores, spent = looked(model, job)
+    cut = partial(fitted, model, scores=scores, round_to=8)
+    return trained(cut(largest(cut, clock, share)), whole, job, spent=spent)
 
 
 def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to: int) -> Cut:
@@ -177,20 +199,20 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
     return trained(cut(largest(cut, clock, share)), whole, job)
 
 
-BOTH = {"branches": True}  # beside widths
-BRANCHES = {**BOTH, "exclude": "*"}
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
     "l0prune-branches": partial(in_latency, gates=BRANCHES),
     "l0prune-both": partial(in_latency, gates=BOTH),
     "l0prune-both-late": partial(in_latency, gates=BOTH, decide=1.0),
     "l0prune-both-early": partial(in_latency, gates=BOTH, decide=0.4),
+    "l0prune-depth-first": depth_first,
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),
     "fisher": scored,
     "fisher-branches": partial(scored, gates=BRANCHES),
     "fisher-both": partial(scored, gates=BOTH),
+    "removal-branches": partial(scored, how="removal", gates=BRANCHES),
     "fisher-per-ms": partial(scored, per="ms"),
     "fisher-per-ms-macs": partial(scored, per="ms-macs"),
     "fisher-macs-8": scored_in_macs,

@@ -22,7 +22,7 @@ from l0prune.cost.measures import Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.selection.blocks import Widths
-from l0prune.selection.fit import blocks_for, check_feasible, meet
+from l0prune.selection.fit import blocks_for, meet
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -89,7 +89,6 @@ class Budget:
         plan = self._gates.plan
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
         self._blocks = blocks_for(plan, self.bounds, round_to, latency)
-        check_feasible(plan, self.bounds, self._blocks)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0

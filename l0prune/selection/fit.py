@@ -73,9 +73,7 @@ def fit(
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
     asked = (kinds,) if isinstance(kinds, str) else kinds
     movable = _movable(gates.plan, gates.open().cpu(), asked)
-    of_axes = zip(gates.plan.axes, blocks_for(gates.plan, wanted, round_to, latency), strict=True)
-    blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
-    check_feasible(gates.plan, wanted, blocks, movable)
+    blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
     worth = gates.log_alpha.detach() if scores is None else scores
     if worth.shape != (gates.plan.size,) or not bool(torch.isfinite(worth).all()):
         raise UsageError(
@@ -100,39 +98,57 @@ def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
 
 
 def blocks_for(
-    plan: Plan, wanted: Sequence[Bound], round_to: Widths, latency: Source | None
+    plan: Plan,
+    wanted: Sequence[Bound],
+    round_to: Widths,
+    latency: Source | None,
+    movable: Movable | None = None,
 ) -> list[int]:
     """For each axis, how many slots open and close together, as ``fit`` is told.
 
+    Blocks that only a measure likes are halved until the limits can be met with them.
+
     Raises:
-        UsageError: ``round_to`` makes no sense, or the table is of another network.
+        UsageError: ``round_to`` makes no sense, or the table is of another network; or the limits
+            cannot be met with every gate closed that may be: names what stands in the way, and why
+            it is pinned.
     """
     measures: dict[str, Measure] = {bound.measure.name: bound.measure for bound in wanted}
     if latency is not None and latency.name not in measures:
         measures[latency.name] = latency.of(plan)
-    return blocks_of(plan, round_to, measures.values())
+    blocks = blocks_of(plan, round_to, measures.values())
+    if movable is not None:
+        of_axes = zip(plan.axes, blocks, strict=True)
+        blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
+    smaller = [blocks]
+    while round_to == "auto" and max(smaller[-1], default=1) > 1:
+        smaller.append([max(1, block // 2) for block in smaller[-1]])
+    refusals = []
+    for tried in smaller:
+        unmet = _unmet(plan, wanted, tried, movable)
+        if unmet is None:
+            return tried
+        refusals.append(_refusal(*unmet, max(tried, default=1)))
+    raise refusals[0]
 
 
-def check_feasible(
-    plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None = None
-) -> None:
-    """Refuse limits that cannot be met with every gate closed that may be.
-
-    Raises:
-        UsageError: names what stands in the way, and why it is pinned.
-    """
+def _unmet(
+    plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
+) -> tuple[Bound, Tensor] | None:
+    """A bound that is exceeded with every gate closed that may be, and what is open then."""
     fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
-    for bound in wanted:
-        least = fitting.least(bound)
-        floor, measure = bound.actual(least), bound.measure
-        if floor > bound.most:
-            widest = max(blocks, default=1)
-            in_blocks = f", in blocks of {widest}" if widest > 1 else ""
-            raise UsageError(
-                f"the budget {bound.limit} cannot be met: with every gate closed that may be"
-                f"{in_blocks}, {measure.show(floor)} of {measure.show(bound.dense)} "
-                f"{measure.label} stay ({floor / bound.dense:.1%}). {_in_the_way(measure, least)}"
-            )
+    floors = ((bound, fitting.least(bound)) for bound in wanted)
+    return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
+
+
+def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
+    floor, measure = bound.actual(least), bound.measure
+    in_blocks = f", in blocks of {widest}" if widest > 1 else ""
+    return UsageError(
+        f"the budget {bound.limit} cannot be met: with every gate closed that may be"
+        f"{in_blocks}, {measure.show(floor)} of {measure.show(bound.dense)} "
+        f"{measure.label} stay ({floor / bound.dense:.1%}). {_in_the_way(measure, least)}"
+    )
 
 
 def meet(

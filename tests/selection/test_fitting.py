@@ -85,6 +85,17 @@ def test_what_cannot_be_met_is_said_in_the_measures_own_words():
         l0prune.fit(gated(), "stairs=0.001")
 
 
+def test_blocks_that_nobody_asked_for_stand_in_no_budgets_way(monkeypatch):
+    monkeypatch.setattr(Stairs, "blocks", lambda of: [axis.size for axis in of.plan.axes])
+    model = gated(random_scores(0, SIZE))
+    counts = l0prune.fit(model, "stairs=0.4")
+    assert counts["stairs=0.4"] <= 0.4 * Stairs(l0prune.gates(model).plan).dense()
+    widths = [(int(axis.open.sum()), axis.size) for axis in l0prune.gates(model).axes]
+    assert all(2 * width % size == 0 for width, size in widths), widths
+    with pytest.raises(UsageError, match=r"stairs=0.001 cannot be met.*in blocks of"):
+        l0prune.fit(gated(), "stairs=0.001")
+
+
 def test_learning_under_stairs_ends_within_them():
     model = gated()
     pruner = l0prune.Pruner(model, budget="stairs=0.5", steps=30, say=lambda text: None)
