@@ -26,7 +26,7 @@ from torchvision.models import DenseNet, MobileNetV2, VisionTransformer
 import l0prune
 from benchmarks.isolation import ROOT, append
 from l0prune.data import Data, Tensors
-from l0prune.recipes.run import BUILTIN
+from l0prune.recipes.reading import BUILTIN
 
 BUDGETS = ("macs=0.5", "macs=0.3", "params=0.2")
 

@@ -60,7 +60,7 @@ from benchmarks.budgets import part
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.ways import ADAM, ALL_WAYS, SCHEDULES, SGD, WAYS, Job, macs
-from l0prune.recipes.run import BUILTIN
+from l0prune.recipes.reading import BUILTIN
 
 RUNS = ROOT / "runs"
 CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}

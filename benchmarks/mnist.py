@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT
-from l0prune.recipes import run as recipes
+from l0prune.recipes.reading import load
+from l0prune.recipes.run import run
 
 
 def _mlp(inputs: int, first: int, second: int) -> int:
@@ -89,8 +90,8 @@ def measure(row: str, overrides: list[str], out: Path) -> dict[str, Any]:
     """Do the row's recipe, or what is missing of it."""
     network, name, own = ROWS[row]
     folder = out / row
-    recipe = recipes.load(name, [*own, "export.state=true", *overrides])
-    result = recipes.run(recipe, folder)
+    recipe = load(name, [*own, "export.state=true", *overrides])
+    result = run(recipe, folder)
     state = torch.load(folder / f"{recipe.name}.state.pt", weights_only=True)["state_dict"]
     shapes = [tensor.shape for tensor in state.values() if tensor.dim() > 1]
     return {

@@ -18,7 +18,7 @@ from benchmarks import cifar, depgraph, mnist, ways
 from benchmarks.curves import seconds
 from l0prune.data import Data, Tensors
 from l0prune.data.augment import shifted_and_mirrored
-from l0prune.recipes import run as recipes
+from l0prune.recipes import reading
 from l0prune.recipes.builtin.models import CifarResNet
 from l0prune.training.history import NAME
 
@@ -163,7 +163,7 @@ def test_published_weights():
 @pytest.mark.parametrize("row", mnist.ROWS)
 def test_mnist_rows_are_recipes(row):
     network, name, own = mnist.ROWS[row]
-    recipe = recipes.load(name, own)
+    recipe = reading.load(name, own)
     assert recipe.model.source.endswith(f":{network}")
     if row == "lenet5-10k":
         assert recipe.finetune["budget"] == "params=10k"

@@ -11,6 +11,7 @@ from rich.table import Table
 from l0prune.cli.edge import emit, out, say
 from l0prune.cli.options import DataRoot, Json
 from l0prune.cli.report import NoReport
+from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
 from l0prune.running.launcher import is_launched
 
@@ -41,12 +42,14 @@ def run(
             "a recipe runs in one process; torchrun goes with `l0prune finetune`, between "
             "`l0prune gate` and `l0prune export`"
         )
-    from l0prune.recipes import run as recipes  # loads torch
+    from l0prune.recipes import reading
+    from l0prune.recipes.run import run as carried_out  # loads torch
 
-    loaded = recipes.load(recipe, overrides or [])
+    loaded = reading.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
-    result = recipes.run(loaded, target, root, report=report)
+    with announced(say):
+        result = carried_out(loaded, target, root, report=report)
     emit(result, json, _table(result))
     if report:
         say(f"the report is {result['page']}")
@@ -81,9 +84,9 @@ def _table(result: dict) -> Table:
 @app.command("ls")
 def ls(json: Json = False) -> None:
     """List the recipes."""
-    from l0prune.recipes import run as recipes  # loads torch
+    from l0prune.recipes import reading  # loads torch
 
-    found = recipes.builtin()
+    found = reading.builtin()
     table = Table("recipe", "what it does")
     for name, recipe in found.items():
         table.add_row(name, recipe.description)
@@ -93,6 +96,6 @@ def ls(json: Json = False) -> None:
 @app.command("show")
 def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
     """Print a recipe, to read or to start one of your own from."""
-    from l0prune.recipes import run as recipes  # loads torch
+    from l0prune.recipes import reading  # loads torch
 
-    out.print(recipes.find(name).read_text(), markup=False, highlight=False, end="")
+    out.print(reading.find(name).read_text(), markup=False, highlight=False, end="")

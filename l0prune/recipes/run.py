@@ -1,11 +1,10 @@
-"""Recipes: one TOML file that says how to get from data to a small ONNX file, and its run."""
+"""The run of a recipe, in a folder; its stages are told to whoever watches."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import tomllib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import onnx
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 import l0prune
@@ -24,99 +22,17 @@ from l0prune.errors import DataError, FileError, UsageError
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
-from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND
 from l0prune.recipes.page import write_page
-from l0prune.recipes.schema import (
-    DataSection,
-    FitSection,
-    GateSection,
-    ModelSection,
-    Recipe,
-    RoundSection,
-)
+from l0prune.recipes.schema import FitSection, GateSection, Recipe, RoundSection
 from l0prune.report.live import live_page
 from l0prune.running.feed import example
 from l0prune.running.sources import load_data
+from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task
 from l0prune.selection import fitted
-
-BUILTIN = Path(__file__).parent / "builtin"
-
-
-def builtin() -> dict[str, Recipe]:
-    """The recipes that come with l0prune, by name."""
-    return {path.stem: load(str(path), []) for path in sorted(BUILTIN.glob("*.toml"))}
-
-
-def find(name: str) -> Path:
-    """The file of a recipe, given by path or by the name of a built-in one.
-
-    Raises:
-        UsageError: there is none.
-    """
-    for path in (Path(name), BUILTIN / f"{name}.toml"):
-        if path.is_file():
-            return path
-    known = sorted(path.stem for path in BUILTIN.glob("*.toml"))
-    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
-
-
-def load(name: str, overrides: Sequence[str]) -> Recipe:
-    """Read a recipe and apply ``section.key=value`` overrides to it.
-
-    Raises:
-        UsageError: the file or an override is wrong; says where.
-    """
-    path = find(name)
-    try:
-        content = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    for override in overrides:
-        _override(content, override)
-    content.setdefault("name", path.stem)
-    try:
-        recipe = Recipe.model_validate(content)
-    except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
-    sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
-    report = recipe.report and _placed(recipe.report, path.parent)
-    return recipe.model_copy(update={**sections, "report": report})
-
-
-def _override(content: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    *sections, last = key.strip().split(".")
-    if not equals or not last:
-        raise UsageError(
-            f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5."
-        )
-    target = content
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            raise UsageError(f"{text!r}: {section} is a value, not a section.")
-    try:
-        target[last] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        target[last] = value
-
-
-def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:
-    placed = {key: _placed(value, folder) for key, value in section if isinstance(value, str)}
-    return section.model_copy(update=placed)
-
-
-def _placed(spec: str, folder: Path) -> str:
-    """Relative paths of Python files start at the recipe; those that are not there, here."""
-    path, _, name = spec.rpartition(":")
-    if is_code(spec) and (folder / path).is_file():
-        return f"{(folder / path).resolve()}:{name}"
-    return spec
 
 
 def run(
@@ -145,21 +61,28 @@ def run(
 
 def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -> dict[str, Any]:
     """All stages that are left, in a folder that is the recipe's."""
-    source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
+    with stage("loading the data"):
+        source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
     if data.test is None:
         raise DataError(f"{recipe.data.source} has no test data, on which a recipe reports")
     dense = network = _dense(recipe, data, folder, data_root)
     if recipe.data.answers:
-        data = l0prune.answered(data, dense, autocast=recipe.finetune.get("autocast"))
+        with stage("asking the dense network for its answers"):
+            data = l0prune.answered(data, dense, autocast=recipe.finetune.get("autocast"))
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
         tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")
-        exports.append(l0prune.export(tuned))
+        exports.append(_cut(tuned))
         network = exports[-1].module
     tuned = _pruned(recipe, recipe, network, dense, data, folder)
-    exports.append(l0prune.export(tuned))
+    exports.append(_cut(tuned))
     return _export(recipe, data, tuned, exports, dense, folder, report=report)
+
+
+@stage("cutting the network, and proving it")
+def _cut(tuned: nn.Module) -> Export:
+    return l0prune.export(tuned)
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
@@ -190,7 +113,8 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
     if recipe.dense is None:
         return model
     settings = _settings(recipe, folder / "dense", recipe.dense, None)
-    history = l0prune.train_dense(model, data, report=False, **settings)
+    with stage("training the dense network"):
+        history = l0prune.train_dense(model, data, report=False, **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "history": history.last})
     return model
 
@@ -234,7 +158,8 @@ def _pruned(
         times = _times(recipe, model, folder)
         if part.fit is None:
             settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
-            info["history"] = l0prune.finetune(model, data, report=False, **settings).last
+            with stage("fine-tuning with gates"):
+                info["history"] = l0prune.finetune(model, data, report=False, **settings).last
         else:
             info["fitted"] = _fit(model, data, part.fit, recipe.seed, **times)
         l0prune.save(model, tuned, info)
@@ -247,16 +172,17 @@ def _times(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
         return {}
     path, asked = folder / "latency.json", recipe.latency
     if not path.exists():
-        table = l0prune.measure(
-            model,
-            asked.threads,
-            asked.batch,
-            asked.runtime,
-            asked.provider,
-            samples=asked.samples,
-            seed=recipe.seed,
-            folder=folder / "latency",
-        )
+        with stage("measuring a latency table"):
+            table = l0prune.measure(
+                model,
+                asked.threads,
+                asked.batch,
+                asked.runtime,
+                asked.provider,
+                samples=asked.samples,
+                seed=recipe.seed,
+                folder=folder / "latency",
+            )
         table.save(path)
         shutil.rmtree(folder / "latency")
     return {"latency": l0prune.LatencyTable.load(path)}
@@ -265,7 +191,8 @@ def _times(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
 def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path: Path) -> None:
     settings = part.model_dump(exclude={"kind", "settings"})
     args, kwargs = as_arguments(example(data, 2))
-    l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
+    with stage("gating the network"):
+        l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})
 
 
@@ -277,9 +204,10 @@ def _fit(
     latency: l0prune.LatencyTable | None = None,
 ) -> dict[str, Any]:
     """Fit the model, and say how its widths were chosen."""
-    scores = l0prune.score(
-        model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
-    )
+    with stage(f"the score {part.score}"):
+        scores = l0prune.score(
+            model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
+        )
     found: list[fitted.Fitted] = []
     with fitted.watched(found.append):
         l0prune.fit(
@@ -302,6 +230,7 @@ class _OnnxFile(nn.Module):
         return self._session([*inputs, *(named[name] for name in self._names if name in named)])[0]
 
 
+@stage("testing the smaller network and its file")
 def _measured(module: nn.Module, file: Path, data: Task) -> dict[str, Any]:
     """The metric on the test data, of the module and of the file; without a metric the loss.
 
@@ -321,7 +250,8 @@ def _reported(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
     """What the recipe's own function measures."""
     if spec is None:
         return {}
-    found = named(spec)(dense, file)
+    with stage("measuring what the recipe reports"):
+        found = named(spec)(dense, file)
     if not isinstance(found, dict):
         raise UsageError(
             f"{spec} must return a dict of what is to be said, by name, not a "
@@ -345,12 +275,15 @@ def _export(
     history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
         settings = _settings(recipe, folder / "recover", recipe.recover, dense)
-        history = l0prune.train_dense(small.module, data, report=False, **settings).last
+        with stage("training the smaller network alone"):
+            history = l0prune.train_dense(small.module, data, report=False, **settings).last
         small = small.renewed()
     file = folder / f"{recipe.name}.onnx"
     first_round = folder / "round-1" if recipe.rounds else folder
     before = l0prune.load(first_round / "gated.pt", copied(dense))
-    small.save_onnx(file, beside=before, threads=recipe.latency.threads if recipe.latency else 1)
+    threads = recipe.latency.threads if recipe.latency else 1
+    with stage("writing the ONNX file, and comparing it"):
+        small.save_onnx(file, beside=before, threads=threads)
     files = list(small.files)
     for wanted, ending in ((recipe.export.pt2, "pt2"), (recipe.export.state, "state.pt")):
         files += small.save(folder / f"{recipe.name}.{ending}") if wanted else ()

@@ -14,7 +14,7 @@ from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.objective.lambdas import Lambda
 from l0prune.objective.penalty import param_groups, penalty
 from l0prune.plan.plan import Cost, Plan, Site
-from l0prune.recipes import run as recipes
+from l0prune.recipes import reading
 
 
 class Stream(nn.Module):
@@ -175,7 +175,7 @@ def test_lambda_per_axis():
 
 def test_lambda_per_layer_is_the_papers_objective_of_each_layer():
     """Each layer at its own λ: λ_l·Σ P(z_j ≠ 0)·(weights that gate j multiplies), eq. 16."""
-    recipe = recipes.load("mnist-lenet5", [])
+    recipe = reading.load("mnist-lenet5", [])
     model = l0prune.gate(l0prune.load_model(recipe.model.source), torch.zeros(2, 1, 28, 28))
     gates = l0prune.gates(model)
     with torch.no_grad():

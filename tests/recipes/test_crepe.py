@@ -11,9 +11,10 @@ from torch import nn
 
 from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
-from l0prune.recipes import run as recipes
 from l0prune.recipes.builtin import crepe
 from l0prune.recipes.builtin.tones import cents_of, tone, tones
+from l0prune.recipes.reading import load
+from l0prune.recipes.run import run
 from l0prune.training.settings import Settings
 
 needs_the_package = pytest.mark.skipif(
@@ -99,7 +100,7 @@ def test_training_and_held_out_frames_differ_and_their_targets_are_known_pitches
 
 
 def test_settings_of_the_recipe_leave_widths_in_sixteens():
-    recipe = recipes.load("crepe", [])
+    recipe = load("crepe", [])
     assert (recipe.data.answers, recipe.rounds[0].fit.score) == (True, "outputs")
     assert recipe.finetune["round_to"] == recipe.rounds[0].fit.round_to == 16
     assert limits(Settings.of(recipe.finetune).budget)
@@ -153,7 +154,7 @@ def test_the_recipe_runs(monkeypatch, tmp_path):
     rounds = f"rounds=[{{gate={{exclude=['classifier.in']}}, fit={fit}}}]"
     short = [rounds, "data.source=crepe.py:little_data", "finetune.epochs=1", "recover.epochs=1"]
     short += ["finetune.progress=false", "recover.progress=false"]
-    result = recipes.run(recipes.load("crepe", short), tmp_path / "run")
+    result = run(load("crepe", short), tmp_path / "run")
     assert result["params_before"] == 22_239_976
     assert result["macs"] <= 110e6
     assert result["report"]["times faster"] > 5

@@ -9,10 +9,12 @@ import torch
 
 import l0prune
 from l0prune.cli.gate import gate as command_gate
+from l0prune.cli.stages import announced
 from l0prune.cost.limits import limits
 from l0prune.errors import DataError, UsageError
 from l0prune.objective.lambdas import Lambda
-from l0prune.recipes import run as recipes
+from l0prune.recipes.reading import builtin, load
+from l0prune.recipes.run import run
 from l0prune.recipes.schema import GateSection
 from l0prune.training.settings import Settings
 
@@ -46,13 +48,13 @@ def test_gates_start_alike_from_python_the_command_line_and_a_recipe():
 
 
 def test_builtin_recipes_are_these():
-    assert set(recipes.builtin()) == {*PARAMS, "crepe"}  # which test_crepe.py is about
+    assert set(builtin()) == {*PARAMS, "crepe"}  # which test_crepe.py is about
 
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.one_in(5)
 def test_settings_of_a_builtin_recipe_fit_its_network(name):
-    recipe = recipes.load(name, [])
+    recipe = load(name, [])
     model = l0prune.load_model(recipe.model.source)
     l0prune.gate(
         model,
@@ -74,7 +76,7 @@ def test_settings_of_a_builtin_recipe_fit_its_network(name):
 
 
 def test_mlp_starts_at_the_papers_dropout_rates():
-    recipe = recipes.load("mnist-mlp", [])
+    recipe = load("mnist-mlp", [])
     model = l0prune.load_model(recipe.model.source)
     start = recipe.gate.open_probability
     l0prune.gate(model, EXAMPLES["mnist"], open_probability=start, jitter=0)
@@ -88,7 +90,7 @@ def test_mlp_starts_at_the_papers_dropout_rates():
 
 @pytest.mark.slow
 def test_wide_resnet_is_gated_where_it_had_dropout():
-    recipe = recipes.load("cifar-wrn", [])
+    recipe = load("cifar-wrn", [])
     model = l0prune.load_model(recipe.model.source)
     start = recipe.gate.open_probability
     l0prune.gate(model, EXAMPLES["cifar10"], include=recipe.gate.include, open_probability=start)
@@ -115,15 +117,15 @@ def test_wide_resnet_runs(tmp_path):
     )
     few = ["epochs=2", "settle=1", "batch_size=8", "recalibrate=1", "progress=false"]
     overrides = [f"data.source={tmp_path}/noise.py:noise", *(f"finetune.{each}" for each in few)]
-    result = recipes.run(recipes.load("cifar-wrn", overrides), tmp_path / "run")
+    result = run(load("cifar-wrn", overrides), tmp_path / "run")
     assert result["params_before"] == PARAMS["cifar-wrn"]
     assert result["onnx_test_error"] == pytest.approx(result["test_error"], abs=1 / 16 + 1e-9)
 
 
 def test_overrides():
-    recipe = recipes.load("digits-lenet", ["finetune.epochs=3", "finetune.lam=2/N", "seed=7"])
+    recipe = load("digits-lenet", ["finetune.epochs=3", "finetune.lam=2/N", "seed=7"])
     assert (recipe.finetune["epochs"], recipe.finetune["lam"], recipe.seed) == (3, "2/N", 7)
-    assert recipes.load("digits-lenet", ["export.pt2=true"]).export.pt2 is True
+    assert load("digits-lenet", ["export.pt2=true"]).export.pt2 is True
 
 
 @pytest.mark.parametrize(
@@ -140,38 +142,38 @@ def test_overrides():
 )
 def test_bad_overrides_are_refused(override, message):
     with pytest.raises(UsageError, match=message):
-        recipes.load("digits-lenet", [override])
+        load("digits-lenet", [override])
 
 
 def test_the_kind_of_gate_and_its_settings():
-    assert recipes.load("digits-lenet", []).gate.made() == l0prune.HardConcrete()
-    recipe = recipes.load("digits-lenet", ["gate.settings.estimator=median"])
+    assert load("digits-lenet", []).gate.made() == l0prune.HardConcrete()
+    recipe = load("digits-lenet", ["gate.settings.estimator=median"])
     assert recipe.gate.made() == l0prune.HardConcrete(estimator="median")
     kind = ["gate.kind=continuous-sparsification", "gate.settings.final_beta=100"]
     wanted = l0prune.ContinuousSparsification(final_beta=100)
-    assert recipes.load("digits-lenet", kind).gate.made() == wanted
+    assert load("digits-lenet", kind).gate.made() == wanted
 
 
 def test_unknown_recipe_names_the_known_ones():
     with pytest.raises(UsageError, match="digits-lenet"):
-        recipes.load("digits", [])
+        load("digits", [])
 
 
 def test_a_file_that_is_no_recipe(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("model = [")
     with pytest.raises(UsageError, match="cannot be read"):
-        recipes.load(str(path), [])
+        load(str(path), [])
     path.write_text('[model]\nsource = "m.py:f"\n')
     with pytest.raises(UsageError, match="description"):
-        recipes.load(str(path), [])
+        load(str(path), [])
 
 
 def test_weights_under_a_variable_that_is_not_set(tmp_path, monkeypatch):
     monkeypatch.delenv("L0PRUNE_WEIGHTS", raising=False)
-    recipe = recipes.load("digits-lenet", ["model.weights=$L0PRUNE_WEIGHTS/w.pt"])
+    recipe = load("digits-lenet", ["model.weights=$L0PRUNE_WEIGHTS/w.pt"])
     with pytest.raises(UsageError, match=r"L0PRUNE_WEIGHTS.*model\.weights=FILE"):
-        recipes.run(recipe, tmp_path / "run")
+        run(recipe, tmp_path / "run")
 
 
 SHORT = [
@@ -182,10 +184,12 @@ SHORT = [
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """The folder of a short run and what came of it."""
+    """The folder of a short run, what came of it, and what was said of its stages."""
     pytest.importorskip("sklearn")
-    folder = tmp_path_factory.mktemp("done")
-    return folder, recipes.run(recipes.load("digits-lenet", SHORT), folder)
+    folder, said = tmp_path_factory.mktemp("done"), []
+    with announced(said.append):
+        result = run(load("digits-lenet", SHORT), folder)
+    return folder, result, said
 
 
 @pytest.fixture
@@ -194,8 +198,20 @@ def folder(done, tmp_path):
     return shutil.copytree(done[0], tmp_path / "run", copy_function=shutil.copy2)
 
 
+def test_a_run_says_its_stages(done):
+    assert done[2] == [
+        "loading the data",
+        "training the dense network",
+        "gating the network",
+        "fine-tuning with gates",
+        "cutting the network, and proving it",
+        "writing the ONNX file, and comparing it",
+        "testing the smaller network and its file",
+    ]
+
+
 def test_a_run_does_each_stage_once(done, folder):
-    recipe, result = recipes.load("digits-lenet", SHORT), done[1]
+    recipe, result = load("digits-lenet", SHORT), done[1]
     written = json.loads((folder / "result.json").read_text())
     assert written == json.loads(json.dumps(result))
     assert result["params"] < result["params_before"] == 13_802
@@ -209,13 +225,13 @@ def test_a_run_does_each_stage_once(done, folder):
     assert {path.name for path in times} == {"dense.pt", "gated.pt", "tuned.pt"}
     (folder / "gated.pt").unlink()
     (folder / "tuned.pt").unlink()
-    again = recipes.run(recipe, folder)
+    again = run(recipe, folder)
     assert (folder / "dense.pt").stat().st_mtime_ns == times[folder / "dense.pt"]
     assert again["axes"] == result["axes"]
     assert again["test_error"] == result["test_error"]
 
     with pytest.raises(UsageError, match="other settings"):
-        recipes.run(recipes.load("digits-lenet", []), folder)
+        run(load("digits-lenet", []), folder)
 
 
 @pytest.mark.slow
@@ -223,7 +239,7 @@ def test_the_small_network_learns_on_alone(done, folder):
     short = done[1]
     alone = ["recover.epochs=3", "recover.distill=0.5", "recover.progress=false"]
     (folder / "recipe.json").unlink()  # what is done so far is the same
-    longer = recipes.run(recipes.load("digits-lenet", [*SHORT, *alone]), folder)
+    longer = run(load("digits-lenet", [*SHORT, *alone]), folder)
     for same in ("axes", "params", "macs", "params_before", "macs_before"):
         assert longer[same] == short[same]
     assert longer["training"]["phase"] == "dense"
@@ -241,13 +257,13 @@ def test_each_round_starts_from_what_the_last_one_left(tmp_path):
     rounds = f"rounds=[{{gate = {{exclude = ['*.in']}}, finetune = {half}}}]"
     last = ["finetune.lam=0", "finetune.budget=params=2000", "finetune.distill=0.5"]
     last += ["dense.epochs=1", "finetune.epochs=2"]
-    result = recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder)
+    result = run(load("digits-lenet", [*SHORT, rounds, *last]), folder)
     first = l0prune.read_info(folder / "round-1" / "tuned.pt")["history"]
     assert result["params_before"] == first["dense_params"] == PARAMS["digits-lenet"]
     assert result["training"]["dense_params"] == first["params"] <= 0.5 * first["dense_params"]
     assert result["params"] == result["training"]["params"] <= 2000
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")}
-    again = recipes.run(recipes.load("digits-lenet", [*SHORT, rounds, *last]), folder)
+    again = run(load("digits-lenet", [*SHORT, rounds, *last]), folder)
     assert again.pop("times").keys() == result.pop("times").keys()
     assert again == result
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.pt")} == times
@@ -256,7 +272,7 @@ def test_each_round_starts_from_what_the_last_one_left(tmp_path):
 @pytest.mark.parametrize("stage", ["finetune", "dense", "recover"])
 def test_a_setting_that_makes_no_sense_is_found_before_anything_is_trained(stage):
     with pytest.raises(UsageError, match=f"{stage}: .*epochs"):
-        recipes.load("digits-lenet", [f"{stage}.epochs=abc"])
+        load("digits-lenet", [f"{stage}.epochs=abc"])
 
 
 REGRESSION = """
@@ -296,19 +312,19 @@ progress = false
 def test_a_recipe_names_its_loss_and_metric(tmp_path):
     (tmp_path / "numbers.py").write_text(REGRESSION)
     (tmp_path / "numbers.toml").write_text(NUMBERS)
-    recipe = recipes.load(str(tmp_path / "numbers.toml"), [])
-    result = recipes.run(recipe, tmp_path / "run")
+    recipe = load(str(tmp_path / "numbers.toml"), [])
+    result = run(recipe, tmp_path / "run")
     assert result["metric"] == "mae"
     assert result["test_mae"] == pytest.approx(result["onnx_test_mae"], rel=1e-4)
     assert "error" not in result["training"]
     (tmp_path / "numbers.toml").write_text(NUMBERS.replace('metric = "mae"', ""))
-    recipe = recipes.load(str(tmp_path / "numbers.toml"), [])
-    result = recipes.run(recipe, tmp_path / "alone")
+    recipe = load(str(tmp_path / "numbers.toml"), [])
+    result = run(recipe, tmp_path / "alone")
     assert result["metric"] == "loss"
     assert result["test_loss"] == pytest.approx(result["onnx_test_loss"], rel=1e-4)
     (tmp_path / "numbers.toml").write_text(NUMBERS.replace("py:data", "py:alone"))
     with pytest.raises(DataError, match="has no test data"):
-        recipes.run(recipes.load(str(tmp_path / "numbers.toml"), []), tmp_path / "never")
+        run(load(str(tmp_path / "numbers.toml"), []), tmp_path / "never")
     (tmp_path / "numbers.toml").write_text(NUMBERS.replace("mse", "mes"))
     with pytest.raises(UsageError, match=r"data\.loss: .*did you mean 'mse'"):
-        recipes.load(str(tmp_path / "numbers.toml"), [])
+        load(str(tmp_path / "numbers.toml"), [])

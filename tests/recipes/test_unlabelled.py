@@ -6,7 +6,8 @@ from onnxruntime import InferenceSession
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.recipes import run as recipes
+from l0prune.recipes.reading import load
+from l0prune.recipes.run import run
 
 CODE = """
 import torch
@@ -58,7 +59,7 @@ def recipe(tmp_path):
 @pytest.mark.slow
 def test_a_run_learns_own_answers_in_a_network_cut_in_one_shot(recipe, tmp_path):
     folder = tmp_path / "run"
-    result = recipes.run(recipes.load(recipe, []), folder)
+    result = run(load(recipe, []), folder)
     dense = l0prune.load_model(f"{tmp_path}/own.py:net")
     assert result["params_before"] == sum(p.numel() for p in dense.parameters()) == 446
     fitted = l0prune.load(folder / "round-1" / "tuned.pt", dense)
@@ -78,7 +79,7 @@ def test_a_run_learns_own_answers_in_a_network_cut_in_one_shot(recipe, tmp_path)
 
 def test_a_round_is_fitted_or_learns(recipe):
     with pytest.raises(UsageError, match="either fit or finetune"):
-        recipes.load(recipe, ["fit={budget='macs=0.5'}"])
+        load(recipe, ["fit={budget='macs=0.5'}"])
 
 
 @pytest.mark.slow
@@ -87,4 +88,4 @@ def test_a_report_is_a_dict(recipe, tmp_path):
         RECIPE.replace("report", "nothing").replace("nothing =", "report =")
     )
     with pytest.raises(UsageError, match=r"must return a dict .*not a NoneType"):
-        recipes.run(recipes.load(recipe, []), tmp_path / "run")
+        run(load(recipe, []), tmp_path / "run")

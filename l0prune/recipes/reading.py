@@ -1,0 +1,89 @@
+"""Reading a recipe: one TOML file that says how to get from data to a small ONNX file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from l0prune.errors import UsageError
+from l0prune.files.consent import is_code
+from l0prune.recipes.schema import DataSection, ModelSection, Recipe
+
+BUILTIN = Path(__file__).parent / "builtin"
+
+
+def builtin() -> dict[str, Recipe]:
+    """The recipes that come with l0prune, by name."""
+    return {path.stem: load(str(path), []) for path in sorted(BUILTIN.glob("*.toml"))}
+
+
+def find(name: str) -> Path:
+    """The file of a recipe, given by path or by the name of a built-in one.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for path in (Path(name), BUILTIN / f"{name}.toml"):
+        if path.is_file():
+            return path
+    known = sorted(path.stem for path in BUILTIN.glob("*.toml"))
+    raise UsageError(f"there is no recipe {name!r}; built in are {', '.join(known)}.")
+
+
+def load(name: str, overrides: Sequence[str]) -> Recipe:
+    """Read a recipe and apply ``section.key=value`` overrides to it.
+
+    Raises:
+        UsageError: the file or an override is wrong; says where.
+    """
+    path = find(name)
+    try:
+        content = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    for override in overrides:
+        _override(content, override)
+    content.setdefault("name", path.stem)
+    try:
+        recipe = Recipe.model_validate(content)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise UsageError(f"{path} is no recipe:\n" + "\n".join(lines)) from error
+    sections = {name: _located(getattr(recipe, name), path.parent) for name in ("model", "data")}
+    report = recipe.report and _placed(recipe.report, path.parent)
+    return recipe.model_copy(update={**sections, "report": report})
+
+
+def _override(content: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    *sections, last = key.strip().split(".")
+    if not equals or not last:
+        raise UsageError(
+            f"{text!r} is no override: write section.key=value, e.g. finetune.epochs=5."
+        )
+    target = content
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UsageError(f"{text!r}: {section} is a value, not a section.")
+    try:
+        target[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        target[last] = value
+
+
+def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:
+    placed = {key: _placed(value, folder) for key, value in section if isinstance(value, str)}
+    return section.model_copy(update=placed)
+
+
+def _placed(spec: str, folder: Path) -> str:
+    """Relative paths of Python files start at the recipe; those that are not there, here."""
+    path, _, name = spec.rpartition(":")
+    if is_code(spec) and (folder / path).is_file():
+        return f"{(folder / path).resolve()}:{name}"
+    return spec
