@@ -4,7 +4,7 @@ Blocks are closed evenly, or widths by the magnitude of their weights, until hal
 left; the ONNX file is timed in ONNX Runtime in turns with the dense network's. Weights are
 random: nothing is learned here. 1.0 means that time goes as MACs do.
 
-    python -m benchmarks.depth [--networks resnet56 vit densenet121 inception_v3] [--share 0.5]
+    python -m benchmarks.depth [--networks resnet56 vit …] [--ways 'whole blocks' …] [--share 0.5]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import onnxruntime
 import torch
 from torch import Tensor, nn
-from torchvision.models import densenet121, inception_v3
+from torchvision import models
 from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
@@ -38,8 +38,13 @@ def vit() -> nn.Module:
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet56": (resnet56, 32),
     "vit": (vit, 32),
-    "densenet121": (densenet121, 224),
-    "inception_v3": (partial(inception_v3, init_weights=False), 299),
+    "resnet50": (models.resnet50, 224),
+    "mobilenet_v2": (models.mobilenet_v2, 224),
+    "densenet121": (models.densenet121, 224),
+    "efficientnet_b0": (models.efficientnet_b0, 224),
+    "convnext_tiny": (models.convnext_tiny, 224),
+    "vit_b_16": (models.vit_b_16, 224),
+    "inception_v3": (partial(models.inception_v3, init_weights=False), 299),
 }
 """How each is made, and the side of its images."""
 
@@ -96,6 +101,7 @@ def measure(name: str, way: str, share: float) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--share", type=float, default=0.5, help="of the MACs that is left")
     options = parser.parse_args()
     where = f"ONNX Runtime {onnxruntime.__version__}, one thread, batch 1"
@@ -103,7 +109,7 @@ def main() -> None:
     print("| network | cut | MACs left | dense ms | small ms | speed-up | of the ideal |")
     print("|---|---|---|---|---|---|---|")
     for name in options.networks:
-        for way in WAYS:
+        for way in options.ways:
             row = measure(name, way, options.share)
             print(
                 f"| {name} | {way} | {row['macs']:.1%} | {row['before']:.2f} | {row['after']:.2f} "
