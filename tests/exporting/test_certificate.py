@@ -10,7 +10,7 @@ from l0prune.exporting.certify.certificate import (
     compare_in_parts,
     compare_onnx,
 )
-from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.difference import common_scales, difference
 
 INPUTS = (((torch.linspace(-1, 1, 12).reshape(2, 6),), {}),)
 
@@ -73,6 +73,23 @@ def test_equal_infinities_are_no_difference():
     a = torch.tensor([1.0, float("-inf"), 2.0])
     assert difference(a, a.clone()) == 0
     assert difference(a, torch.tensor([1.0, 0.0, 2.0])) == float("inf")
+
+
+def test_the_scale_is_that_of_all_inputs_that_are_compared_together():
+    (x,), _ = INPUTS[0]
+    tiny = ((x * 1e-3,), {})
+    answers = answers_of(nn.Identity(), (*INPUTS, tiny))
+    assert [answer.scales for answer in answers] == [(1.0,), (1.0,)]
+    errors = [check.error for check in compare(answers, Plus(0.0, error=1e-12))]
+    assert errors[:2] == pytest.approx([1e-12, 1e-12], rel=1e-3)
+    (exact, _) = compare(answers_of(nn.Identity(), [tiny]), Plus(0.0, error=1e-14))
+    assert exact.error == pytest.approx(1e-11, rel=1e-3)  # alone it has its own
+
+
+def test_outputs_of_other_counts_keep_scales_of_their_own():
+    assert common_scales([torch.ones(2), [torch.ones(2), torch.ones(3)]]) == ()
+    assert common_scales([[torch.ones(2), -torch.ones(0)], [torch.tensor([-3.0]), 4]]) == ()
+    assert common_scales([torch.tensor([1.0, float("inf")]), torch.tensor([[-3.0]])]) == (3.0,)
 
 
 class Heads(nn.Module):

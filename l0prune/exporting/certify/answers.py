@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.difference import comparable, difference
+from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.lending import lent, read_of
 from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.output_names import tensor_names
@@ -31,6 +31,7 @@ class Answer:
         single: the same in float32.
         read: names of the parameters that its forward has read by now.
         names: what the tensors of its output are called.
+        scales: the largest value of each tensor over all inputs that were asked together.
     """
 
     inputs: Inputs
@@ -38,6 +39,7 @@ class Answer:
     single: Sequence[Any]
     read: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
+    scales: tuple[float, ...] = ()
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """The output in one of the two."""
@@ -46,7 +48,7 @@ class Answer:
     @property
     def rounding(self) -> float:
         """What rounding alone does to the model in float32."""
-        return difference(self.exact, self.single)
+        return largest(differences(self.exact, self.single, self.scales))
 
     def of_tensors(self) -> Answer:
         """The same without the numbers beside the tensors."""
@@ -66,8 +68,9 @@ def answers_of(model: nn.Module, inputs: Sequence[Inputs], path: str = "") -> tu
     """
     exact, names, read = _outputs(model, inputs, torch.float64, path)
     single, _, _ = _outputs(model, inputs, torch.float32, path)
+    scales = common_scales(exact)
     return tuple(
-        Answer(given, a, b, read, tuple(called))
+        Answer(given, a, b, read, tuple(called), scales)
         for given, a, b, called in zip(inputs, exact, single, names, strict=True)
     )
 

@@ -40,7 +40,8 @@ class Check:
             the own class, compared with that one).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
-        error: largest absolute difference over the largest absolute output.
+        error: largest absolute difference over the largest absolute output on all inputs that
+            were compared together.
         tolerance: what it must not exceed.
         part: the submodule that was compared, where not the whole model was.
         inputs: the shapes of the tensors that both were given.
@@ -238,7 +239,7 @@ def compare_onnx(
 
 
 def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part: str = "") -> Check:
-    errors = differences(answer.at(dtype), found)
+    errors = differences(answer.at(dtype), found, answer.scales)
     error = largest(errors)
     allowed = _allowed(answer, error, dtype)
     size, shapes = examples_in(answer.inputs), _shapes(answer.inputs)
