@@ -21,6 +21,8 @@ from l0prune.cost.limits import LimitsLike, limits
 from l0prune.cost.measures import Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
+from l0prune.objective.balance import Balance
+from l0prune.objective.together import Together
 from l0prune.selection.blocks import Widths
 from l0prune.selection.fit import blocks_for, meet
 
@@ -56,8 +58,8 @@ class Budget:
         wanted: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several.
         steps: in which the gates learn.
-        rate: of ascent: a multiplier grows by ``rate·g`` a step where the loss is about 1; None
-            to choose it by ``steps``.
+        rate: of ascent: a step adds ``rate·g`` of what pulls at the gates as hard as the loss does;
+            None to choose it by ``steps``.
         ramp: part of the steps in which the target sinks from the dense count to the budget.
         round_to: open slots of an axis come in multiples of this; see ``fit``.
         latency: a table of times, for a budget in latency, or for ``round_to``.
@@ -93,15 +95,19 @@ class Budget:
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
         self._excess: Tensor | None = None
+        self._together: Together | None = None
+        self._balance = Balance()
 
     def lagrangian(self, p: Tensor) -> Tensor:
         """Σ λᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
             self._shares = self._shares.to(p.device)
-        shares = torch.stack([bound.expected_share(p) for bound in self.bounds])
+        counted = p if self._together is None else self._together.least(p)
+        shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
         excess = shares / self.targets.to(p.dtype) - 1
         self._excess = excess.detach()
+        self._balance.look(self.done, p, excess)
         return torch.dot(self.multipliers.to(p.dtype), excess)
 
     @property
@@ -116,12 +122,18 @@ class Budget:
         return self._shares**passed
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, scale: float | Tensor = 1.0) -> None:
         """Ascend: to be called between ``loss.backward()`` and the optimizer's step.
 
-        The gradient of the gates is divided by 1 + Σλᵢ, which leaves its direction. Large
-        multipliers would else fill the memory of an adaptive optimizer, and once they are back at
-        0 the gates would stand still.
+        The gradient of the gates keeps its direction and gets the size that the loss alone gives
+        it. An adaptive optimizer remembers what it was before: it would else stand still while
+        multipliers are large, or once they are back at 0.
+
+        Slots that are cut in whole blocks get one log α between them, if their gates do not all
+        start alike, and the mean gradient of their block.
+
+        Args:
+            scale: by which gradients are multiplied, where a loss scaler is not yet undone.
 
         Raises:
             UsageError: this step's loss had no part of this budget.
@@ -130,9 +142,20 @@ class Budget:
             raise UsageError(
                 "this budget was not part of the last loss: add l0prune.penalty(model, budget)"
             )
-        if self._gates.log_alpha.grad is not None:
-            self._gates.log_alpha.grad /= 1 + self.multipliers.sum()
-        self.multipliers = _ascended(self.multipliers, self._excess.float(), self._rate)
+        gates = self._gates
+        log_alpha, gradient = gates.log_alpha, gates.log_alpha.grad
+        if self.done == 0 and max(self._blocks, default=1) > 1 and not gates.stand_alike():
+            self._together = Together(gates.plan, self._blocks, log_alpha)
+            log_alpha.copy_(self._together.mean(log_alpha))
+        if gradient is not None:
+            self._balance.weigh(
+                self.done, gates.gate, log_alpha, gradient / scale, self.multipliers
+            )
+            gradient /= 1 + self.multipliers.sum() * self._balance.weight
+            if self._together is not None:
+                gradient.copy_(self._together.mean(gradient))
+        unit = 1 / self._balance.weight
+        self.multipliers = _ascended(self.multipliers, self._excess.float(), self._rate, unit)
         self._excess = None
         self.done += 1
 
@@ -164,20 +187,29 @@ class Budget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The multipliers and the steps done."""
-        return {"multipliers": self.multipliers.cpu(), "done": self.done}
+        """The multipliers, the steps done, what budgets weigh, and which slots are together."""
+        return {
+            "multipliers": self.multipliers.cpu(),
+            "done": self.done,
+            "weight": self._balance.weight.cpu(),
+            "blocks": None if self._together is None else self._together.numbers,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what ``state_dict`` gave."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
+        self._balance.weight = state["weight"]
+        if (numbers := state["blocks"]) is not None:
+            self._together = Together(self._gates.plan, self._blocks, -numbers)
 
 
-def _ascended(multipliers: Tensor, excess: Tensor, rate: float) -> Tensor:
+def _ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:
     """One step of ascent; 0 where the budget is met.
 
-    A multiplier grows in proportion to itself once it is large, since nobody knows beforehand
-    how steep the loss is; and no faster however far off the budget is, since gates need time.
+    A multiplier of one ``unit`` pulls at the gates as hard as the loss does. It grows in proportion
+    to itself once it is larger, since some gates resist more than others; and no faster however far
+    off the budget is, since gates need time.
     """
-    grown = multipliers + rate * excess.clamp(max=_FAR) * (1 + multipliers)
+    grown = multipliers + rate * excess.clamp(max=_FAR) * (unit + multipliers)
     return torch.where(excess > 0, grown.clamp(max=_LARGEST), 0.0)

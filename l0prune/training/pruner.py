@@ -241,7 +241,7 @@ class Pruner:
         if self.phase == "settle":
             log_alpha.grad = None  # so that no optimizer moves them
         elif self.budget is not None:
-            self.budget.step()
+            self.budget.step(scale)
         if self._own is not None:
             self._own.step(scale)
         return None if extra is None else extra.detach()

@@ -5,6 +5,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.objective.budget import Budget
+from l0prune.objective.together import Together
 
 
 def gated():
@@ -67,6 +68,68 @@ def test_the_gradient_of_the_gates_keeps_its_direction_and_its_scale():
     before = log_alpha.grad.clone()
     budget.step()
     torch.testing.assert_close(log_alpha.grad, before / 100)
+
+
+def test_the_gradient_of_the_gates_has_the_size_that_the_loss_gives_it():
+    """(a + λ·b) / (1 + λ·|b|/|a|), whose norm is |a| at most, and next to it for a large λ."""
+    model = gated()
+    at(model, 0.5)
+    log_alpha = l0prune.gates(model).log_alpha
+    budget = Budget(model, "params=0.5", steps=10, ramp=0.0)
+    p = l0prune.gates(model).open_probability()
+    (b,) = torch.autograd.grad(budget.bounds[0].expected_share(p) / 0.5 - 1, log_alpha)
+    for multiplier, scale in ((0.0, 1.0), (7.0, 1.0), (7.0, 1024.0), (900.0, 1.0)):
+        log_alpha.grad = None
+        budget = Budget(model, "params=0.5", steps=10, ramp=0.0)
+        budget.multipliers = torch.tensor([multiplier])
+        a = 1e-3 * torch.arange(1.0, 1 + len(log_alpha))
+        loss = log_alpha @ a + l0prune.penalty(model, budget)
+        (scale * loss).backward()
+        budget.step(scale)
+        weight = b.norm() / a.norm()
+        expected = (a + multiplier * b) / (1 + multiplier * weight)
+        torch.testing.assert_close(log_alpha.grad / scale, expected, rtol=2e-3, atol=1e-7)
+        assert float(log_alpha.grad.norm() / scale) <= float(a.norm()) * 1.001
+
+
+def test_slots_that_are_cut_in_blocks_learn_in_blocks():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2)
+    model = l0prune.gate(nn.Sequential(*layers), (torch.randn(2, 4),), include=["0"])
+    gates = l0prune.gates(model)
+    gates.lean(torch.rand(16))
+    budget = Budget(model, "params=0.5", steps=10, round_to=4, ramp=0.0)
+    blocks = gates.log_alpha.detach().argsort(descending=True).reshape(4, 4)
+    optimizer = torch.optim.Adam(l0prune.param_groups(model, gate_lr=0.5))
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 4)).square().mean() + l0prune.penalty(model, budget)
+        loss.backward()
+        budget.step()
+        optimizer.step()
+        assert all(len(gates.log_alpha[block].unique()) == 1 for block in blocks)
+    assert len(gates.log_alpha.unique()) == 4
+    other = Budget(model, "params=0.5", steps=10, round_to=4)
+    other.load_state_dict(budget.state_dict())
+    assert torch.equal(other.state_dict()["blocks"], budget.state_dict()["blocks"])
+    budget.fit()
+    assert int(gates.open().sum()) == 4  # 7 params a neuron, 57 in all
+
+
+def test_one_block_of_each_axis_counts_as_sure_to_stay():
+    layers = nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)
+    plan = l0prune.gates(l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 3))).plan
+    sizes = [axis.size for axis in plan.axes]
+    p = torch.arange(1.0, 1 + plan.size).div(20).requires_grad_()
+    together = Together(plan, [2] + [1] * (len(sizes) - 1), p.detach())
+    counted = together.least(together.mean(p))
+    first = plan.axes[0].slice
+    pairs = p.detach()[first].reshape(-1, 2).mean(1)
+    expected = [float(pairs[0])] * 2 + [1.0, 1.0] if sizes[0] == 4 else None
+    assert counted[first].tolist() == pytest.approx(expected)
+    assert torch.equal(counted[sizes[0] :], p[sizes[0] :])  # no blocks, as they were
+    (gradient,) = torch.autograd.grad(counted.sum(), p)
+    assert gradient.tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0] + [1.0] * (plan.size - 4))
 
 
 def test_multipliers_go_on_where_they_were():
