@@ -199,8 +199,8 @@ class Budget:
         """Take up what ``state_dict`` gave."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
-        self._balance.weight = state["weight"]
-        if (numbers := state["blocks"]) is not None:
+        self._balance.weight = state.get("weight", self._balance.weight)
+        if (numbers := state.get("blocks")) is not None:
             self._together = Together(self._gates.plan, self._blocks, -numbers)
 
 
