@@ -7,6 +7,7 @@ to a share of the dense network's time: one thread, batch 1. Files are written b
 for all ways alike, and timed in turns with the dense network's. The ways:
 
 - ``l0prune``: gates learn under ``budget="latency=…"``, for half of the epochs;
+- ``l0prune-8``: the same with ``round_to=8``, where the table says what the runtime likes;
 - ``l0prune-branches``: only whole branches have gates; ``l0prune-both``: they do beside the widths,
   and are decided after a part ``decide`` of the steps in which gates learn, its default, all of it
   (``-late``) or less (``-early``);
@@ -201,6 +202,7 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
+    "l0prune-8": partial(in_latency, round_to=8),
     "l0prune-branches": partial(in_latency, gates=BRANCHES),
     "l0prune-both": partial(in_latency, gates=BOTH),
     "l0prune-both-late": partial(in_latency, gates=BOTH, decide=1.0),
