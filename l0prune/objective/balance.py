@@ -9,11 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from l0prune.gating.kinds.base import Gate
-
 _EVERY = 10  # steps
 _KEPT = 0.9  # of what was found before
-_ROUNDING = 1e-4  # of the budgets' gradient, below which nothing is known of the loss'
+_ROUNDING = 1e-4  # of the budgets' gradient, below which nothing is known of the loss
 
 
 class Balance:
@@ -25,41 +23,35 @@ class Balance:
 
     def __init__(self) -> None:
         self.weight = torch.tensor(1.0)
-        self._pulls: list[Tensor] = []
+        self._pulls: Tensor | None = None
 
-    def look(self, done: int, p: Tensor, excess: Tensor) -> None:
+    def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
         """Every few steps, ``done`` so far: note the gradients of what each budget is exceeded by.
 
         Args:
             done: steps done.
-            p: open probabilities, on the way from log α to ``excess``.
+            log_alpha: of the gates.
             excess: of each budget, shape ``(k,)``.
         """
         if done % _EVERY == 0 and excess.requires_grad:
-            self._pulls = [
-                torch.autograd.grad(each, p, retain_graph=True)[0] for each in excess.unbind()
-            ]
+            pulls = (
+                torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
+                for each in excess.unbind()
+            )
+            self._pulls = torch.stack([*pulls])
 
-    def weigh(
-        self, done: int, gate: Gate, log_alpha: Tensor, gradient: Tensor, multipliers: Tensor
-    ) -> None:
+    def weigh(self, done: int, gradient: Tensor, multipliers: Tensor) -> None:
         """After ``look``: the weight, by the gradient for log α of loss and budgets together.
 
-        Nothing waits for the device. Where one of the two is next to nothing,
-        the weight stays.
+        Nothing waits for the device. Where one of the two is next to nothing, the weight stays.
         """
-        if not self._pulls:
+        if self._pulls is None:
             return
-        at = log_alpha.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(gate.open_probability(at).sum(), at)
-        pulls = [pull.to(slope.dtype) * slope for pull in self._pulls]
-        stacked = torch.stack(pulls)
-        priced = multipliers.to(slope.dtype) @ stacked
+        priced = multipliers.to(self._pulls.dtype) @ self._pulls
         of_loss = (gradient - priced).norm()
-        found = stacked.sum(0).norm() / of_loss
+        found = self._pulls.sum(0).norm() / of_loss
         weight = self.weight.to(found)
         mean = found if done == 0 else weight**_KEPT * found ** (1 - _KEPT)
         is_told = (found > 0) & (of_loss > _ROUNDING * priced.norm())
         self.weight = torch.where(is_told, mean, weight)
-        self._pulls = []
+        self._pulls = None

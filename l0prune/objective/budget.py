@@ -107,7 +107,7 @@ class Budget:
         shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
         excess = shares / self.targets.to(p.dtype) - 1
         self._excess = excess.detach()
-        self._balance.look(self.done, p, excess)
+        self._balance.look(self.done, self._gates.log_alpha, excess)
         return torch.dot(self.multipliers.to(p.dtype), excess)
 
     @property
@@ -148,9 +148,7 @@ class Budget:
             self._together = Together(gates.plan, self._blocks, log_alpha)
             log_alpha.copy_(self._together.mean(log_alpha))
         if gradient is not None:
-            self._balance.weigh(
-                self.done, gates.gate, log_alpha, gradient / scale, self.multipliers
-            )
+            self._balance.weigh(self.done, gradient / scale, self.multipliers)
             gradient /= 1 + self.multipliers.sum() * self._balance.weight
             if self._together is not None:
                 gradient.copy_(self._together.mean(gradient))
