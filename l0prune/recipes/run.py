@@ -155,7 +155,7 @@ def _pruned(
     if not tuned.exists():
         model = l0prune.load(gated, copied(network))
         info = l0prune.read_info(gated)
-        times = _times(recipe, model, folder)
+        times = _times(recipe, model, folder) if part.goes_by_times else {}
         if part.fit is None:
             settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
             with stage("fine-tuning with gates"):

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from l0prune.cost.limits import limits
+from l0prune.cost.measures import Latency
 from l0prune.errors import UsageError
 from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
@@ -110,6 +112,18 @@ class RoundSection(_Section):
             )
         return self
 
+    @property
+    def limited(self) -> set[str]:
+        """Names of the measures that its budget is about."""
+        budget = self.finetune.get("budget") if self.fit is None else self.fit.budget
+        return set() if budget is None else {limit.measure for limit in limits(budget)}
+
+    @property
+    def goes_by_times(self) -> bool:
+        """Would a latency table change what is cut: by the budget, or by the widths it likes?"""
+        asked = self.finetune.get("round_to") if self.fit is None else self.fit.round_to
+        return Latency.name in self.limited or asked in (None, "auto")
+
 
 class LatencySection(_Section):
     """What milliseconds are of, for budgets in latency: ``l0prune.measure`` on this machine."""
@@ -137,8 +151,8 @@ class Recipe(RoundSection):
     Where a stage distils, the dense network teaches. ``report`` is a ``file.py:function`` that
     measures more than the metric: of the dense network and the path of the ONNX file it returns
     what is to be said, by name.
-    With ``latency`` each round's network is timed before its gates learn, so that budgets may be
-    in milliseconds.
+    With ``latency`` the network of each round that could go by it is timed before its gates learn,
+    so that budgets may be in milliseconds.
     """
 
     name: str
@@ -152,3 +166,12 @@ class Recipe(RoundSection):
     report: str | None = None
     latency: LatencySection | None = None
     export: ExportSection = Field(default_factory=ExportSection)
+
+    @model_validator(mode="after")
+    def _has_times_for_budgets_in_them(self) -> Recipe:
+        if self.latency is None and any(Latency.name in p.limited for p in (*self.rounds, self)):
+            raise ValueError(
+                "a budget in latency needs times of the network: add a section [latency], or "
+                "latency.threads=1"
+            )
+        return self

@@ -198,6 +198,22 @@ def folder(done, tmp_path):
     return shutil.copytree(done[0], tmp_path / "run", copy_function=shutil.copy2)
 
 
+def test_a_budget_in_latency_wants_times():
+    asked = ["finetune.budget=latency=1ms"]
+    with pytest.raises(UsageError, match=r"add a section \[latency\], or latency\.threads=1"):
+        load("digits-lenet", asked)
+    with pytest.raises(UsageError, match=r"latency\.threads=1"):
+        load("digits-lenet", ["rounds=[{fit={budget='latency=0.5'}}]"])
+    assert load("digits-lenet", [*asked, "latency.threads=1"]).goes_by_times
+
+
+def test_only_what_could_go_by_times_is_timed():
+    recipe = load("crepe", ["finetune.budget=latency=1ms", "latency.threads=1"])
+    assert [part.goes_by_times for part in (*recipe.rounds, recipe)] == [False, True]
+    assert not load("crepe", []).goes_by_times  # widths in sixteens
+    assert load("digits-lenet", []).goes_by_times  # widths that a runtime likes
+
+
 def test_a_run_says_its_stages(done):
     assert done[2] == [
         "loading the data",
