@@ -103,6 +103,8 @@ class Budget:
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
             self._shares = self._shares.to(p.device)
+            if self._together is not None:
+                self._together.move(p.device)
         counted = p if self._together is None else self._together.least(p)
         shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
         excess = shares / self.targets.to(p.dtype) - 1
@@ -190,7 +192,7 @@ class Budget:
             "multipliers": self.multipliers.cpu(),
             "done": self.done,
             "weight": self._balance.weight.cpu(),
-            "blocks": None if self._together is None else self._together.numbers,
+            "blocks": None if self._together is None else self._together.numbers.cpu(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -199,7 +201,9 @@ class Budget:
         self.done = state["done"]
         self._balance.weight = state.get("weight", self._balance.weight)
         if (numbers := state.get("blocks")) is not None:
-            self._together = Together(self._gates.plan, self._blocks, -numbers)
+            self._together = Together(
+                self._gates.plan, self._blocks, -numbers.to(self.multipliers.device)
+            )
 
 
 def _ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:

@@ -24,33 +24,39 @@ class Together:
     Args:
         plan: of the network.
         blocks: for each axis, how many slots open and close together.
-        worth: by which slots are put beside each other; shape ``(plan.size,)``.
+        worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
+            where it is.
     """
 
     def __init__(self, plan: Plan, blocks: Sequence[int], worth: Tensor) -> None:
-        self.numbers = torch.zeros(plan.size, dtype=torch.long)
-        self._axis = torch.zeros(plan.size, dtype=torch.long)
-        self._stays = torch.zeros(plan.size, dtype=torch.bool)
+        order = worth.detach().cpu()
+        numbers, axes = (torch.zeros(plan.size, dtype=torch.long) for _ in range(2))
+        stays = torch.zeros(plan.size, dtype=torch.bool)
         for number, (axis, block) in enumerate(zip(plan.axes, blocks, strict=True)):
-            ranks = worth[axis.slice].cpu().argsort(descending=True, stable=True).argsort()
-            self.numbers[axis.slice] = axis.start + ranks // block
-            self._axis[axis.slice] = number
-            self._stays[axis.slice] = block > 1 and number not in plan.closing
+            ranks = order[axis.slice].argsort(descending=True, stable=True).argsort()
+            numbers[axis.slice] = axis.start + ranks // block
+            axes[axis.slice] = number
+            stays[axis.slice] = block > 1 and number not in plan.closing
         self._count = len(plan.axes)
+        self.numbers, self._axes, self._stays = numbers, axes, stays
+        self._sizes = numbers.bincount(minlength=plan.size)[numbers]
+        self.move(worth.device)
+
+    def move(self, device: torch.device) -> None:
+        """Keep the blocks there, so that no step has to bring them."""
+        self.numbers, self._axes = self.numbers.to(device), self._axes.to(device)
+        self._stays, self._sizes = self._stays.to(device), self._sizes.to(device)
 
     def mean(self, values: Tensor) -> Tensor:
         """For each slot the mean of its block; shape ``(plan.size,)``."""
-        numbers = self.numbers.to(values.device)
-        zeros = torch.zeros_like(values)
-        counts = zeros.index_add(0, numbers, torch.ones_like(values))
-        return (zeros.index_add(0, numbers, values) / counts.clamp_min(1))[numbers]
+        sums = torch.zeros_like(values).index_add(0, self.numbers, values)
+        return sums[self.numbers] / self._sizes
 
     def least(self, p: Tensor) -> Tensor:
         """The same chances to be open, but 1 for the block of each axis that is likeliest to stay.
 
         Axes that may close completely, and those without blocks, are as they were.
         """
-        axis, stays = self._axis.to(p.device), self._stays.to(p.device)
-        of_axes = p.new_zeros(self._count)
-        most = of_axes.scatter_reduce(0, axis, p.detach(), "amax")[axis]
-        return torch.where(stays & (p.detach() >= most), 1.0, p)
+        now = p.detach()
+        most = now.new_zeros(self._count).scatter_reduce(0, self._axes, now, "amax")[self._axes]
+        return torch.where(self._stays & (now >= most), 1.0, p)
