@@ -19,7 +19,8 @@ from l0prune.plan.layout import Layout, axes_of
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch, switches_by_module, under_switches
 from l0prune.timing.groups import Group
-from l0prune.timing.sampling import preferred_blocks, slots_of
+from l0prune.timing.preferred import preferred_blocks
+from l0prune.timing.sampling import slots_of
 from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
 
 Observe = Callable[[Tensor], float]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, cycle, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain, cycle
 from operator import ge
 
 import torch
 from torch import Tensor
 
 from l0prune.plan.plan import Axis, Plan
-from l0prune.selection.blocks import beside_maps, blocks_of, have_widths
+from l0prune.selection.blocks import beside_maps
 from l0prune.timing.sizes import SizeFinder
 
 _TRIES = 50
@@ -18,9 +18,6 @@ _MOST = 7  # networks by which dims are told apart
 _NARROWEST = 0.1  # of an axis, in samples
 _STEPS = (8, 16, 32)  # what runtimes like widths to be multiples of
 _ALIGNED = (0.0, 0.5, 1.0)
-_BLOCKS = (1, 4, 8, 16, 32)
-_TRIED = 12  # networks by which blocks are compared
-_WORTH = 1e-4  # by which a block has to be better
 Widths = list[int]
 """The number of open slots of each axis."""
 
@@ -115,40 +112,3 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
 def all_slots(plan: Plan) -> Tensor:
     """Every slot; bool, flat."""
     return torch.ones(plan.size, dtype=torch.bool)
-
-
-def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
-    """For each axis the block that makes networks fastest when its widths are rounded up to it.
-
-    Widths that are rounded up hold more; where they also take less time, nothing speaks for others.
-    From the best block for all axes, each axis in turn takes a better one of its own. Slots whose
-    number is no width are counted one by one.
-
-    Args:
-        plan: of the network.
-        time: milliseconds by widths.
-    """
-    tried = list(islice(sampled_widths(plan, seed=1, aligned=(0.0,)), _TRIED))
-
-    def total(blocks: Sequence[int]) -> float:
-        return sum(time(_rounded_up(plan, widths, blocks)) for widths in tried)
-
-    best = min((blocks_of(plan, block, ()) for block in _BLOCKS), key=total)
-    least = total(best)
-    for number, has_widths in enumerate(have_widths(plan)):
-        if not has_widths:
-            continue
-        for block in _BLOCKS:
-            if block == best[number] or block > plan.axes[number].size:
-                continue
-            other = [*best[:number], block, *best[number + 1 :]]
-            if (found := total(other)) < least * (1 - _WORTH):
-                best, least = other, found
-    return best
-
-
-def _rounded_up(plan: Plan, widths: Widths, blocks: Sequence[int]) -> Widths:
-    return [
-        min(axis.size, -(-width // block) * block)
-        for axis, width, block in zip(plan.axes, widths, blocks, strict=True)
-    ]
