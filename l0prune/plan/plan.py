@@ -193,13 +193,24 @@ class Plan:
         for number, switch in self.closing.items():
             if not kept[self.axes[number].slice].any():
                 kept[self.axes[switch].start] = False
-        for axis in self.axes:
-            if axis.kind != KIND and not kept[axis.slice].any():
-                kept[axis.start] = True
+        for number in self._without_any(kept):
+            if self.axes[number].kind != KIND:
+                kept[self.axes[number].start] = True
         for wide, narrow in self.wider:
             self._widen(kept, wide, int(self.mask(narrow, kept).sum()) + 1)
         self._align(kept)
         return kept
+
+    def _without_any(self, kept: Tensor) -> list[int]:
+        """The numbers of the axes of which no slot stays."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), kept.cumsum(0)])[self._bounds]
+        numbers: list[int] = (before[1:] == before[:-1]).nonzero().flatten().tolist()
+        return numbers
+
+    @cached_property
+    def _bounds(self) -> Tensor:
+        """Where each axis starts in the flat vector of all gates, and the end of the last one."""
+        return torch.tensor([*(axis.start for axis in self.axes), self.size])
 
     @cached_property
     def closing(self) -> dict[int, int]:

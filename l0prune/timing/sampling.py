@@ -98,14 +98,20 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
     They are the first ones, but for single inputs that are cut beside whole maps. Those are spread
     over the maps, as gates leave them: the first ones would close whole maps, and the file would
     not have the node that picks inputs. The first map, which stays, always lacks some.
+
+    Raises:
+        ValueError: there are more or fewer widths than axes.
     """
-    open_ = torch.zeros(plan.size, dtype=torch.bool)
-    spread = beside_maps(plan)
-    for number, (axis, width) in enumerate(zip(plan.axes, widths, strict=True)):
-        slots = torch.arange(width)
-        if number in spread:
-            slots = axis.size - 1 - slots * axis.size // width
-        open_[axis.start + slots] = True
+    if len(widths) != len(plan.axes):
+        raise ValueError(f"{len(widths)} widths are given for {len(plan.axes)} axes")
+    sizes = torch.tensor([axis.size for axis in plan.axes])
+    starts = torch.tensor([axis.start for axis in plan.axes])
+    place = torch.arange(plan.size) - starts.repeat_interleave(sizes)
+    open_ = place < torch.tensor(widths).repeat_interleave(sizes)
+    for number in beside_maps(plan):
+        axis, slots = plan.axes[number], torch.arange(widths[number])
+        open_[axis.slice] = False
+        open_[axis.start + axis.size - 1 - slots * axis.size // widths[number]] = True
     return open_
 
 
