@@ -43,9 +43,9 @@ PATH = ROOT / "runs" / "compaction.jsonl"
 EPOCHS, CLASSES = 10, 10
 BUDGETS = (0.5, 0.25)
 GATES: dict[str, dict[str, Any]] = {
-    "widths": {},
+    "widths": {"branches": False},
     "branches": {"branches": True, "exclude": "*"},
-    "both": {"branches": True},
+    "both": {},
 }
 KEY = ("network", "gates", "budget", "compact")
 

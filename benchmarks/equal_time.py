@@ -6,15 +6,15 @@ As ``benchmarks.cifar`` (networks, data, training, what the options mean), but e
 to a share of the dense network's time: one thread, batch 1. Files are written by torch.onnx.export
 for all ways alike, and timed in turns with the dense network's. The ways:
 
-- ``l0prune``: gates learn under ``budget="latency=…"``, for half of the epochs;
-- ``l0prune-8``: the same with ``round_to=8``, where the table says what the runtime likes;
-- ``l0prune-branches``: only whole branches have gates; ``l0prune-both``: they do beside the widths,
-  and are decided after a part ``decide`` of the steps in which gates learn, its default, all of it
-  (``-late``) or less (``-early``);
-- ``l0prune-macs-8``: gates learn under ``budget="macs=…"`` with ``round_to=8``;
+- ``l0prune``: gates of widths and whole branches learn under ``budget="latency=…"``, for half of
+  the epochs; branches are decided after a part ``decide`` of the steps in which gates learn, its
+  default, all of it (``-late``) or less (``-early``);
+- ``l0prune-branches``: only whole branches have gates; ``l0prune-widths``: only widths do;
+- ``l0prune-8``: these with ``round_to=8``, where the table says what the runtime likes;
+- ``l0prune-macs-8``: these under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
 - ``l0prune-depth-first``: branches go at once by the score ``removal`` down to the square root of
-  the share; then gates learn as in ``-both``;
+  the share; then gates learn as in ``l0prune``;
 - ``fisher``: our one-shot score, ``fit`` to the budget in latency; of whole branches alone
   (``-branches``) or beside the widths (``-both``); ``removal-branches``: of these alone by that;
 - ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
@@ -53,8 +53,9 @@ from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
 
-BOTH = {"branches": True}  # beside widths
-BRANCHES = {**BOTH, "exclude": "*"}
+WIDTHS = {"branches": False}
+BRANCHES = {"branches": True, "exclude": "*"}
+BOTH: dict[str, Any] = {}
 SECONDS = 2.0  # of a look at a file
 TRIES = 7
 
@@ -107,10 +108,10 @@ def in_latency(
     share: float,
     job: Job,
     clock: Clock,
-    gates: Mapping[str, Any] | None = None,
+    gates: Mapping[str, Any] = BOTH,
     **settings: Any,
 ) -> Cut:
-    l0prune.gate(model, (job.example(),), **(gates or {}))
+    l0prune.gate(model, (job.example(),), **gates)
     settings |= {"budget": f"latency={share}", "latency": l0prune.measure(model)}
     return with_gates(model, job, **settings)
 
@@ -130,10 +131,10 @@ def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
 
 
 def looked(
-    model: nn.Module, job: Job, how: str = "fisher", gates: Mapping[str, Any] | None = None
+    model: nn.Module, job: Job, how: str = "fisher", gates: Mapping[str, Any] = WIDTHS
 ) -> tuple[Tensor, float]:
     """Scores of a model that is gated by this, and what they cost in epochs of the dense one."""
-    l0prune.gate(model, (job.example(),), **(gates or {}))
+    l0prune.gate(model, (job.example(),), **gates)
     looks, cost = job.looks, 1.0
     if how == "removal":  # a forward for each branch, and one without any; a step takes three
         looks |= {"batches": max(1, looks["batches"] // 10)}
@@ -156,7 +157,7 @@ def scored(
     clock: Clock,
     how: str = "fisher",
     per: str = "",
-    gates: Mapping[str, Any] | None = None,
+    gates: Mapping[str, Any] = WIDTHS,
 ) -> Cut:
     whole = macs(model, job.example())
     (scores, spent), table = looked(model, job, how, gates), l0prune.measure(model)
@@ -165,7 +166,8 @@ def scored(
         scores = scores / marginal(plan, f"latency={share}", table)
     if per == "ms-macs":
         scores = scores * marginal(plan, "macs=0.5")
-    l0prune.fit(model, f"latency={share}", scores, latency=table)
+    kinds = {axis.kind for axis in plan.axes}  # branches, too, if they have gates
+    l0prune.fit(model, f"latency={share}", scores, latency=table, kinds=sorted(kinds))
     return trained(l0prune.export(model).module, whole, job, spent=spent)
 
 
@@ -202,11 +204,11 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
-    "l0prune-8": partial(in_latency, round_to=8),
+    "l0prune-late": partial(in_latency, decide=1.0),
+    "l0prune-early": partial(in_latency, decide=0.4),
     "l0prune-branches": partial(in_latency, gates=BRANCHES),
-    "l0prune-both": partial(in_latency, gates=BOTH),
-    "l0prune-both-late": partial(in_latency, gates=BOTH, decide=1.0),
-    "l0prune-both-early": partial(in_latency, gates=BOTH, decide=0.4),
+    "l0prune-widths": partial(in_latency, gates=WIDTHS),
+    "l0prune-8": partial(in_latency, gates=WIDTHS, round_to=8),
     "l0prune-depth-first": depth_first,
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),

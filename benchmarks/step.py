@@ -91,11 +91,13 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     torch.manual_seed(0)
     inputs, labels = torch.randn(BATCH, *shape), torch.randint(0, 10, (BATCH,))
     plain = make().train()
-    gated, settled = (l0prune.gate(copy.deepcopy(plain), (inputs[:2],)) for _ in range(2))
+    gated, settled = (
+        l0prune.gate(copy.deepcopy(plain), (inputs[:2],), branches=False) for _ in range(2)
+    )
     l0prune.gates(settled).fixed = True
     models = {"plain": plain, "gated": gated, "settled": settled}
     if l0prune.gates(gated).plan.branches:
-        models["switched"] = l0prune.gate(copy.deepcopy(plain), (inputs[:2],), branches=True)
+        models["switched"] = l0prune.gate(copy.deepcopy(plain), (inputs[:2],))
     steps = {kind: stepper(model, inputs, labels, kind) for kind, model in models.items()}
     for step in steps.values():
         for _ in range(max(3, rounds // 10)):

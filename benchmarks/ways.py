@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
-from l0prune.training.start import batches
+from l0prune.plan.switches import switches_of
+from l0prune.training.start import batches, tried_on
 
 RATE = 0.01
 SGD = {"optimizer": "sgd", "lr": RATE, "weight_decay": 5e-4}
@@ -138,8 +139,10 @@ def dense(model: nn.Module, share: float, job: Job) -> Cut:
     return Cut(model, left)
 
 
-def learned(model: nn.Module, share: float, job: Job, **others: Any) -> Cut:
-    l0prune.gate(model, (job.example(),))
+def learned(
+    model: nn.Module, share: float, job: Job, branches: bool | None = None, **others: Any
+) -> Cut:
+    l0prune.gate(model, (job.example(),), branches=branches)
     return with_gates(model, job, budget=f"macs={share}", **others)
 
 
@@ -152,10 +155,17 @@ def with_gates(model: nn.Module, job: Job, distill: float = 0.0, **settings: Any
         l0prune.ungate(taught["teacher"])
     settings |= {"settle": SETTLE * first, "schedule": "settle", **taught}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
-    looks = batches(round((1 - SETTLE) * first * job.steps))
-    looked = looks / job.steps if settings.get("start", "auto") != "alike" else 0.0
+    looked = _looked(model, first, job) if settings.get("start", "auto") != "alike" else 0.0
     spent = first * run.records[-1]["training_macs"] + looked
     return trained(l0prune.export(model).module, whole, job, first, spent, **taught)
+
+
+def _looked(model: nn.Module, first: int, job: Job) -> float:
+    """What the scores from which gates start cost, in epochs of the dense network."""
+    learning = round((1 - SETTLE) * first * job.steps)
+    switches = int(switches_of(l0prune.gates(model).plan).sum())
+    tried = tried_on(learning, switches) * (1 + switches) / 3 if switches else 0.0
+    return (batches(learning) + tried) / job.steps
 
 
 def trained(
@@ -175,7 +185,7 @@ def trained(
 
 
 def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
-    l0prune.gate(model, (job.example(),))
+    l0prune.gate(model, (job.example(),), branches=False)
     l0prune.fit(model, f"macs={share}", l0prune.score(model, how, job.data, **job.looks))
     looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
     left = job.left(share, spent=looked)
@@ -213,7 +223,8 @@ WAYS: dict[str, Way] = {
     "dense": dense,
     "l0prune": learned,
     "l0prune-distill": partial(learned, distill=0.5),
-    "l0prune-alike": partial(learned, start="alike"),
+    "l0prune-widths": partial(learned, branches=False),
+    "l0prune-alike": partial(learned, branches=False, start="alike"),
     "tp-group-norm": group_norm,
     "tp-group-norm-uniform": partial(group_norm, uniform=True),
     "tp-group-sl": group_sl,

@@ -26,6 +26,7 @@ from l0prune.cli.options import (
     parse_setting,
 )
 from l0prune.cli.project import chosen, output_path
+from l0prune.errors import UsageError
 from l0prune.files.consent import remember_root
 from l0prune.gating import defaults
 
@@ -51,8 +52,8 @@ def gate(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
-    include: Annotated[list[str] | None, typer.Option(help="Globs of axes to gate.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Globs of axes to leave.")] = None,
+    include: Annotated[list[str] | None, typer.Option(help="Globs of what to gate.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Globs of what to leave whole.")] = None,
     open_probability: Annotated[
         float, typer.Option(help="How likely a gate is open at first.")
     ] = defaults.OPEN_PROBABILITY,
@@ -80,15 +81,18 @@ def gate(
     branches: Annotated[
         list[str] | None,
         typer.Option(
-            help="Globs of branches that get a gate of their own, so that all of a block can go: "
-            "'*' for all that `survey` finds."
+            help="Globs of the branches that get a gate of their own, so that all of a block can "
+            "go; by default all that `survey` finds and --include and --exclude leave."
         ),
     ] = None,
+    no_branches: Annotated[
+        bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
-    """Put a gate on every channel, neuron and head that can be cut, and save the gated model.
+    """Put a gate on every channel, neuron, head and branch that can be cut, and save the model.
 
     Freshly gated the model gives the same answers as before. Example:
 
@@ -97,7 +101,10 @@ def gate(
     spec, module = open_model(model, model_option, weights, trust_pickle)
     from l0prune.files.named_models import is_rebuildable  # loads torch, as do the next ones
     from l0prune.gating.kinds.base import gate_of, gate_to_dict
+    from l0prune.plan.branch import KIND
 
+    if branches and no_branches:
+        raise UsageError("--branches and --no-branches contradict each other: give one of them")
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec = chosen(data, "data")
     source = l0prune.load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
@@ -113,7 +120,7 @@ def gate(
         jitter=jitter,
         seed=seed,
         keep_class=keep_class.setting,
-        branches=branches or defaults.BRANCHES,
+        branches=False if no_branches else branches or defaults.BRANCHES,
         gate=chosen_gate,
         survey=found,
     )
@@ -124,12 +131,15 @@ def gate(
         remember_root(data_root)
     l0prune.save(module, target, {k: v for k, v in info.items() if v is not None})
     gates = l0prune.gates(module)
+    branches_gated = sum(axis.kind == KIND for axis in gates.plan.axes)
     result = {
         "file": str(target),
         "kind": gate_to_dict(gates.gate),
         "gates": gates.plan.size,
         "axes": len(gates.plan.axes),
+        "branches": branches_gated,
         "params": found.params,
         "macs": found.macs,
     }
-    emit(result, json, f"{target}: {gates.plan.size:,} gates on {len(gates.plan.axes)} axes")
+    whole = f", {branches_gated} of them whole branches" if branches_gated else ""
+    emit(result, json, f"{target}: {gates.plan.size:,} gates on {len(gates.plan.axes)} axes{whole}")

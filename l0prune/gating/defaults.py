@@ -5,6 +5,6 @@ OPEN_PROBABILITY = 0.99  # log α ≈ 3 with the default gate, whose eval value 
 JITTER = 0.01  # as in the paper
 SEED = 0
 KEEP_CLASS = True
-BRANCHES = False
+BRANCHES = None  # those that are included
 INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()

@@ -60,7 +60,7 @@ def gate(
     jitter: float = JITTER,
     seed: int = SEED,
     keep_class: KeepClass = KEEP_CLASS,
-    branches: bool | Globs = BRANCHES,
+    branches: bool | Globs | None = BRANCHES,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -76,9 +76,9 @@ def gate(
         kwargs: example keyword inputs.
         dynamic_shapes: sizes of the inputs that programs and files leave free beside the batch, in
             torch.export's format: ``{"input_ids": {1: "seq"}}``.
-        include: names of axes (``survey(model, args).axes``) to gate, or globs over them; one
-            text, or several.
-        exclude: the same of axes to leave whole, even if included.
+        include: names of axes and branches (``survey(model, args).axes``, ``.branches``) to gate,
+            or globs over them; one text, or several.
+        exclude: the same of those to leave whole, even if included.
         open_probability: P(z ≠ 0) to start from, or a mapping from globs of axis names to it:
             the first glob that matches an axis counts, and 0.99 where none does.
         jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
@@ -118,11 +118,13 @@ def gate(
         )
     found = inferred(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
-    if branches and keep_class == "native":
-        raise UsageError(
-            "branches need keep_class=True or False: where one is gone, its modules become a layer "
-            "that torch does not have (PassedBy)"
-        )
+    if keep_class == "native":
+        if branches:
+            raise UsageError(
+                "branches need keep_class=True or False: where one is gone, its modules become a "
+                "layer that torch does not have (PassedBy)"
+            )
+        branches = False
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude, branches)
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
@@ -167,32 +169,31 @@ def gates(model: nn.Module) -> Gates:
     return gates_of(model)
 
 
-def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs) -> Plan:
+def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs | None) -> Plan:
     """The part of the plan that the user wants gated, and switches on branches."""
-    with_switches = switched(plan, _branches(plan, branches))
-    if not with_switches.axes:
+    of_plan = [branch.name for branch in plan.branches]
+    if not plan.axes and (not of_plan or branches is False):
         reasons = "\n".join(f"  {pin.where}: {pin.reason}" for pin in plan.pins[:10])
         raise NothingToPrune(
             "nothing in this model can be cut out" + (f":\n{reasons}" if reasons else "")
         )
-    left_out = named(plan.names, exclude, "exclude", "axis of this model")
-    wanted = named(plan.names, include, "include", "axis of this model")
-    switches = with_switches.names[len(plan.names) :]
-    selected = with_switches.select({*wanted, *switches} - set(left_out))
+    names, what = list(plan.names), "axis of this model"
+    if branches is None:
+        names, what = [*names, *of_plan], "axis or branch of this model"
+    left_out = named(names, exclude, "exclude", what)
+    wanted = set(named(names, include, "include", what)).difference(left_out)
+    if isinstance(branches, bool):
+        wanted.update(of_plan if branches else ())
+    elif branches is not None:
+        wanted.update(named(of_plan, branches, "branches", "branch of this model"))
+    with_switches = switched(plan, wanted)
+    selected = with_switches.select(wanted.intersection(with_switches.names))
     if not selected.axes:
         raise NothingToPrune(
             f"no axis is left to gate with include={include!r}, exclude={exclude!r}; "
             f"the model's axes are {listed(plan.names)}"
         )
     return selected
-
-
-def _branches(plan: Plan, wanted: bool | Globs) -> list[str]:
-    """The names of the branches that get a switch."""
-    names = [branch.name for branch in plan.branches]
-    if isinstance(wanted, bool):
-        return names if wanted else []
-    return named(names, wanted, "branches", "branch of this model")
 
 
 def _initial(

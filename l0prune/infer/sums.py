@@ -112,8 +112,10 @@ class _Zeroing:
                     if self._is_zero(node, some):
                         return [name for names in some.values() for name in names]
         both = {**own, **computed}
-        if self._is_zero(node, both):
-            return [name for names in both.values() for name in names]
+        alone = ({operand: names} for operand, names in own.items())
+        for some in (both, *alone):
+            if self._is_zero(node, some):
+                return [name for names in some.values() for name in names]
         return None
 
     def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:

@@ -57,7 +57,7 @@ class GateSection(_Section):
     jitter: float = defaults.JITTER
     seed: int = defaults.SEED
     keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
-    branches: bool | list[str] = defaults.BRANCHES
+    branches: bool | list[str] | None = defaults.BRANCHES
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 

@@ -17,6 +17,7 @@ from l0prune.cost.limits import LimitsLike, limits
 from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
+from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import without_idle
 from l0prune.selection import fitted
@@ -57,7 +58,9 @@ def fit(
         fill: open more where the budget leaves room; else a network that is smaller may stay so.
         latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
         kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone);
-            those of the others stay as they are. By default all.
+            those of the others stay as they are. By default all; with ``scores`` all but branches,
+            if there are others: what a score says of a whole branch does not compare with what
+            it says of a slot.
 
     Returns:
         The amounts of the exported model, for each limit by its text: in parameters, in MACs, in
@@ -72,6 +75,8 @@ def fit(
     sources = () if latency is None else (latency,)
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
     asked = (kinds,) if isinstance(kinds, str) else kinds
+    if not asked and scores is not None:
+        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
     movable = _movable(gates.plan, gates.open().cpu(), asked)
     blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
     worth = gates.log_alpha.detach() if scores is None else scores

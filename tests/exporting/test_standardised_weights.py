@@ -144,3 +144,34 @@ def test_a_layer_of_which_nothing_is_left_is_no_division_by_zero():
         l0prune.gates(model).log_alpha.fill_(-5)
     dense = l0prune.export(model)
     torch.testing.assert_close(dense.module(X), model(X))
+
+
+def test_a_branch_that_ends_in_a_weight_norm_goes_by_its_norms():
+    """Weights of zero have the norm zero, and 0/0 is no number."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Conv2d(3, 6, 1), nn.Conv2d(6, 2, 1)
+            self.outer = weight_norm(nn.Conv2d(6, 6, 3, padding=1, bias=False))
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(x + self.outer(x).relu())
+
+    model = randomise(Block()).double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    (branch,) = l0prune.survey(model, x).plan.branches
+    assert len(branch.tensors) == 1
+    assert branch.tensors[0].endswith("original0")  # the norms
+    wanted = model.head(model.stem(x))
+    l0prune.gate(model, x)
+    gates = l0prune.gates(model)
+    with torch.no_grad():
+        gates.log_alpha[
+            [axis.kind == "branch" for axis in gates.axes for _ in range(axis.size)]
+        ] = -9
+    torch.testing.assert_close(model(x), wanted)
+    dense = l0prune.export(model)
+    assert dense.gone == (branch.name,)
+    torch.testing.assert_close(dense.module(x), wanted)

@@ -171,7 +171,7 @@ def test_what_only_closed_branches_need_is_as_narrow_as_can_be():
     scores = torch.rand(gates.plan.size, generator=torch.Generator().manual_seed(0)) + 1
     (switch,) = (axis for axis in gates.plan.axes if axis.name == "second")
     scores[switch.start] = 0
-    l0prune.fit(model, "params=0.8", scores)
+    l0prune.fit(model, "params=0.8", scores, kinds=sorted({axis.kind for axis in gates.axes}))
     left = {axis.name: int(axis.open.sum()) for axis in gates.axes}
     assert left["second"] == 0
     assert left["second.0"] == 1
@@ -180,3 +180,35 @@ def test_what_only_closed_branches_need_is_as_narrow_as_can_be():
     assert pruner.record()["dead"] == []
     said = pruner.doctor.after({**pruner.record(), "step": 1, "epoch": 1.0, "phase": "prune"})
     assert not [text for text in said.values() if "second.0" in text]
+
+
+def test_every_branch_has_a_gate_unless_somebody_says_otherwise():
+    def names(**kwargs):
+        gates = l0prune.gates(l0prune.gate(Nested().eval(), X[:2], **kwargs))
+        return {axis.name for axis in gates.axes if axis.kind == "branch"}
+
+    branches = {"inner", "down", "second"}
+    assert names() == names(branches=True) == branches
+    assert names(branches=False) == names(keep_class="native") == set()
+    assert names(include=["second*", "up"]) == {"second"}
+    assert names(exclude=["second", "in*"]) == {"down"}
+    assert names(include="up", branches=["down"]) == {"down"}
+    assert names(exclude="*", branches=True) == branches
+    with pytest.raises(UsageError, match=r"'sedond', which matches no axis or branch .*'second'"):
+        names(exclude="sedond")
+    with pytest.raises(UsageError, match="keep_class=True or False"):
+        names(keep_class="native", branches=True)
+
+
+def test_by_scores_branches_stay_unless_they_are_asked_for():
+    model = gated()
+    gates = l0prune.gates(model)
+    scores = 1 + torch.rand(gates.plan.size, generator=torch.Generator().manual_seed(0))
+    scores[switches_of(gates.plan)] = 0
+    l0prune.fit(model, "params=0.5", scores)
+    assert gates.open()[switches_of(gates.plan)].all()
+    gates.put(torch.ones(gates.plan.size, dtype=torch.bool))
+    with torch.no_grad():  # by what they have learned they may go
+        gates.log_alpha.copy_(5 * scores - 2)
+    l0prune.fit(model, "params=0.5", fill=False)
+    assert not gates.open()[switches_of(gates.plan)].all()

@@ -96,7 +96,7 @@ def test_fit_closes_the_last_slot_of_what_matters_least():
     scores = torch.ones(plan.size)
     (up,) = (axis for axis in plan.axes if axis.name == "up")
     scores[up.slice] = 0.1
-    l0prune.fit(model, "params=0.6", scores)
+    l0prune.fit(model, "params=0.6", scores, kinds=("branch", "neuron"))
     assert l0prune.export(model).gone == ("down",)
     assert not l0prune.gates(model).open()[up.slice].any()
 

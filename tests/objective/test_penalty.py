@@ -34,7 +34,11 @@ class Stream(nn.Module):
 def gated_stream():
     torch.manual_seed(0)
     return l0prune.gate(
-        Stream().double(), torch.randn(2, 3).double(), open_probability=0.7, jitter=1.0
+        Stream().double(),
+        torch.randn(2, 3).double(),
+        open_probability=0.7,
+        jitter=1.0,
+        branches=False,
     )
 
 

@@ -26,7 +26,7 @@ class Attention(nn.Module):
 @pytest.fixture(scope="module")
 def exported():
     torch.manual_seed(0)
-    model = l0prune.gate(Attention(), torch.randn(2, 3, 9, 9))
+    model = l0prune.gate(Attention(), torch.randn(2, 3, 9, 9), branches=False)
     gates = l0prune.gates(model)
     gates.put(torch.rand(gates.plan.size) > 0.4)
     return model, l0prune.export(model)

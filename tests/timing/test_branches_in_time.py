@@ -72,7 +72,7 @@ def test_a_budget_in_milliseconds_is_observed_without_a_branch(tmp_path):
     (switch,) = (axis for axis in l0prune.gates(model).axes if axis.kind == "branch")
     scores = torch.ones(l0prune.gates(model).plan.size)
     scores[switch.slice] = 0
-    l0prune.fit(model, "latency=0.8", scores, latency=table)
+    l0prune.fit(model, "latency=0.8", scores, latency=table, kinds="branch")
     dense = l0prune.export(model)
     assert dense.gone == (switch.name,)
     dense.save_onnx(tmp_path / "model.onnx", beside=model)

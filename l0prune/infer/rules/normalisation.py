@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from l0prune.infer.expressions import Expr
 from l0prune.infer.nodes import argument, norm_dim, shape_of
-from l0prune.infer.registry import Value, affine, each, of_operand, rule, some
+from l0prune.infer.registry import Value, affine, each, of_operand, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.standardised_weights import (
     dims_of_statistics,
@@ -110,7 +111,13 @@ def softmax(infer: Inference, node: Node) -> Value:
     return dims
 
 
-@rule("aten._weight_norm", zero=some)
+def _where_norms_are_zero(node: Node, operands: Sequence[bool | None]) -> bool:
+    """``g·v/‖v‖`` is zero where g is, and where v is, but not all of a slice: 0/0 is no number."""
+    v, g = operands
+    return v is not True if g is True else v is True and g is None
+
+
+@rule("aten._weight_norm", zero=_where_norms_are_zero)
 def weight_norm(infer: Inference, node: Node) -> Value:
     """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries.
 
