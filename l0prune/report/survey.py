@@ -141,15 +141,15 @@ class Survey:
             theirs = [cost for cost in self.plan.costs if () not in cost.needed]
             size = CostModel(self.plan, theirs).dense("params")
             yield Text(
-                f"{count} branch{'es' * (count > 1)} can go as a whole, if given a gate "
-                f"(branches=True, --branches '*'), with {size / max(self.params, 1):.1%} of the "
-                f"params: {names}."
+                f"{count} branch{'es' * (count > 1)} can go as a whole, with "
+                f"{size / max(self.params, 1):.1%} of the params (not with branches=False, "
+                f"--no-branches): {names}."
             )
             closing = self.closing
             if closing:
                 yield Text(
-                    f"{len(closing)} ax{'es' if len(closing) > 1 else 'is'} may close completely "
-                    f"then, and a branch with each: {listed(list(closing), 4)}. Any other keeps "
+                    f"{len(closing)} ax{'es' if len(closing) > 1 else 'is'} may close completely, "
+                    f"and a branch with each: {listed(list(closing), 4)}. Any other keeps "
                     "one slot: what follows is computed from it, or its branch adds a bias."
                 )
         if self.plan.parts != ("",):
