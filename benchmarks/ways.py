@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
@@ -239,7 +240,8 @@ def macs(model: nn.Module, example: Tensor) -> int:
     """Multiply-accumulates for one example."""
     was_training, fast = model.training, torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # the counter does not see into it
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    # Nor, up to torch 2.14, into attention on a CPU unless that is two products of matrices.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model.eval()(example)
     torch.backends.mha.set_fastpath_enabled(fast)
     model.train(was_training)
