@@ -73,9 +73,9 @@ class GateSettings(BaseModel):
         0.7,
         gt=0,
         le=1,
-        description="Part of the steps before settling after which branches that have gates of "
-        "their own stay or are gone, so that the widths of what stays can still learn what the "
-        "budget leaves them.",
+        description="Under a budget, part of the steps before settling after which branches that "
+        "have gates of their own stay or are gone, so that the widths of what stays can still "
+        "learn what it leaves them. Under a price branches learn after the first half instead.",
     )
     counting: Literal["joint", "groups"] = Field(
         "joint",

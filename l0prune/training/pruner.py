@@ -98,9 +98,12 @@ class Pruner:
         self._shrinking = Shrinking(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
-        learning = self.phases.learning
-        decided = range(round(self._settings.decide * learning), learning + 1)
-        self._decision = Decision(self.gates, decided)
+        self._decision = Decision(
+            self.gates,
+            self.phases.learning,
+            self._settings.decide,
+            is_budget=self.budget is not None,
+        )
         self.step = 0
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
@@ -242,6 +245,7 @@ class Pruner:
             log_alpha.grad = None  # so that no optimizer moves them
         elif self.budget is not None:
             self.budget.step(scale)
+        self._decision.keep(self.step)
         if self._own is not None:
             self._own.step(scale)
         return None if extra is None else extra.detach()

@@ -43,7 +43,7 @@ def gated(probability: float) -> nn.Module:
 @pytest.mark.one_in(2)
 def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     model = gated(probability)
-    _, seen = run(model, 30, decide=0.5, lam=0.0, gate_lr=0.01)
+    _, seen = run(model, 30, decide=0.5, budget="params=0.9", gate_lr=0.01)
     first = 15  # of 30 steps in which gates learn
     assert 0.01 < seen[first - 2] < 0.99
     wanted = 0.999 if stays else 0.001
@@ -53,13 +53,52 @@ def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
 def test_widths_go_on_learning():
     model = gated(0.45)
     gates = l0prune.gates(model)
-    run(model, 16, decide=0.5, lam=0.0, gate_lr=0.01)
+    run(model, 16, decide=0.5, budget="params=0.9", gate_lr=0.01)
     before = gates.log_alpha.detach().clone()
-    run(model, 5, decide=0.01, lam=0.0, gate_lr=0.01)
+    run(model, 5, decide=0.01, budget="params=0.9", gate_lr=0.01)
     moved = gates.log_alpha.detach() != before
     (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
     assert not moved[switch.start]
     assert bool(moved.any())
+
+
+def test_under_a_price_branches_wait_for_the_widths():
+    model = gated(0.8)
+    gates = l0prune.gates(model)
+    before = gates.log_alpha.detach().clone()
+    _, seen = run(model, STEPS, lam=0.1, gate_lr=0.1)
+    waits, learns = 15, 30  # it is 30 steps in which gates learn
+    assert seen[:waits] == pytest.approx([0.8] * waits, abs=1e-6)
+    assert len(set(seen[waits : learns - 1])) == learns - 1 - waits
+    assert seen[learns - 1] == pytest.approx(0.999 if seen[learns - 2] >= 0.5 else 0.001, abs=1e-6)
+    assert bool((gates.log_alpha.detach() != before).all())  # those of widths learn as well
+
+
+def test_branches_alone_wait_for_nothing():
+    torch.manual_seed(0)
+    model = l0prune.gate(Residual(), X, branches=True, exclude="*", open_probability=0.8)
+    _, seen = run(model, 5, lam=0.1, gate_lr=0.1)
+    assert len(set(seen)) == 5
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_does_not_leap_when_branches_have_waited(kind):
+    """It has seen their gradients all the while: their first step is as long as the others'."""
+    model = gated(0.8)
+    pruner = l0prune.Pruner(model, steps=200, warmup=0, settle=0, lam=0.0, say=print)
+    gates = pruner.gates
+    (switch,) = (axis.start for axis in gates.plan.axes if axis.kind == "branch")
+    optimizer = kind([{"params": [gates.log_alpha], "lr": 0.01}])
+    moved = []
+    for _ in range(110):
+        before = gates.log_alpha.detach().clone()
+        gates.log_alpha.grad = torch.ones_like(gates.log_alpha)
+        pruner.before_step(optimizer)
+        optimizer.step()
+        pruner.after_step()
+        moved.append(before - gates.log_alpha.detach())
+    assert not any(bool(each[switch]) for each in moved[:100])
+    assert float(moved[100][switch]) == pytest.approx(0.01, rel=1e-4)
 
 
 @pytest.mark.slow
