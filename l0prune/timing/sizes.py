@@ -143,6 +143,9 @@ def _layouts(plan: Plan) -> Iterator[Layout]:
     found = dict.fromkeys(dim for dim in dims if axes_of(dim))
     plain = sorted(found, key=lambda layout: len(axes_of(layout)))
     yield from plain
+    for layout in plain:  # the groups of a convolution are no dim of their own
+        if isinstance(layout, Prod):
+            yield from (factor for factor in layout.factors if axes_of(factor))
     for layout in plain:  # where a concatenation is cut again
         if isinstance(layout, Cat):
             yield from (Cat(parts) for parts in accumulate(((p,) for p in layout.parts[:-1]), _add))

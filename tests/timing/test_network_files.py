@@ -49,15 +49,15 @@ def gated_inputs():
     return l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 1, 5, 5),))
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        pytest.param(gated, marks=pytest.mark.slow),
-        gated_inputs,
-        pytest.param(gated_attention, marks=pytest.mark.slow),
-    ],
-    ids=["cnn", "inputs", "attention"],
-)
+def gated_groups():
+    """Groups of a convolution, and the maps within them."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 40, 1), nn.ReLU(), nn.Conv2d(40, 40, 3, groups=5), nn.ReLU()
+    head = nn.Conv2d(40, 6, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return l0prune.gate(nn.Sequential(*layers, *head).eval(), (torch.randn(2, 3, 8, 8),))
+
+
+@pytest.mark.parametrize("made", [gated, gated_inputs, gated_attention, gated_groups])
 @pytest.mark.slow
 def test_files_are_those_that_an_export_writes(tmp_path, made):
     model = made()

@@ -1,5 +1,7 @@
 """What a number is the size of, found by what it is in networks of several widths."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -50,6 +52,14 @@ def test_a_number_is_what_has_its_sizes(numbers, found):
     other = slots_of(PLAN, [5, 9])
     expected = found.at(int(PLAN.mask(found.layout, other).sum()))
     assert size.at(int(PLAN.mask(size.layout, other).sum())) == expected
+
+
+def test_a_factor_of_a_dim_has_a_size_too():
+    """As the groups of a convolution have, which are in no shape."""
+    plan = replace(PLAN, tensors={"grouped": (Prod((A, B)), B)})
+    finder = SizeFinder(plan, KEPT)
+    assert finder.find((24, 7, 13)) == Size(A)
+    assert finder.find((24, 11, 20)) == Size(B)
 
 
 def test_a_hint_decides_between_axes_that_look_alike():
