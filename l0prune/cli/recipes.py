@@ -22,7 +22,10 @@ def run(
     recipe: Annotated[str, typer.Argument(help="A recipe's name (recipes ls) or a .toml file.")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="section.key=value, e.g. finetune.epochs=20 'finetune.lam=\"0.2/N\"'."),
+        typer.Argument(
+            help="section.key=value, e.g. finetune.epochs=20 'finetune.lam=\"0.2/N\"'; without a "
+            "value the default counts, e.g. finetune.budget=."
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--out", help="Folder of the run; default runs/NAME.")

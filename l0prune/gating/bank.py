@@ -38,7 +38,8 @@ class GateAxis:
 
     Attributes:
         name: the axis' name in the plan.
-        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group`` or ``input``.
+        kind: ``channel``, ``neuron``, ``head``, ``head_dim``, ``group``, ``input`` or
+            ``branch``, whose one slot is all of it.
         size: number of slots.
         slice: their range in ``log_alpha``.
         open: which slots an export would keep; bool, shape ``(size,)``, on the CPU.

@@ -37,6 +37,8 @@ def find(name: str) -> Path:
 def load(name: str, overrides: Sequence[str]) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides to it.
 
+    ``section.key=`` leaves out what the recipe says there, so that the default counts.
+
     Raises:
         UsageError: the file or an override is wrong; says where.
     """
@@ -70,6 +72,11 @@ def _override(content: dict[str, Any], text: str) -> None:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             raise UsageError(f"{text!r}: {section} is a value, not a section.")
+    if not value:
+        if last not in target:
+            raise UsageError(f"{text!r}: the recipe does not say {key}, so nothing is left out.")
+        del target[last]
+        return
     try:
         target[last] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:

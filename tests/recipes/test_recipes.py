@@ -126,6 +126,9 @@ def test_overrides():
     recipe = load("digits-lenet", ["finetune.epochs=3", "finetune.lam=2/N", "seed=7"])
     assert (recipe.finetune["epochs"], recipe.finetune["lam"], recipe.seed) == (3, "2/N", 7)
     assert load("digits-lenet", ["export.pt2=true"]).export.pt2 is True
+    whole = load("digits-resnet", []).finetune
+    assert whole.pop("budget")
+    assert load("digits-resnet", ["finetune.budget="]).finetune == whole
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,7 @@ def test_overrides():
         ("gate.settings.estimator=mean", r"gate: .*estimator must be 'paper'"),
         ("gate.kind=sorcery", r"gate: .*continuous-sparsification"),
         ("model.source.x=1", "source is a value"),
+        ("finetune.budget=", "does not say finetune.budget"),
     ],
 )
 def test_bad_overrides_are_refused(override, message):
