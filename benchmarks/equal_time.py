@@ -25,14 +25,14 @@ For budgets in MACs, which say nothing of time, the largest that comes to the wa
 searched for: by cutting the untrained network, and timing it. What the trained one takes is in the
 table; it is more where a way cannot prune so far.
 
-Rows are JSON lines in ``runs/equal_time.jsonl``.
+Rows are JSON lines in ``runs/equal_time.jsonl``. The files stay in the folders of the ways, so that
+``--again`` can time them once more: when a run had neighbours, and the machine is quiet now.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 import l0prune
 from benchmarks import cifar, depgraph
-from benchmarks.isolation import Row
+from benchmarks.isolation import Row, append
 from benchmarks.ways import Cut, Job, classifier, macs, trained, with_gates
 from l0prune.cost.bounds import bounds
 from l0prune.cost.limits import limits
@@ -56,31 +56,38 @@ from l0prune.plan.plan import Plan
 WIDTHS = {"branches": False}
 BRANCHES = {"branches": True, "exclude": "*"}
 BOTH: dict[str, Any] = {}
+DENSE, OWN = "dense.onnx", "own.onnx"
 SECONDS = 2.0  # of a look at a file
 TRIES = 7
 
 
 class Clock:
-    """Times networks beside the dense one."""
+    """Times networks beside the dense one, by files in a folder."""
 
     def __init__(self, dense: nn.Module, example: Tensor, folder: Path) -> None:
         self._example, self._folder = example[:1].clone(), folder
-        self._inputs = {"x": np.ascontiguousarray(self._example.numpy())}
-        self._dense = self._network(dense, "dense.onnx")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write(dense, DENSE)
 
     def share(self, model: nn.Module) -> float:
         """The time of a network over that of the dense one."""
-        own = self._network(model, "own.onnx")
-        return collect.share(**collect.networks_turns(own, self._dense, self._inputs, SECONDS))
+        self._write(model, OWN)
+        return share_of(self._folder)
 
-    def _network(self, model: nn.Module, name: str) -> collect.Network:
-        path = self._folder / name
+    def _write(self, model: nn.Module, name: str) -> None:
         plain = copy.deepcopy(model).cpu().eval()
         torch.onnx.export(
-            plain, (self._example,), path, input_names=["x"], dynamo=True, external_data=False,
-            verbose=False,
+            plain, (self._example,), self._folder / name, input_names=["x"], dynamo=True,
+            external_data=False, verbose=False,
         )  # fmt: skip
-        return collect.Network(path, 1, collect.CPU)
+
+
+def share_of(folder: Path) -> float:
+    """The time of the small network of this folder over that of the dense one."""
+    own, dense = (collect.Network(folder / name, 1, collect.CPU) for name in (OWN, DENSE))
+    (given,) = own.session.get_inputs()
+    x = np.random.default_rng(0).standard_normal(given.shape).astype(np.float32)
+    return collect.share(**collect.networks_turns(own, dense, {given.name: x}, SECONDS))
 
 
 def largest(prune: Callable[[float], nn.Module], clock: Clock, wanted: float) -> float:
@@ -112,12 +119,17 @@ def in_latency(
     **settings: Any,
 ) -> Cut:
     l0prune.gate(model, (job.example(),), **gates)
-    settings |= {"budget": f"latency={share}", "latency": l0prune.measure(model)}
+    settings |= {"budget": f"latency={share}", "latency": measured(model, job)}
     return with_gates(model, job, **settings)
 
 
+def measured(model: nn.Module, job: Job) -> l0prune.LatencyTable:
+    """Kept, so that a run that was stopped goes on with the same one."""
+    return l0prune.measure(model, folder=job.folder / "latency")
+
+
 def depth_first(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
-    (scores, spent), table = looked(model, job, "removal", BOTH), l0prune.measure(model)
+    (scores, spent), table = looked(model, job, "removal", BOTH), measured(model, job)
     l0prune.fit(model, f"latency={math.sqrt(share)}", scores, latency=table, kinds="branch")
     cut = with_gates(model, job, budget=f"latency={share}", latency=table, start="fisher")
     return replace(cut, spent=cut.spent + spent)
@@ -160,7 +172,7 @@ def scored(
     gates: Mapping[str, Any] = WIDTHS,
 ) -> Cut:
     whole = macs(model, job.example())
-    (scores, spent), table = looked(model, job, how, gates), l0prune.measure(model)
+    (scores, spent), table = looked(model, job, how, gates), measured(model, job)
     plan = l0prune.gates(model).plan
     if per:
         scores = scores / marginal(plan, f"latency={share}", table)
@@ -225,11 +237,18 @@ WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
 
 def measure(way: str, model: nn.Module, share: float, job: Job) -> Row:
     """What comes of one way; ``model`` is left as it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        clock = Clock(model, job.example(), Path(folder))
-        cut = WAYS[way](copy.deepcopy(model), share, job, clock)
-        row = cifar.figures(model, cut.model, job) | {"training": round(cut.spent, 2)}
-        return row | {"time_share": round(clock.share(cut.model), 4)}
+    folder = job.folder / "files"
+    clock = Clock(model, job.example(), folder)
+    cut = WAYS[way](copy.deepcopy(model), share, job, clock)
+    row = cifar.figures(model, cut.model, job) | {"training": round(cut.spent, 2)}
+    return row | {"time_share": round(clock.share(cut.model), 4), "files": str(folder)}
+
+
+def timed_again(row: Row, path: Path) -> Row:
+    """The row with a new time of its files, which is kept."""
+    made = row | {"time_share": round(share_of(Path(row["files"])), 4)}
+    append(path, made)
+    return made
 
 
 def table(found: Iterable[Row]) -> str:
@@ -251,8 +270,12 @@ def table(found: Iterable[Row]) -> str:
 def main() -> None:
     parser = cifar.arguments(str(__doc__), WAYS, list(WAYS), cifar.RUNS / "equal_time")
     parser.add_argument("--time", nargs="+", type=float, default=[0.5], help="to be left")
+    parser.add_argument("--again", action="store_true", help="time the files of rows once more")
     options = cifar.checked(parser)
-    print(table(cifar.run(options, options.time, measure)))
+    found = cifar.run(options, options.time, measure)
+    if options.again:
+        found = [timed_again(row, options.out.with_suffix(".jsonl")) for row in found]
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from l0prune.selection.fitting import Chosen, Fitting
 _ROUNDS = 8
 # One of which so much of what is allowed is observed needs no more room.
 _CLOSE = 0.97
+# Looks at one that seems to meet its bounds, of which the median counts. Times stray: of several
+# choices that are looked at once each, one is taken that looked better than it is.
+_LOOKS = 3
 # Where more is observed than is allowed, the next one is predicted to be smaller by this at least.
 _STEP = 0.005
 
@@ -135,7 +139,11 @@ def corrected(
 
 
 def _look(slots: Chosen, observe: Callable[[Tensor], Mapping[Bound, float]]) -> Choice:
-    return Choice(slots, observe(slots.open_))
+    choice = Choice(slots, observe(slots.open_))
+    if not choice.seen or choice.fullest > 1:
+        return choice
+    seen = [choice.seen, *(observe(slots.open_) for _ in range(_LOOKS - 1))]
+    return Choice(slots, {bound: median(each[bound] for each in seen) for bound in choice.seen})
 
 
 def looks_at(tried: Sequence[Choice], best: Choice) -> tuple[Look, ...]:
