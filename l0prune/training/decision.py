@@ -30,15 +30,17 @@ class Decision:
     def __init__(self, gates: Gates, learning: int, decide: float, *, is_budget: bool) -> None:
         self._gates = gates
         self._switches = switches_of(gates.plan).nonzero().flatten()
-        waits = not is_budget and len(self._switches) < gates.plan.size
-        self._waiting = range(round(_WAIT * learning) if waits else 0)
+        self._waiting = self._held = range(0)
         self._kept: torch.Tensor | None = None
-        self._held = range(round(decide * learning) if is_budget else learning, learning + 1)
+        if len(self._switches):
+            self._held = range(round(decide * learning) if is_budget else learning, learning + 1)
+            if not is_budget and len(self._switches) < gates.plan.size:
+                self._waiting = range(round(_WAIT * learning))
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
         """Before each step of an optimizer: where do branches stand that wait?"""
-        waits = step in self._waiting and len(self._switches) > 0
+        waits = step in self._waiting
         self._kept = self._gates.log_alpha[self._where()].clone() if waits else None
 
     @torch.no_grad()
@@ -50,7 +52,7 @@ class Decision:
         """
         if self._kept is not None:
             self._gates.log_alpha[self._where()] = self._kept
-        if step not in self._held or not len(self._switches):
+        if step not in self._held:
             return
         log_alpha, kind, where = self._gates.log_alpha, self._gates.gate, self._where()
         stays = self._gates.open_probability()[where] >= 0.5
