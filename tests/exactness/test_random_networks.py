@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from counting import flops
 from deadness import randomise, relative_effect_of_dead_slots
 from differences import difference, graph_difference
 from example_counts import costliest, costly
@@ -14,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_networks import Author, RandomNetwork
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import l0prune
 from l0prune.cost.model import CostModel
@@ -36,9 +36,7 @@ def written(choose, steps: int) -> tuple[RandomNetwork, torch.Tensor]:
 def check_dead(network: nn.Module, x: torch.Tensor) -> None:
     plan, error = relative_effect_of_dead_slots(network, (x,))
     assert error <= 1e-10
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(x)
-    assert 2 * CostModel(plan).dense("macs") * len(x) == counter.get_total_flops()
+    assert 2 * CostModel(plan).dense("macs") * len(x) == flops(network, x)
 
 
 @costly
