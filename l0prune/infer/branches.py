@@ -7,9 +7,10 @@ A branch may have a gate of its own where what is left without it is computed ex
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from torch.fx import Node
 
@@ -22,7 +23,7 @@ from l0prune.infer.liveness import needs
 from l0prune.infer.nodes import has_tensor
 from l0prune.infer.regions import macs_of
 from l0prune.infer.sums import added
-from l0prune.plan.needs import Needs, is_needed, shortest
+from l0prune.plan.needs import Needs, is_needed, shortest, vital
 
 _MOST = 6  # ways in which one tensor may be needed
 
@@ -43,19 +44,23 @@ class Branches:
 
     def modules(self, name: str) -> tuple[str, ...]:
         """Paths of the modules of whose own work nothing is needed without this branch."""
-        return tuple(
-            path
-            for path, of in self._needs_of_modules.items()
-            if path and not any(is_needed(each, [name]) for each in of)
-        )
+        return tuple(self._modules[name])
+
+    def tensors(self, name: str) -> tuple[str, ...]:
+        """Names of the parameters that are not needed without this branch."""
+        return tuple(self._tensors[name])
 
     @cached_property
-    def _needs_of_modules(self) -> dict[str, list[Needs]]:
-        found: dict[str, list[Needs]] = defaultdict(list)
+    def _modules(self) -> dict[str, list[str]]:
+        needs: dict[str, list[Needs]] = defaultdict(list)
         for node, of in self.needs.items():
             if node.op == "call_function" and of:
-                found[without_call(module_of(node))].append(of)
-        return found
+                needs[without_call(module_of(node))].append(of)
+        return _by_branch({path: chain(*each) for path, each in needs.items() if path})
+
+    @cached_property
+    def _tensors(self) -> dict[str, list[str]]:
+        return _by_branch(self.parameters)
 
     def dead(self, gone: Collection[str]) -> set[Node]:
         """What is needed with all branches and not without these."""
@@ -83,6 +88,15 @@ def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> B
         # Without a switch on the last one that it is for, it is needed more often.
         fed = [each for each in endings if any(each.name in some for some in hungry)]
         endings.remove(fed[-1])
+
+
+def _by_branch(needs: Mapping[str, Iterable[frozenset[str]]]) -> dict[str, list[str]]:
+    """By branch, the names of what is not needed without it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, of in needs.items():
+        for branch in vital(of):
+            found[branch].append(name)
+    return found
 
 
 def _needs(infer: Inference, endings: Sequence[Ending]) -> dict[Node, Needs]:

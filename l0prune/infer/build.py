@@ -35,7 +35,7 @@ from l0prune.infer.reasons import pins
 from l0prune.infer.zero_flow import Zeros, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch
-from l0prune.plan.needs import Needs, is_needed
+from l0prune.plan.needs import Needs
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 
 
@@ -109,12 +109,10 @@ class Builder:
             activations=tuple(activations(self.infer, self.layout)),
             branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
         )
-        closed = (replace(each, closing=closing(plan, each)) for each in plan.branches)
-        return replace(plan, branches=tuple(closed))
+        return replace(plan, branches=tuple(closing(plan)))
 
     def _branch(self, ending: Ending, axes: Sequence[Axis]) -> Branch:
-        needs = self.branches.parameters.items()
-        own = [name for name, of in needs if of and not is_needed(of, [ending.name])]
+        own = self.branches.tensors(ending.name)
         sizes = [product(dim.size for dim in self.infer.tensors[name]) for name in own]
         modules = self.branches.modules(ending.name)
         parts = tuple(axes[self.numbers[var]].name for var in ending.axes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from torch.fx import Node
 
@@ -46,7 +45,7 @@ def side_by_side(
         if not joins or not all(_takes(join, end) for join in joins):
             continue
         found, axes = region(end, joins, read, memory), _axes(infer, end, joins[0])
-        works = [node for node in infer.captured.graph.nodes if node in found and node in macs]
+        works = sorted(found.intersection(macs))
         if works and axes and all(var in gated for var in axes):
             ending = Ending(_name(works, joins[0]), end, joins, axes=axes)
             candidates.append((sum(map(macs.__getitem__, works)), ending, found))
@@ -87,13 +86,13 @@ class _Left:
 
     def __init__(self, infer: Inference) -> None:
         self._infer = infer
-        self._dims: dict[Node, list[Expr]] = {}
+        self._dims: dict[Node, list[tuple[Expr, frozenset[Var]]]] = {}
         self._nodes: dict[Var, list[Node]] = defaultdict(list)
         for node, value in infer.values.items():
             many = value if isinstance(value, list) else [value or ()]
             exprs = [infer.solver.resolve(dim) for dims in many for dim in dims]
-            self._dims[node] = exprs
-            for var in dict.fromkeys(chain.from_iterable(map(variables, exprs))):
+            self._dims[node] = [(expr, frozenset(variables(expr))) for expr in exprs]
+            for var in frozenset().union(*(found for _, found in self._dims[node])):
                 self._nodes[var].append(node)
         self._without: dict[Var, list[frozenset[Node]]] = defaultdict(list)
 
@@ -106,8 +105,8 @@ class _Left:
             self._is_some(expr, node)
             for node in nodes
             if not _is_within(node, region)
-            for expr in self._dims[node]
-            if not set(axes).isdisjoint(variables(expr))
+            for expr, found in self._dims[node]
+            if not found.isdisjoint(axes)
         )
         if not is_some:
             for var in axes:

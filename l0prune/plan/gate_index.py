@@ -6,6 +6,7 @@ What gates spread to, what is cut and what it costs all go by this one table (``
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -45,8 +46,18 @@ def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tens
 
 def constant_positions(layout: Layout) -> int:
     """How many positions along the dimension no axis can take away."""
-    table = gate_table(layout, lambda slots: slice(slots.start, slots.stop), one=-1)
-    return int((table < 0).all(0).sum())
+    match layout:
+        case Const(size):
+            return size
+        case Slots():
+            return 0
+        case Cat(parts):
+            return sum(map(constant_positions, parts))
+        case Prod(factors):
+            return prod(map(constant_positions, factors))
+        case Both() | Pick():
+            table = gate_table(layout, lambda slots: slice(slots.start, slots.stop), one=-1)
+            return int((table < 0).all(0).sum())
 
 
 def _side_by_side(tables: list[Tensor], one: int) -> Tensor:

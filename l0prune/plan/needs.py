@@ -22,6 +22,11 @@ def is_needed(of: Iterable[Iterable[str]], gone: Iterable[str]) -> bool:
     return any(out.isdisjoint(each) for each in of)
 
 
+def vital(of: Iterable[frozenset[str]]) -> frozenset[str]:
+    """The branches without any single one of which something is not needed."""
+    return frozenset.intersection(*sets) if (sets := list(of)) else frozenset()
+
+
 def in_switches(
     of: Iterable[Iterable[str]], switches: Mapping[str, int]
 ) -> dict[frozenset[int], int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from math import nan
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from l0prune.infer.expressions import Const, Expr
 from l0prune.infer.nodes import operands_of, shape_of
@@ -38,6 +40,29 @@ def pointwise(infer: Inference, node: Node) -> Value:
     return tuple(dim if dim is not None else Const(1) for dim in out)
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that an operator is given.
+
+    Attributes:
+        dtype: of its numbers.
+        number: what they all are; None where they may be anything.
+    """
+
+    dtype: torch.dtype
+    number: float | None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator; ``text`` tells its arguments apart, also 0 from -0 and 1 from True."""
+
+    target: Any
+    text: str
+    args: Any = field(compare=False)
+    kwargs: Any = field(compare=False)
+
+
 def tried(node: Node, at: Mapping[Node, float]) -> float | None:
     """What the operator makes of operands that are ``at`` these numbers: itself is asked.
 
@@ -46,12 +71,25 @@ def tried(node: Node, at: Mapping[Node, float]) -> float | None:
     (0.2, 1) gives 0.2; zero by zero is nan. A number from which no finite gradient leads back, such
     as the root of zero, is nan, too: no network learns with it. None if it is no single number.
     """
-    numbers = torch.Generator().manual_seed(0)
+
+    def operand(of: Node) -> Any:
+        value = of.meta.get("val")
+        return _Operand(value.dtype if isinstance(value, Tensor) else torch.float32, at.get(of))
+
+    args, kwargs = map_arg((node.args, node.kwargs), operand)
+    return _tried(_Call(node.target, f"{args}{kwargs}", args, kwargs))
+
+
+@lru_cache(maxsize=4096)  # the blocks of a network make the same calls
+def _tried(call: _Call) -> float | None:
+    generator = torch.Generator().manual_seed(0)
     leaves: list[Tensor] = []
 
-    def number(operand: Node) -> Tensor:
-        known = _numbers(operand, at.get(operand), numbers)
-        if operand in at and (known.is_floating_point() or known.is_complex()):
+    def number(of: Any) -> Any:
+        if not isinstance(of, _Operand):
+            return of
+        known = _numbers(of, generator)
+        if of.number is not None and (known.is_floating_point() or known.is_complex()):
             leaves.append(known.requires_grad_())
             return known * 1  # in-place operators do not write into leaves
         return known
@@ -59,8 +97,8 @@ def tried(node: Node, at: Mapping[Node, float]) -> float | None:
     try:
         # on the CPU even where the caller plans on the meta device, which has no numbers
         with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            args, kwargs = map_arg((node.args, node.kwargs), number)
-            result = node.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})  # type: ignore[operator]
+            args, kwargs = map_aggregate((call.args, call.kwargs), number)
+            result = call.target(*args, **{k: v for k, v in kwargs.items() if k != "device"})
             return _one_number(result, leaves)
     except Exception:  # an operator that does not run on these shapes is not known to keep zeros
         return None
@@ -87,14 +125,12 @@ def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
     return bool(zeros) and tried(node, dict.fromkeys(zeros, 0.0)) == 0
 
 
-def _numbers(operand: Node, known: float | None, generator: torch.Generator) -> Tensor:
+def _numbers(operand: _Operand, generator: torch.Generator) -> Tensor:
     """Numbers of an operand's dtype: all the same where it is known."""
-    value = operand.meta.get("val")
-    dtype = value.dtype if isinstance(value, Tensor) else torch.float32
     drawn = torch.randn(8, 8, generator=generator) * 3
-    if known is not None:
-        return torch.full((8, 8), known, dtype=dtype)
-    return (drawn > 0) if dtype == torch.bool else drawn.to(dtype)
+    if operand.number is not None:
+        return torch.full((8, 8), operand.number, dtype=operand.dtype)
+    return (drawn > 0) if operand.dtype == torch.bool else drawn.to(operand.dtype)
 
 
 # Elementwise operators are found by torch's tag for them; these are, and carry none.
