@@ -9,6 +9,7 @@ medians. Peak memory is that of a process of its own for each side (Linux, VmHWM
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -76,6 +77,7 @@ def compare(name: str, repeats: int) -> dict[str, object]:
 
 
 def timed(function: Callable[[], None]) -> float:
+    gc.collect()  # what the other side left behind is not this one's work
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
