@@ -52,6 +52,7 @@ from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
+from l0prune.training.start import FORWARDS
 
 WIDTHS = {"branches": False}
 BRANCHES = {"branches": True, "exclude": "*"}
@@ -148,9 +149,9 @@ def looked(
     """Scores of a model that is gated by this, and what they cost in epochs of the dense one."""
     l0prune.gate(model, (job.example(),), **gates)
     looks, cost = job.looks, 1.0
-    if how == "removal":  # a forward for each branch, and one without any; a step takes three
-        looks |= {"batches": max(1, looks["batches"] // 10)}
-        cost = (1 + sum(axis.kind == "branch" for axis in l0prune.gates(model).plan.axes)) / 3
+    if how == "removal":  # some forwards for each branch; a step takes three
+        looks |= {"batches": max(1, looks["batches"] // 50)}
+        cost = FORWARDS * sum(axis.kind == "branch" for axis in l0prune.gates(model).plan.axes) / 3
     scores = l0prune.score(model, how, job.data, **looks)
     return scores, cost * looks["batches"] / job.steps
 

@@ -23,7 +23,7 @@ import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
 from l0prune.plan.switches import switches_of
-from l0prune.training.start import batches, tried_on
+from l0prune.training.start import EXAMPLES, FORWARDS, batches, tried_on
 
 RATE = 0.01
 SGD = {"optimizer": "sgd", "lr": RATE, "weight_decay": 5e-4}
@@ -165,7 +165,8 @@ def _looked(model: nn.Module, first: int, job: Job) -> float:
     """What the scores from which gates start cost, in epochs of the dense network."""
     learning = round((1 - SETTLE) * first * job.steps)
     switches = int(switches_of(l0prune.gates(model).plan).sum())
-    tried = tried_on(learning, switches) * (1 + switches) / 3 if switches else 0.0
+    tries = tried_on(learning * BATCH / EXAMPLES, switches) * EXAMPLES / BATCH
+    tried = tries * switches * FORWARDS / 3
     return (batches(learning) + tried) / job.steps
 
 

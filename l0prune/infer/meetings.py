@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import TypeGuard
 
 import torch
 
@@ -28,9 +29,9 @@ class Meetings:
     fixed: dict[Var, Const]
 
 
-def is_order(index: tuple[int, ...]) -> bool:
-    """Does it name each of its positions once?"""
-    return sorted(index) == list(range(len(index)))
+def is_order(expr: Expr) -> TypeGuard[Pick]:
+    """Is it all positions of something, each once, in another order?"""
+    return isinstance(expr, Pick) and sorted(expr.index) == list(range(expr.base.size))
 
 
 def inverse(index: tuple[int, ...]) -> tuple[int, ...]:

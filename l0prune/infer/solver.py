@@ -98,12 +98,12 @@ class Solver:
     def _unify_picked(self, a: Expr, b: Expr) -> None:
         """Unify what is in another order with a product, or with another order."""
         for one, other in ((a, b), (b, a)):
-            if isinstance(one, Pick) and isinstance(one.base, Var) and is_order(one.index):
+            if is_order(one) and isinstance(one.base, Var):
                 self._bind(one.base, pick(other, inverse(one.index)))
                 return
         for one, other in ((a, b), (b, a)):
-            view = transposed(one.index) if isinstance(one, Pick) else None
-            if view is not None and isinstance(one, Pick) and isinstance(one.base, Prod):
+            view = transposed(one.index) if is_order(one) else None
+            if view is not None and is_order(one) and isinstance(one.base, Prod):
                 factors = self.regroup([one.base], view[0])
                 self.unify(prod([factors[dim] for dim in view[1]]), other)
                 return

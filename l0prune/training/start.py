@@ -6,6 +6,7 @@ what the outputs do without them.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -25,7 +26,9 @@ from l0prune.training.wrappers import agree_on_start
 USUAL, OF_BRANCHES = "fisher", "removal"
 _PART = 0.05  # of the steps in which gates learn: a batch of a score costs about as much as one
 _BATCHES = range(10, 101)
+FORWARDS = 5  # that a branch takes on a batch, each
 _FORWARD = 1 / 3  # of a step
+EXAMPLES = 32  # of a batch on which branches are tried: few tell them apart, and they are many
 
 
 def begin(
@@ -59,23 +62,24 @@ def begin(
         return ""
     gates = gates_of(model)
     switches = switches_of(gates.plan)
-    looks = {how: min(steps, batches(phases.learning))}
+    size = settings.batch_size
+    looks = {how: (min(steps, batches(phases.learning)), size)}
     if settings.start == AUTO and switches.any():
-        tries = min(steps, tried_on(phases.learning, int(switches.sum())))
-        looks = ({} if switches.all() else looks) | {OF_BRANCHES: tries}
-    tell = partial(
-        score, model, data=task, batch_size=settings.batch_size, device=device, seed=settings.seed
-    )
+        few = min(size, EXAMPLES)
+        tries = tried_on(phases.learning * size / few, int(switches.sum()))
+        most = math.ceil(steps * size / few)
+        looks = ({} if switches.all() else looks) | {OF_BRANCHES: (min(most, tries), few)}
+    tell = partial(score, model, data=task, device=device, seed=settings.seed)
 
     def lean() -> str:
         try:
-            found = [tell(name, batches=count) for name, count in looks.items()]
+            found = [tell(name, batches=n, batch_size=each) for name, (n, each) in looks.items()]
         except (UsageError, DataError) as error:
             if settings.start != AUTO:
                 raise
             return f"start: the gates start alike: {error}"
         gates.lean(torch.where(switches, found[-1], found[0]))
-        told = (f"{name} of {count} batch{'es' * (count > 1)}" for name, count in looks.items())
+        told = (f"{name} of {n} batch{'es' * (n > 1)}" for name, (n, _) in looks.items())
         return f"start: gates as their scores say: {', '.join(told)}"
 
     with stage(f"the score {', '.join(looks)}, from which the gates start"):
@@ -89,9 +93,12 @@ def batches(learning: int) -> int:
     return min(max(round(_PART * learning), _BATCHES[0]), _BATCHES[-1])
 
 
-def tried_on(learning: int, branches: int) -> int:
-    """Batches on which branches are tried, each by a forward, for as much work again."""
-    return max(1, round(_PART * learning / (_FORWARD * max(branches, 1))))
+def tried_on(learning: float, branches: int) -> int:
+    """Batches on which branches are tried, each by some forwards, for as much work again.
+
+    ``learning`` is in steps of as many examples.
+    """
+    return max(1, round(_PART * learning / (FORWARDS * _FORWARD * max(branches, 1))))
 
 
 def _wanted(model: nn.Module, settings: Settings, phases: Phases) -> str:

@@ -81,7 +81,8 @@ def test_depth_by_a_score(how):
     assert difference(model, dense, X) <= 1e-10
 
 
-def test_what_removal_moves_is_what_the_network_without_the_branch_does():
+def test_removal_takes_branches_out_in_rounds():
+    """Of the k-th to go it is the k-th smallest of what the network does without a single one."""
     model, plain = gated(), Nested()
     plain.load_state_dict({n: v for n, v in model.state_dict().items() if "l0prune" not in n})
     data = l0prune.Task([(X[:5], torch.zeros(5).long()), (X[5:], torch.zeros(7).long())])
@@ -92,18 +93,51 @@ def test_what_removal_moves_is_what_the_network_without_the_branch_does():
         y = plain.up(x).relu()
         after = x + plain.down(y + plain.inner(y))
         whole = plain.head(after + plain.second(after))
-        shallow = x + plain.down(y)
-        without = {
-            "second": plain.head(after),
-            "down": plain.head(x + plain.second(x)),
-            "inner": plain.head(shallow + plain.second(shallow)),
-        }
+
+        def without(*gone):
+            after = x + ("down" not in gone) * plain.down(
+                y + ("inner" not in gone) * plain.inner(y)
+            )
+            return plain.head(after + ("second" not in gone) * plain.second(after))
+
+        def moved(*gone):
+            return (whole - without(*gone)).square().sum(1).mean().item()
+
+        torch.testing.assert_close(without(), whole)
+    names = ["second", "down", "inner"]
+    gone: list[str] = []
+    while len(gone) < 3:
+        rest = [name for name in names if name not in gone]
+        gone.append(min(rest, key=lambda name: moved(*gone, name)))
+    wanted = dict(zip(gone, sorted(map(moved, names)), strict=True))
     switches = switches_of(l0prune.gates(model).plan)
     torch.testing.assert_close(found[~switches], first_order[~switches])
     for axis in l0prune.gates(model).plan.axes:
         if axis.kind == "branch":
-            expected = (whole - without[axis.name]).square().sum(1).mean().item()
-            assert float(found[axis.start]) == pytest.approx(expected, rel=1e-5)
+            assert float(found[axis.start]) == pytest.approx(wanted[axis.name], rel=1e-5)
+
+
+class Either(nn.Module):
+    """Of two branches one is enough to fill the stream, and a third adds a little."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.little = (nn.Linear(6, 6, bias=False) for _ in range(3))
+        with torch.no_grad():
+            for layer, factor in ((self.one, 9.0), (self.other, 9.0), (self.little, 0.1)):
+                layer.weight.copy_(factor * torch.eye(6))
+
+    def forward(self, x):
+        return (x + self.one(x) + self.other(x)).clamp(max=4) + self.little(x)
+
+
+def test_removal_keeps_one_of_two_that_can_stand_in_for_each_other():
+    x = torch.rand(12, 6, generator=torch.Generator().manual_seed(0)) + 1
+    model = l0prune.gate(Either(), x[:2], include=[], branches=True)
+    scores = l0prune.score(model, "removal", l0prune.Task([(x, torch.zeros(12).long())]))
+    names = [axis.name for axis in l0prune.gates(model).plan.axes]
+    found = dict(zip(names, scores.tolist(), strict=True))
+    assert found["one"] == found["little"] == 0 < found["other"]
 
 
 def test_of_axes_of_other_kinds_nothing_opens_or_closes():

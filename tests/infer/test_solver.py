@@ -129,6 +129,18 @@ def test_an_order_moves_to_the_other_side():
     assert isinstance(solver.resolve(pick(var, (1, 3, 0, 2))), Prod)
 
 
+def test_some_first_positions_in_another_order_are_no_order_of_all():
+    """Two of four slots that trade places with two of six: the others stay on their own."""
+    solver, x, y = Solver(), Var(6), Var(4)
+    one, other = pick(x, (1, 0)), pick(y, (0, 1))
+    solver.unify(one, other)
+    assert (solver.resolve(x).size, solver.resolve(y).size) == (6, 4)
+    (joint,) = variables(solver.resolve(x))
+    assert joint.size == 8
+    for slot in range(8):
+        assert alive(solver, one, {joint: slot}) == alive(solver, other, {joint: slot})
+
+
 def test_slots_of_two_axes_that_meet_are_one_axis():
     """Four of eight slots, backwards, are another axis' four: eight are left, all told."""
     solver = Solver()
