@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import ModelProto
 from torch import Tensor, nn
 
@@ -51,6 +52,7 @@ class NetworkFiles:
     def __init__(self, model: nn.Module, batch: int, folder: Path) -> None:
         self._plan = gates_of(model).plan
         self._exporter = Exporter(model, batch)
+        self._written: dict[str, Tensor] = {}
         dense, values, made = _template(self._exporter, self._plan)
         self.folder, self.facts = folder, made.facts
         with stage("writing the weights that all networks read"):
@@ -73,11 +75,14 @@ class NetworkFiles:
         One without some branch has other nodes, and is exported.
         """
         path = self.folder / name
+        if name in self._written and torch.equal(self._written[name], kept):
+            return path  # a look at what was looked at before
         if gone(self._plan, kept):
             made = self._exporter.network_of(kept).model
         else:
             made = self._resizer.model(_counting(self._plan, kept))
         path.write_bytes(made.SerializeToString())
+        self._written[name] = kept.clone()
         return path
 
 

@@ -82,6 +82,19 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     assert len(answer) == 3
 
 
+def test_a_file_that_is_there_is_not_written_again(tmp_path):
+    model = gated()
+    plan = l0prune.gates(model).plan
+    files = NetworkFiles(model, 1, tmp_path)
+    kept = [plan.kept(slots_of(plan, [width] * len(plan.axes))) for width in (2, 3)]
+    path = files.write("chosen.onnx", kept[0])
+    path.write_bytes(b"mine")
+    files.write("chosen.onnx", kept[0])
+    assert path.read_bytes() == b"mine"
+    files.write("chosen.onnx", kept[1])
+    assert path.read_bytes() != b"mine"
+
+
 def dims(model):
     return {tensor.name: list(tensor.dims) for tensor in model.graph.initializer}
 
