@@ -193,7 +193,8 @@ def meet(
 def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
     """Where most of what cannot go is, and why."""
     kept = measure.plan.kept(least).to(torch.float64)
-    owners = sorted(measure.by_owner(kept).items(), key=lambda item: -item[1])
+    taking = ((owner, amount) for owner, amount in measure.by_owner(kept).items() if amount)
+    owners = sorted(taking, key=lambda item: -item[1])
     reasons = []
     for owner, amount in owners[:most]:
         pins = [p for p in measure.plan.pins if p.where.startswith(f"{owner}.")]

@@ -81,6 +81,13 @@ def test_depth_by_a_score(how):
     assert difference(model, dense, X) <= 1e-10
 
 
+def test_only_what_takes_something_stands_in_the_way():
+    """Not the branches that would be gone."""
+    scores = torch.ones(l0prune.gates(model := gated(include=[])).plan.size)
+    with pytest.raises(UsageError, match=r"Most of it is in stem \(56\), head \(27[^()]*\)\. Give"):
+        l0prune.fit(model, "params=0.01", scores)
+
+
 def test_removal_takes_branches_out_in_rounds():
     """Of the k-th to go it is the k-th smallest of what the network does without a single one."""
     model, plain = gated(), Nested()
