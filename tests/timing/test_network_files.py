@@ -83,7 +83,8 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
 
 
 def test_a_file_that_is_there_is_not_written_again(tmp_path):
-    model = gated()
+    layers = nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)
+    model = l0prune.gate(nn.Sequential(*layers).eval(), (torch.randn(2, 5),))
     plan = l0prune.gates(model).plan
     files = NetworkFiles(model, 1, tmp_path)
     kept = [plan.kept(slots_of(plan, [width] * len(plan.axes))) for width in (2, 3)]
