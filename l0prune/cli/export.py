@@ -21,7 +21,9 @@ ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 def export(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A gated model; default: the newest *.tuned.pt or *.gated.pt here."),
+        typer.Argument(
+            help="A gated model; default: the newest *.tuned.pt, *.fit.pt or *.gated.pt here."
+        ),
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")] = False,
     pt2: Annotated[
@@ -62,7 +64,8 @@ def export(
     """
     if code and not pretrained:
         raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
-    path = file or newest("*.tuned.pt", "*.gated.pt", command="l0prune gate MODEL --input …")
+    kinds = "*.tuned.pt", "*.fit.pt", "*.gated.pt"
+    path = file or newest(*kinds, command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     built_by = _built_by(path, trust_pickle)
     say(f"exporting {path}")
