@@ -102,8 +102,10 @@ class Solver:
                 self._bind(one.base, pick(other, inverse(one.index)))
                 return
         for one, other in ((a, b), (b, a)):
-            view = transposed(one.index) if is_order(one) else None
-            if view is not None and is_order(one) and isinstance(one.base, Prod):
+            if not is_order(one) or not isinstance(one.base, Prod):
+                continue
+            view = transposed(one.index)
+            if view is not None:
                 factors = self.regroup([one.base], view[0])
                 self.unify(prod([factors[dim] for dim in view[1]]), other)
                 return
