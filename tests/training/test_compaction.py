@@ -230,10 +230,25 @@ def without(module: nn.Module, out: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("out", ["down", "beside"])
-@pytest.mark.one_in(2)
-def test_nothing_of_a_closed_branch_is_left_or_computed(out):
-    model = without(Side(), out)
+class Strided(Side):
+    """The shortcut has fewer positions and other channels, and is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(6, 8, 3, stride=2, padding=1)
+        self.down, self.short = nn.Conv2d(8, 11, 1), nn.Conv2d(6, 11, 1, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = self.down(torch.relu(self.inner(x)))
+        y += self.short(x)
+        return self.head(torch.relu(self.norm(y)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("net", "out"), [(Side, "down"), (Side, "beside"), (Strided, "down")])
+@pytest.mark.one_in(3)
+def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
+    model = without(net(), out)
     assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
     small = Compaction(model.train())
     last = model.get_submodule(out)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,8 @@ from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
+from l0prune.exporting.own_class.windows import windows_of
+from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import operator_name, shape_of
 from l0prune.infer.parts import Part
@@ -35,34 +38,32 @@ _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 
 
 def ways_around(
-    plain: nn.Module, parts: Sequence[Part], gone: Collection[str]
+    own: OwnClass, parts: Sequence[Part], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
     """By path what modules become, the way that leaves least to compute first; none if none is.
 
     Args:
-        plain: the ungated model at its old sizes.
-        parts: of it, as they were captured.
+        own: what the class may be with all of them.
+        parts: of the model, as they were captured.
         gone: names of the branches that are gone.
     """
     last: dict[str, Layer] | None = None
     for whole_blocks in (True, False) if gone else ():
         way: dict[str, Layer] = {}
         for part in parts:
-            way |= _way(plain, part, gone, whole_blocks)
+            way |= _way(own, part, gone, whole_blocks)
         if way != last:
             yield way
         last = way
 
 
-def _way(
-    plain: nn.Module, part: Part, gone: Collection[str], whole_blocks: bool
-) -> dict[str, Layer]:
+def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -> dict[str, Layer]:
     branches = part.analysis.branches
     endings = [each for each in branches.endings if each.name in gone]
-    nodes = _nodes_by_module(plain, part)
+    nodes = _nodes_by_module(own.plain, part)
     joins = {join for ending in endings for join in ending.joins if ending.tensors}
     dead = branches.dead(gone)
-    gives: dict[str, str] = {}
+    gives: dict[str, dict[str, Any]] = {}
     if whole_blocks:
         nothing = {*dead, *joins, *_repeated(joins)}
         blocks = (
@@ -70,18 +71,18 @@ def _way(
             for path, of in nodes.items()
             if of & joins and all(node in nothing or _is_handed_on(node) for node in of)
         )
-        gives |= dict.fromkeys(_outermost(blocks), "input")
+        gives |= {path: {"gives": "input"} for path in _outermost(blocks)}
     inner = _outermost(p for p, of in nodes.items() if of <= dead)
     inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
-    gives |= dict.fromkeys(inner, "input")
+    gives |= {path: {"gives": "input"} for path in inner}
     for ending in endings:
         before = _before(ending.end, dead)
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
         if mine:  # its last module
-            gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before)
-    results = _results(plain, list(gives), part)
+            gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before, own)
+    results = _results(own.plain, list(gives), part)
     return {
-        path: Layer({"gives": what, "results": results[path]}, kind=_KIND)
+        path: Layer({**what, "results": results[path]}, kind=_KIND)
         for path, what in gives.items()
         if path in results
     }
@@ -97,13 +98,43 @@ def _before(end: Node, dead: Set[Node]) -> set[Node]:
     return found
 
 
-def _instead(ending: Ending, before: Set[Node]) -> str:
-    """What its last module gives if it is handed what the first one took: nothing, or zeros."""
+def _instead(ending: Ending, before: Set[Node], own: OwnClass) -> dict[str, Any]:
+    """What its last module gives if it is handed what the first one took: nothing, or zeros.
+
+    ``y += x`` takes zeros of the shape that the sum has; ``y + x`` takes one zero as well, which
+    stands where it is not known how that shape comes of the input's.
+    """
     if ending.axes:
-        return "nothing"
+        return {"gives": "nothing"}
+    wanted = shape_of(ending.joins[0]) or []
+    windows = windows_of(before)
     outside = {each for node in before for each in node.all_input_nodes} - before
-    wanted = shape_of(ending.joins[0])
-    return "zeros" if any(shape_of(node) == wanted for node in outside) else "zero"
+    for given in sorted(outside):
+        sizes = shape_of(given)
+        if sizes is None or windows is None or len(sizes) != len(wanted):
+            continue
+        sizes = sizes_after(sizes, windows)
+        dim, channels = _channels(ending, own, sizes, wanted)
+        if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
+            changed = {"windows": windows, "dim": dim, "channels": channels}
+            return {"gives": "zeros", **{name: how for name, how in changed.items() if how}}
+    return {"gives": "zero"}
+
+
+def _channels(
+    ending: Ending, own: OwnClass, sizes: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, int]:
+    """The dim of the channels, and how many the branch would have; zeros if that is unclear.
+
+    These are as many as its last parameters have.
+    """
+    name = ending.tensors[0]
+    old, new = own.plain.state_dict().get(name), own.tensors.get(name)
+    if old is None or new is None or not old.ndim:
+        return 0, 0
+    fitting = [dim for dim, size in enumerate(wanted) if dim and size == old.shape[0]]
+    fitting = [dim for dim in fitting if sizes[dim] != wanted[dim]] or fitting
+    return (fitting[0], new.shape[0]) if len(fitting) == 1 else (0, 0)
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:

@@ -4,9 +4,14 @@ Plain torch and nothing else: this file can be copied beside the weights of a cu
 reads its annotations, which are therefore no strings.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+# Of a convolution or a pool: kernel, stride, padding and dilation, a number for each dim.
+Window = Sequence[Sequence[int]]
 
 
 class CutLayerNorm(nn.LayerNorm):
@@ -179,28 +184,65 @@ class PassedBy(nn.Module):
     """What is left of a module that nothing needs any more.
 
     Attributes:
-        gives: ``input``, its first one, as it came; ``zeros`` of its shape; one ``zero``; or
-            ``nothing``, an empty vector, which torch.cat leaves out.
+        gives: ``input``, its first one, as it came; ``zeros`` of its shape, but for what follows;
+            one ``zero``; or ``nothing``, an empty vector, which torch.cat leaves out.
+        windows: convolutions and pools that would have changed the sizes of positions.
+        dim, channels: how many there are along this dim; 0 where they are the input's.
         results: how many it returned in a tuple, of which the others are None now; 0 for no tuple.
     """
 
     gives: str
+    windows: Sequence[Window] = ()
+    dim: int = 0
+    channels: int = 0
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Takes what the module took. Shape: as the first input, ``()`` or ``(0,)``."""
+        """Takes what the module took. Shape: of the first input, or what that becomes."""
         first = args[0] if args else next(iter(kwargs.values()))
         if self.gives != "input":
             while isinstance(first, list | tuple):
                 first = first[0]
             assert isinstance(first, Tensor)
-            size = {"zeros": first.shape, "zero": (), "nothing": (0,)}[self.gives]
-            first = first.new_zeros(size)
+            sizes = {"zeros": list(first.shape), "zero": [], "nothing": [0]}[self.gives]
+            sizes = sizes_after(sizes, self.windows)
+            if self.dim:
+                sizes[self.dim] = self.channels
+            first = first.new_zeros(sizes)
         return (first,) + (None,) * (self.results - 1) if self.results else first
 
     def extra_repr(self) -> str:
         """What it gives."""
         return self.gives
+
+
+def are_windows(value: object) -> bool:
+    """Is this a list of windows, each of four numbers for every dim that it slides over?"""
+    windows = value if isinstance(value, list | tuple) else [None]
+    for window in windows:
+        if not isinstance(window, list | tuple) or len(window) != 4:
+            return False
+        if not all(
+            isinstance(each, list | tuple) and len(each) == len(window[0]) for each in window
+        ):
+            return False
+        kernel, stride, padding, dilation = window
+        if not all(type(number) is int for number in (*kernel, *stride, *padding, *dilation)):
+            return False
+        if min((*kernel, *stride, *dilation), default=0) < 1 or min(padding) < 0:
+            return False
+    return True
+
+
+def sizes_after(sizes: Sequence[int], windows: Sequence[Window]) -> list[int]:
+    """What comes of a tensor of these sizes when windows slide over its last dims."""
+    left = list(sizes)
+    for kernel, stride, padding, dilation in windows:
+        first = len(left) - len(kernel)
+        for i, size in enumerate(left[first:]):
+            reach = dilation[i] * (kernel[i] - 1)
+            left[first + i] = (size + 2 * padding[i] - reach - 1) // stride[i] + 1
+    return left
 
 
 def layer_norm(

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from l0prune.capture.provenance import within
 from l0prune.errors import FileError
+from l0prune.files.pretrained.cut_layers import are_windows
 from l0prune.files.pretrained.given_sizes import GIVEN, are_sizes_of_calls
 from l0prune.files.pretrained.layers import LAYERS, change, tensors_of
 from l0prune.files.pretrained.manifest import Manifest, Sizes
 
 _PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
+_CHECKS = {GIVEN: are_sizes_of_calls, "windows": are_windows}  # of attributes that are no numbers
 
 
 def put_on(
@@ -127,8 +129,8 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
         for name, value in attributes.items():
             is_there = name in vars(module) and _is_alike(value, vars(module)[name])
             is_gained = type(value) is gained.get(name)
-            if name == GIVEN in gained:
-                is_gained = are_sizes_of_calls(value)
+            if name in gained and name in _CHECKS:
+                is_gained = _CHECKS[name](value)
             if name.startswith("_") or not (is_there or is_gained):
                 raise FileError(
                     f"{where} is of another architecture, or damaged: {within(path, name)} "
