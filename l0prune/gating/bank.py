@@ -276,6 +276,11 @@ class Gates(nn.Module):
         """Is the model in its forward right now?"""
         return self._now.in_forward
 
+    @property
+    def is_flat_at_zero(self) -> bool:
+        """Has a multiplier of 0 no gradient, whatever the loss is?"""
+        return self._given is None and getattr(self.gate, "is_flat_at_zero", False)
+
     def refresh(self) -> None:
         """Compute the multipliers unless what there is still holds."""
         now = self._now

@@ -2,7 +2,8 @@
 
 A gate on what a layer reads may multiply the columns of its weight or the slots of its input: it is
 the same function. Behind a flattened map, and where maps have shrunk to a few pixels, the weight is
-many times as large as a batch of inputs, and forward and backward pass it seven times over.
+many times as large as a batch of inputs, and forward and backward pass it seven times over. Before
+the first layer nobody asks for the input's gradient, and ``GatedInput`` goes without it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from l0prune.gating.current import LINK
+from l0prune.gating.gated_input import GatedInput
 from l0prune.gating.link import acting_link
 from l0prune.gating.scale import scale
 
@@ -34,8 +37,16 @@ def forward_of(original: type[nn.Module]) -> Callable[..., Tensor] | None:
 
 @wraps(nn.Linear.forward)
 def _linear(self: nn.Linear, input: Any) -> Tensor:
-    read, weight = _gated(self, input, 0)
-    return F.linear(read, weight, self.bias)
+    values = _of_slots(self, input)
+    if values is None:
+        return F.linear(input, self.weight, self.bias)
+    weight: Any = self._parameters["weight"]
+    if input.requires_grad or not values.requires_grad:
+        return F.linear(scale(input, values, input.dim() - 1), weight, self.bias)
+    if _is_carried(self, weight, values):
+        result: Tensor = GatedInput.apply(input, values, weight, self.bias)
+        return result
+    return F.linear(input, self.weight, self.bias)
 
 
 def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
@@ -43,38 +54,43 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
 
     @wraps(kind.forward)
     def forward(self: Any, input: Any) -> Tensor:
-        read, weight = _gated(self, input, after)
-        result: Tensor = self._conv_forward(read, weight, self.bias)
+        values, weight = _of_slots(self, input), self._parameters.get("weight")
+        if values is None or (values.requires_grad and not input.requires_grad):
+            weight = self.weight
+        else:
+            input = scale(input, values, input.dim() - 1 - after)
+        result: Tensor = self._conv_forward(input, weight, self.bias)
         return result
 
     return forward
 
 
-def _gated(module: Any, input: Any, after: int) -> tuple[Any, Tensor]:
-    """What the layer reads and its weight, of which one is multiplied by the gates.
+def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
+    """What multiplies the slots that a layer reads.
 
-    Args:
-        module: the layer.
-        input: of its forward.
-        after: dims of the input after the one that the weight contracts.
+    None where that is not all that its gates do, or to multiply its weight costs less.
     """
     weight = module._parameters.get("weight")
-    if _is_better(input, weight):
-        values = _of_slots(module, weight)
-        if values is not None:
-            return scale(input, values, input.dim() - 1 - after), weight
-    return input, module.weight
+    if not _is_smaller(input, weight):
+        return None
+    link = acting_link(module, "weight", weight)
+    if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:
+        return None
+    (multiplier, dim), *more = link.sites["weight"]
+    if more or dim != 1:
+        return None
+    link.gates.refresh()
+    return multiplier.values
 
 
-def _is_better(input: Any, weight: Any) -> bool:
+def _is_smaller(input: Any, weight: Any) -> bool:
     """Does multiplying the input cost less than multiplying the weight?
 
-    Only where a backward pass follows that computes the input's gradient anyway. So what a model
-    computes without gradients does not depend, in the last bit, on the size of a batch.
+    Only where a backward pass may follow. So what a model computes without gradients does not
+    depend, in the last bit, on the size of a batch.
     """
     return (
         type(input) is Tensor
-        and input.requires_grad
         and type(weight) in (nn.Parameter, Tensor)
         and input.numel() < weight.numel()
         and input.dtype == weight.dtype
@@ -84,13 +100,13 @@ def _is_better(input: Any, weight: Any) -> bool:
     )
 
 
-def _of_slots(module: nn.Module, weight: Tensor) -> Tensor | None:
-    """What multiplies the slots that are read; None where that is not all that the gates do."""
-    link = acting_link(module, "weight", weight)
-    if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:
-        return None
-    (multiplier, dim), *more = link.sites["weight"]
-    if more or dim != 1:
-        return None
-    link.gates.refresh()
-    return multiplier.values
+def _is_carried(module: nn.Module, weight: Tensor, values: Tensor) -> bool:
+    """Does the weight's gradient tell that of these gates?"""
+    gates = module.__dict__[LINK].gates
+    return (
+        bool(gates.is_flat_at_zero)
+        and weight.requires_grad
+        and weight.dtype == values.dtype
+        and weight.device == values.device
+        and not torch.is_autocast_enabled(weight.device.type)
+    )

@@ -24,6 +24,9 @@ class Gate(Protocol):
     The gradients of ``sample`` and ``estimate`` must survive more than one backward pass
     through the same result, because activation checkpointing makes several (``hard_sigmoid``
     does). An ``estimate`` may have no gradient at all.
+
+    A kind whose multiplier has no slope where it is exactly 0, as a clamp or a sigmoid has none,
+    may say so by a class attribute ``is_flat_at_zero = True``; a first layer then trains faster.
     """
 
     name: ClassVar[str]

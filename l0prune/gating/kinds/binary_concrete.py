@@ -31,6 +31,7 @@ class BinaryConcrete:
     """
 
     name: ClassVar[str] = "binary_concrete"
+    is_flat_at_zero: ClassVar[bool] = True
 
     beta: float = 2 / 3
 

@@ -34,6 +34,7 @@ class ContinuousSparsification:
     """
 
     name: ClassVar[str] = "continuous_sparsification"
+    is_flat_at_zero: ClassVar[bool] = True
 
     beta: float = 1.0
     final_beta: float = 200.0

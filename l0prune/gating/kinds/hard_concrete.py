@@ -33,6 +33,7 @@ class HardConcrete:
     """
 
     name: ClassVar[str] = "hard_concrete"
+    is_flat_at_zero: ClassVar[bool] = True
 
     beta: float = 2 / 3
     gamma: float = -0.1
