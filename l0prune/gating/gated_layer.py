@@ -102,11 +102,12 @@ def _is_smaller(input: Any, weight: Any) -> bool:
 
 def _is_carried(module: nn.Module, weight: Tensor, values: Tensor) -> bool:
     """Does the weight's gradient tell that of these gates?"""
-    gates = module.__dict__[LINK].gates
+    gates, device = module.__dict__[LINK].gates, weight.device
     return (
         bool(gates.is_flat_at_zero)
         and weight.requires_grad
         and weight.dtype == values.dtype
-        and weight.device == values.device
-        and not torch.is_autocast_enabled(weight.device.type)
+        and device == values.device
+        and torch.amp.is_autocast_available(device.type)  # else torch cannot tell
+        and not torch.is_autocast_enabled(device.type)
     )

@@ -4,14 +4,12 @@ Plain torch and nothing else: this file can be copied beside the weights of a cu
 reads its annotations, which are therefore no strings.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 # Of a convolution or a pool: kernel, stride, padding and dilation, a number for each dim.
-Window = Sequence[Sequence[int]]
+Window = tuple[tuple[int, ...], ...]
 
 
 class CutLayerNorm(nn.LayerNorm):
@@ -192,7 +190,7 @@ class PassedBy(nn.Module):
     """
 
     gives: str
-    windows: Sequence[Window] = ()
+    windows: tuple[Window, ...] = ()
     dim: int = 0
     channels: int = 0
     results: int
@@ -234,7 +232,7 @@ def are_windows(value: object) -> bool:
     return True
 
 
-def sizes_after(sizes: Sequence[int], windows: Sequence[Window]) -> list[int]:
+def sizes_after(sizes: list[int], windows: tuple[Window, ...]) -> list[int]:
     """What comes of a tensor of these sizes when windows slide over its last dims."""
     left = list(sizes)
     for kernel, stride, padding, dilation in windows:
