@@ -1,7 +1,7 @@
 """CIFAR-10 ResNets pruned to the same MACs by learned gates, by scores, and by Torch-Pruning.
 
     python -m benchmarks.cifar --network resnet56 --macs 0.47 0.39 --epochs 200 --device cuda
-    python -m benchmarks.cifar --network resnet20 --ways l0prune tp-group-sl --examples 5000
+    python -m benchmarks.cifar --network resnet20 --ways l0prune tp-group-sl --seed 0 1 2
 
 Published checkpoints (``$L0PRUNE_DATA/../models``) are first trained on the data at hand; all ways
 start from the network that this gives. Torch-Pruning cannot cut their shortcuts, which pad channels
@@ -47,9 +47,12 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from statistics import mean, stdev
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +167,32 @@ def table(found: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def means(found: Iterable[Row], share: str = "macs_share") -> str:
+    """Markdown: means over seeds with their standard deviations; empty if there is one seed.
+
+    Args:
+        found: the rows.
+        share: what ways are brought to as much of, and the name of its column.
+    """
+    groups: dict[tuple[str, float, str], list[Row]] = defaultdict(list)
+    for row in found:
+        groups[row["network"], -row["budget"], row["way"]].append(row)
+    lines = [
+        f"| network | way | seeds | training, dense epochs | {share} | error |",
+        "|---" * 6 + "|",
+    ]
+    for (network, _, way), rows_ in sorted(groups.items()):
+        if len(rows_) > 1:
+            errors = [row["error"] for row in rows_]
+            lines.append(
+                f"| {network} | {way} | {', '.join(str(row['seed']) for row in rows_)} "
+                f"| {mean(row['training'] for row in rows_):.1f} "
+                f"| {mean(row[share] for row in rows_):.1%} "
+                f"| {mean(errors):.2%} ± {stdev(errors):.2%} |"
+            )
+    return "\n".join(lines) * (len(lines) > 2)
+
+
 def main() -> None:
     parser = arguments(str(__doc__), ALL_WAYS, list(WAYS), RUNS / "cifar")
     parser.add_argument("--macs", nargs="+", type=float, default=[0.47, 0.39], help="to be left")
@@ -171,7 +200,8 @@ def main() -> None:
         "--training-macs", type=float, help="of a way, in epochs of the dense network, for --epochs"
     )
     options = checked(parser)
-    print(table(run(options, options.macs, measure)))
+    found = run(options, options.macs, measure)
+    print(table(found), means(found), sep="\n\n")
 
 
 def arguments(
@@ -190,7 +220,7 @@ def arguments(
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="cosine")
     parser.add_argument("--shortcuts", choices=["conv", "pad"], default="conv")
     parser.add_argument("--autocast", choices=["bf16", "fp16"])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one after another")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=out, help="rows go beside it")
     return parser
@@ -223,7 +253,19 @@ def run(
     measure: Callable[[str, nn.Module, float, Job], Row],
 ) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
+    each = (_of_seed(seed, options, shares, measure) for seed in options.seed)
+    return list(chain.from_iterable(each))
+
+
+def _of_seed(
+    seed: int,
+    options: argparse.Namespace,
+    shares: Iterable[float],
+    measure: Callable[[str, nn.Module, float, Job], Row],
+) -> list[Row]:
+    """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
+    common["seed"] = seed
     of_ways = ("epochs", "schedule", "training_macs", "gate_epochs")
     names = [
         str(value) for key, value in common.items() if key not in of_ways and value is not None
@@ -236,7 +278,7 @@ def run(
         data=part(l0prune.load_data("cifar10"), options.examples),
         epochs=options.epochs,
         schedule=options.schedule,
-        seed=options.seed,
+        seed=seed,
         device=options.device,
         autocast=options.autocast,
         optimizer=SGD if options.network in CHECKPOINTS else ADAM,

@@ -276,7 +276,7 @@ def main() -> None:
     found = cifar.run(options, options.time, measure)
     if options.again:
         found = [timed_again(row, options.out.with_suffix(".jsonl")) for row in found]
-    print(table(found))
+    print(table(found), cifar.means(found, "time_share"), sep="\n\n")
 
 
 if __name__ == "__main__":

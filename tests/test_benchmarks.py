@@ -142,15 +142,27 @@ def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(l0prune, "load_data", lambda name: noise(80, 32))
     options = argparse.Namespace(
         network="resnet20", ways=["dense"], macs=[0.47, 0.39], epochs=2, dense_epochs=1,
-        examples=64, schedule="cosine", shortcuts="conv", autocast=None, seed=0, device="cpu",
+        examples=64, schedule="cosine", shortcuts="conv", autocast=None, seed=[0, 1], device="cpu",
+        gate_epochs=None,
         out=tmp_path / "cifar",
     )  # fmt: skip
     rows = cifar.run(options, options.macs, cifar.measure)
-    assert len(rows) == 1  # the dense network has no budget
-    assert json.loads(capsys.readouterr().out) == rows[0]
+    assert [row["seed"] for row in rows] == [0, 1]  # the dense network has no budget
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert cifar.run(options, options.macs, cifar.measure) == rows
     assert capsys.readouterr().out == ""
-    assert "| resnet20 | dense | 2 | 0 | 100.0% | 272,282 of 272,282 |" in cifar.table(rows)
+    assert "| resnet20 | dense | 0 | 2.0 | 100.0% | 272,282 of 272,282 |" in cifar.table(rows)
+
+
+def test_means_over_seeds():
+    row = {"network": "vit", "budget": 0.4, "training": 2.0, "time_share": 0.4}
+    rows = [row | {"way": "a", "seed": n, "error": e} for n, e in enumerate((0.1, 0.2, 0.3))]
+    assert cifar.means([*rows, row | {"way": "b", "seed": 0, "error": 0.2}], "time_share") == (
+        "| network | way | seeds | training, dense epochs | time_share | error |\n"
+        "|---|---|---|---|---|---|\n"
+        "| vit | a | 0, 1, 2 | 2.0 | 40.0% | 20.00% ± 10.00% |"
+    )
+    assert cifar.means(rows[:1]) == ""
 
 
 def test_published_weights():
