@@ -1,5 +1,7 @@
 """Decoders without some layers go on from a cache as the gated model does."""
 
+import inspect
+
 import pytest
 import torch
 from decoders import TOKENS, gated, generated, gpt2, llama
@@ -13,9 +15,11 @@ from l0prune.exporting.own_class.numbering import renumbered
 
 def by_hand(model):
     """The scores of a last token, given by itself with what was remembered of the others."""
+    named = inspect.signature(model.forward).parameters
+    name = "cache" if "cache" in named else "past_key_values"  # by the version of transformers
     with torch.no_grad():
-        before = model(input_ids=TOKENS[:, :-1], use_cache=True).past_key_values
-        return model(input_ids=TOKENS[:, -1:], past_key_values=before, use_cache=True).logits
+        before = model(input_ids=TOKENS[:, :-1], use_cache=True)[name]
+        return model(input_ids=TOKENS[:, -1:], use_cache=True, **{name: before}).logits
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from l0prune.exporting.slicing.dtypes import cast
 
 # In float64; a step with a cache adds up in another order than one without.
 _ROUNDING = 1e-6
-_CACHE, _MASK = "past_key_values", "attention_mask"
+_CACHES = ("cache", "past_key_values")  # one name or the other, by the version of transformers
+_MASK = "attention_mask"
 _TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
 SOMETHING_ELSE = "with a cache it goes on as another model would"
 
@@ -67,7 +68,8 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
         Exception: it keeps no cache, or takes no such inputs.
     """
     signature = inspect.signature(module.forward)
-    if _CACHE not in signature.parameters:
+    cache = next((name for name in _CACHES if name in signature.parameters), "")
+    if not cache:
         raise TypeError("this model keeps no cache")
     args, kwargs = cast(inputs, torch.float64)
     given = dict(zip(signature.parameters, args, strict=False)) | kwargs
@@ -82,7 +84,7 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
     with warnings.catch_warnings(), torch.no_grad(), InOneDtype(torch.float64):
         warnings.simplefilter("ignore")
         before = model(**(first | told))
-        after = model(**(last | told | {_CACHE: before[_CACHE]}))
+        after = model(**(last | told | {cache: before[cache]}))
     result = after[0]
     assert isinstance(result, Tensor)
     return result

@@ -14,7 +14,7 @@ from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
 from l0prune.exporting.slicing.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.literals import picked, rewrite_literals
 from l0prune.exporting.slicing.sizes import Sizes
-from l0prune.exporting.slicing.without_branches import leave_out
+from l0prune.exporting.slicing.without_branches import leave_out, pass_on
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import is_assertion, operator_name
 from l0prune.infer.parts import Parts
@@ -57,9 +57,11 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
-    leave_out(module, analysis.branches, gone(analysis.plan, kept))
+    single = leave_out(module, analysis.branches, gone(analysis.plan, kept))
     sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)
     rewrite_literals(module, sizes)
+    for join in single:
+        pass_on(join)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
     add_guards(module.graph, _captured_with(analysis), analysis.captured.batches)

@@ -6,35 +6,46 @@ A sum without one is its other operand, and a concatenation has a part less.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
-from l0prune.infer.ending import joined
+from l0prune.infer.ending import is_concatenation, joined
 from l0prune.infer.nodes import is_assertion, may_view, written
 
 
-def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> None:
+def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> list[Node]:
     """Take these branches out, and all that only they need.
 
     Args:
         module: the captured graph, whose operators have the names that they had in the capture.
         branches: of the capture.
         gone: names of those that are left out.
+
+    Returns:
+        Concatenations with one part, for ``pass_on``: what averages over them still has to know
+        how wide they were.
     """
     if not gone:
-        return
+        return []
     ends: dict[Node, list[Node]] = defaultdict(list)
     for ending in branches.endings:
         for join in ending.joins if ending.name in gone else ():
             ends[join].append(ending.end)
     nodes = {node.name: node for node in module.graph.nodes}
+    single = []
     for join, out in ends.items():
         # by place: what stands there now is another node if it was a join, too
         places = [place for place, each in enumerate(joined(join)) if each not in out]
-        _leave(nodes[join.name], places)
+        if is_concatenation(join):
+            node = nodes[join.name]
+            parts = joined(node)
+            node.args = ([parts[place] for place in places], *node.args[1:])
+            single += [node] * (len(places) == 1)
+        else:
+            pass_on(nodes[join.name], *places)
     dead = {node.name for node in branches.dead(gone)}
     for node in reversed(list(module.graph.nodes)):
         # torch keeps what writes in place or may draw, which these do for nothing that is left
@@ -42,15 +53,12 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
         if (node.name in dead or is_about_dead) and not node.users:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
+    return [node for node in single if node in module.graph.nodes]
 
 
-def _leave(join: Node, places: Sequence[int]) -> None:
-    """Let a join have only the operands at these places."""
-    operands = joined(join)
-    left, *others = (operands[place] for place in places)
-    if others:
-        join.args = ([left, *others], *join.args[1:])
-        return
+def pass_on(join: Node, place: int = 0) -> None:
+    """Let what reads a join read the one operand that it has left, at this place."""
+    left = joined(join)[place]
     if _is_written_into(join) and len(left.users) > 1:
         with join.graph.inserting_before(join):
             left = join.graph.call_function(torch.ops.aten.clone.default, (left,))
