@@ -155,6 +155,39 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     assert "the branch blocks.1 is gone, and its code computes that" in dense.note
 
 
+class Table(nn.Module):
+    """Gives numbers of its own, as relative positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = nn.Parameter(torch.ones(1))
+
+    def forward(self):
+        return self.numbers.sigmoid()
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.last = (nn.Conv2d(n, 6, 1) for n in (3, 6, 6))
+        self.table, self.head = Table(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.last(F.relu(self.inner(x)) * self.table())
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
+    model = gated(WithTable(), "last")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is WithTable
+    assert isinstance(dense.module.inner, PassedBy)
+    assert type(dense.module.table) is Table
+    assert difference(model, dense, X) <= 1e-10
+
+
 def test_what_is_written_in_place_later_does_not_change_the_stream():
     """Without the branch the sum would be the stream itself, which ReLU then writes into."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, modules_of, without_call
@@ -175,12 +176,17 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 
 def _results(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, int]:
-    """How many each module returns in a tuple, 0 for a tensor; those that return neither lack."""
+    """How many each module returns in a tuple, 0 for a tensor.
+
+    Those that return neither lack, and those that are given no tensor, which have none to pass on.
+    """
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
         calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
     found: dict[str, int] = {}
     for call in calls:
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(call.inputs)):
+            continue
         if isinstance(call.output, torch.Tensor):
             found[names[call.path]] = 0
         elif type(call.output) is tuple:
@@ -215,10 +221,14 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         if not any(is_within(path, passed) for passed in way)
     }
     numbers = renumbered(own.plain, way)
+    candidates = [
+        {path: new for path, new in changes.items() if not any(is_within(path, p) for p in way)}
+        for changes in own.candidates
+    ]
     return replace(
         own,
         tensors=tensors,
-        candidates=tuple(joined(changes, numbers) for changes in own.candidates),
+        candidates=tuple(joined(changes, numbers) for changes in candidates),
         layers={**others, **way},
         scales=scales,
         gone=(),

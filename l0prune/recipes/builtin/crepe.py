@@ -244,7 +244,7 @@ def report(dense: nn.Module, file: Path) -> dict[str, Any]:
 
 
 def _answers(run: Run, frames: Tensor) -> Tensor:
-    answers = [run(part) for part in normalised(frames).split(_AT_ONCE) if len(part)]
+    answers = [run(normalised(part)) for part in frames.split(_AT_ONCE) if len(part)]
     return torch.cat(answers) if answers else torch.empty(0, _BINS)
 
 
