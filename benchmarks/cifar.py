@@ -50,7 +50,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -63,6 +62,7 @@ from benchmarks.budgets import part
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.ways import ADAM, ALL_WAYS, SCHEDULES, SGD, WAYS, Job, macs
+from l0prune.data import Data
 from l0prune.recipes.reading import BUILTIN
 
 RUNS = ROOT / "runs"
@@ -181,16 +181,16 @@ def means(found: Iterable[Row], share: str = "macs_share") -> str:
         f"| network | way | seeds | training, dense epochs | {share} | error |",
         "|---" * 6 + "|",
     ]
-    for (network, _, way), rows_ in sorted(groups.items()):
-        if len(rows_) > 1:
-            errors = [row["error"] for row in rows_]
+    for (network, _, way), alike in sorted(groups.items()):
+        if len(alike) > 1:
+            errors = [row["error"] for row in alike]
             lines.append(
-                f"| {network} | {way} | {', '.join(str(row['seed']) for row in rows_)} "
-                f"| {mean(row['training'] for row in rows_):.1f} "
-                f"| {mean(row[share] for row in rows_):.1%} "
+                f"| {network} | {way} | {', '.join(str(row['seed']) for row in alike)} "
+                f"| {mean(row['training'] for row in alike):.1f} "
+                f"| {mean(row[share] for row in alike):.1%} "
                 f"| {mean(errors):.2%} ± {stdev(errors):.2%} |"
             )
-    return "\n".join(lines) * (len(lines) > 2)
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def main() -> None:
@@ -253,19 +253,22 @@ def run(
     measure: Callable[[str, nn.Module, float, Job], Row],
 ) -> list[Row]:
     """All rows that are asked for; those that are missing are measured and kept."""
-    each = (_of_seed(seed, options, shares, measure) for seed in options.seed)
-    return list(chain.from_iterable(each))
+    data = part(l0prune.load_data("cifar10"), options.examples)
+    found: list[Row] = []
+    for seed in options.seed:
+        of_seed = argparse.Namespace(**vars(options) | {"seed": seed})
+        found += _of_seed(of_seed, data, shares, measure)
+    return found
 
 
 def _of_seed(
-    seed: int,
     options: argparse.Namespace,
+    data: Data,
     shares: Iterable[float],
     measure: Callable[[str, nn.Module, float, Job], Row],
 ) -> list[Row]:
     """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
-    common["seed"] = seed
     of_ways = ("epochs", "schedule", "training_macs", "gate_epochs")
     names = [
         str(value) for key, value in common.items() if key not in of_ways and value is not None
@@ -275,10 +278,10 @@ def _of_seed(
     path = options.out.with_suffix(".jsonl")
     known = {tuple(row[name] for name in KEY): row for row in rows(path, KEY)}
     job = Job(
-        data=part(l0prune.load_data("cifar10"), options.examples),
+        data=data,
         epochs=options.epochs,
         schedule=options.schedule,
-        seed=seed,
+        seed=options.seed,
         device=options.device,
         autocast=options.autocast,
         optimizer=SGD if options.network in CHECKPOINTS else ADAM,

@@ -33,7 +33,7 @@ class GatedInput(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Shape: grad as the result; what comes back as the arguments."""
         x, gated, z, weight = ctx.saved_tensors
-        g = grad.flatten(0, -2) if grad.dim() > 1 else grad[None]
+        g = grad.reshape(-1, len(weight))
         bias = g.sum(0) if ctx.needs_input_grad[3] else None
         if torch.is_grad_enabled():  # the gradient is to be differentiated: its textbook form
             flat = x.reshape(-1, len(z))

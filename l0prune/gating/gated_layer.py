@@ -38,15 +38,11 @@ def forward_of(original: type[nn.Module]) -> Callable[..., Tensor] | None:
 @wraps(nn.Linear.forward)
 def _linear(self: nn.Linear, input: Any) -> Tensor:
     values = _of_slots(self, input)
-    if values is None:
-        return F.linear(input, self.weight, self.bias)
-    weight: Any = self._parameters["weight"]
-    if input.requires_grad or not values.requires_grad:
-        return F.linear(scale(input, values, input.dim() - 1), weight, self.bias)
-    if _is_carried(self, weight, values):
-        result: Tensor = GatedInput.apply(input, values, weight, self.bias)
+    if values is not None and not _is_free(input, values) and _is_carried(self, values):
+        result: Tensor = GatedInput.apply(input, values, self._parameters["weight"], self.bias)
         return result
-    return F.linear(input, self.weight, self.bias)
+    read, weight = _gated(self, input, values, 0)
+    return F.linear(read, weight, self.bias)
 
 
 def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
@@ -54,15 +50,30 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
 
     @wraps(kind.forward)
     def forward(self: Any, input: Any) -> Tensor:
-        values, weight = _of_slots(self, input), self._parameters.get("weight")
-        if values is None or (values.requires_grad and not input.requires_grad):
-            weight = self.weight
-        else:
-            input = scale(input, values, input.dim() - 1 - after)
-        result: Tensor = self._conv_forward(input, weight, self.bias)
+        read, weight = _gated(self, input, _of_slots(self, input), after)
+        result: Tensor = self._conv_forward(read, weight, self.bias)
         return result
 
     return forward
+
+
+def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[Any, Any]:
+    """What the layer reads and its weight, of which one is multiplied by the gates.
+
+    Args:
+        module: the layer.
+        input: of its forward.
+        values: what may multiply the slots of the input.
+        after: dims of the input after the one that the weight contracts.
+    """
+    if values is None or not _is_free(input, values):
+        return input, module.weight
+    return scale(input, values, input.dim() - 1 - after), module._parameters["weight"]
+
+
+def _is_free(input: Tensor, values: Tensor) -> bool:
+    """Does multiplying the input ask for no gradient of it that is not computed anyway?"""
+    return input.requires_grad or not values.requires_grad
 
 
 def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
@@ -100,9 +111,11 @@ def _is_smaller(input: Any, weight: Any) -> bool:
     )
 
 
-def _is_carried(module: nn.Module, weight: Tensor, values: Tensor) -> bool:
+def _is_carried(module: nn.Module, values: Tensor) -> bool:
     """Does the weight's gradient tell that of these gates?"""
-    gates, device = module.__dict__[LINK].gates, weight.device
+    gates, weight = module.__dict__[LINK].gates, module._parameters["weight"]
+    assert weight is not None
+    device = weight.device
     return (
         bool(gates.is_flat_at_zero)
         and weight.requires_grad

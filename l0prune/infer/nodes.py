@@ -24,6 +24,14 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """All arguments of a torch operator's call by name: as given, or by default."""
+    named = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {each.name: each.default_value for each in named if each.has_default_value()}
+    given |= {each.name: value for each, value in zip(named, node.args, strict=False)}
+    return given | dict(node.kwargs)
+
+
 def operands_of(node: Node) -> Iterator[Node]:
     """Every node among the arguments, in order."""
     return iter(node.all_input_nodes)
@@ -98,11 +106,10 @@ def draws(node: Node) -> bool:
     may = torch.Tag.nondeterministic_seeded in operator.tags
     if not may and not any(word in str(operator) for word in ("dropout", "rrelu", "attention")):
         return False
-    names = [argument.name for argument in operator._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    given = arguments(node)
     for switch in ("train", "training", "dropout_p"):
-        if switch in names:
-            return bool(given.get(switch, False))
+        if switch in given:
+            return bool(given[switch])
     return may
 
 

@@ -104,9 +104,12 @@ def test_gates_that_stand_multiply_the_input(used):
 
 def test_multipliers_that_are_given_have_a_gradient_at_zero(used):
     model, x = model_of()
-    z = torch.zeros(l0prune.gates(model).plan.size, dtype=torch.float64).requires_grad_()
-    with l0prune.gates(model).using(z):
+    (inputs,) = (axis for axis in l0prune.gates(model).axes if axis.kind == "input")
+    z = torch.ones(l0prune.gates(model).plan.size, dtype=torch.float64)
+    z[inputs.slice] = 0
+    with l0prune.gates(model).using(z.requires_grad_()):
         model(x).sum().backward()
+    assert z.grad[inputs.slice].all()
     assert not used
 
 

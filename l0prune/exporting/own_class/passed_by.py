@@ -26,6 +26,7 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
 from l0prune.exporting.own_class.windows import windows_of
+from l0prune.exporting.slicing.tensors import stored_in
 from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import operator_name, shape_of
@@ -107,19 +108,21 @@ def _instead(ending: Ending, before: Set[Node], own: OwnClass) -> dict[str, Any]
     """
     if ending.axes:
         return {"gives": "nothing"}
-    wanted = shape_of(ending.joins[0]) or []
+    wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
     windows = windows_of(before)
+    if windows is None:
+        return unknown
     outside = {each for node in before for each in node.all_input_nodes} - before
     for given in sorted(outside):
         sizes = shape_of(given)
-        if sizes is None or windows is None or len(sizes) != len(wanted):
+        if sizes is None or len(sizes) != len(wanted):
             continue
         sizes = sizes_after(sizes, windows)
         dim, channels = _channels(ending, own, sizes, wanted)
         if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
             changed = {"windows": windows, "dim": dim, "channels": channels}
             return {"gives": "zeros", **{name: how for name, how in changed.items() if how}}
-    return {"gives": "zero"}
+    return unknown
 
 
 def _channels(
@@ -130,7 +133,7 @@ def _channels(
     These are as many as its last parameters have.
     """
     name = ending.tensors[0]
-    old, new = own.plain.state_dict().get(name), own.tensors.get(name)
+    old, new = stored_in(own.plain, name), own.tensors.get(name)
     if old is None or new is None or not old.ndim:
         return 0, 0
     fitting = [dim for dim, size in enumerate(wanted) if dim and size == old.shape[0]]
@@ -202,6 +205,10 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         way: by path, what they become.
         plan: of the model.
     """
+
+    def is_passed(name: str) -> bool:
+        return any(is_within(name, path) for path in way)
+
     needed: dict[str, bool] = {}
     gone = [branch.name for branch in own.gone]
     for cost in plan.costs:
@@ -211,20 +218,15 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
     tensors = dict(own.tensors)
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
-        is_inside = any(is_within(name, path) for path in way)
-        if is_inside and old.ndim and (name not in parameters or not needed.get(first, True)):
+        if is_passed(name) and old.ndim and (name not in parameters or not needed.get(first, True)):
             tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
     scales = {name: by for name, by in own.scales.items() if tensors[name].numel()}
-    others = {
-        path: layer
-        for path, layer in own.layers.items()
-        if not any(is_within(path, passed) for passed in way)
-    }
+    others = {path: layer for path, layer in own.layers.items() if not is_passed(path)}
     numbers = renumbered(own.plain, way)
-    candidates = [
-        {path: new for path, new in changes.items() if not any(is_within(path, p) for p in way)}
+    candidates = (
+        {path: new for path, new in changes.items() if not is_passed(path)}
         for changes in own.candidates
-    ]
+    )
     return replace(
         own,
         tensors=tensors,

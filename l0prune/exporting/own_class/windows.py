@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from l0prune.files.pretrained.cut_layers import Window
-from l0prune.infer.nodes import operator_name, shape_of
+from l0prune.infer.nodes import arguments, operator_name, shape_of
 
 _POOLS = tuple(f"aten.{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3))
 _CONVOLUTIONS = (*(f"aten.conv{n}d" for n in (1, 2, 3)), "aten.convolution")
@@ -24,7 +24,7 @@ def windows_of(nodes: Iterable[Node]) -> tuple[Window, ...] | None:
         name = operator_name(node.target)
         if name not in _CONVOLUTIONS + _POOLS:
             continue
-        given = _arguments(node)
+        given = arguments(node)
         if given.get("transposed") or given.get("ceil_mode"):
             return None
         window = _window(given, name in _CONVOLUTIONS)
@@ -41,14 +41,6 @@ def _window(given: dict[str, Any], is_convolution: bool) -> Window:
     if padding == "same":  # sizes stay, as torch allows no stride then
         kernel, padding = (1,) * dims, 0
     return (tuple(kernel), stride, _each(0 if padding == "valid" else padding, dims), dilation)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """By name, those that are not given at their defaults."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    names = [each.name for each in arguments]
-    return given | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:

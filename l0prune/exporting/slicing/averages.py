@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from l0prune.exporting.slicing.literals import rewrites, shrinkage
 from l0prune.exporting.slicing.sizes import Sizes
-from l0prune.infer.nodes import argument, operator_name
+from l0prune.infer.nodes import argument, arguments, operator_name
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.plan.layout import size_of
 
@@ -108,9 +108,7 @@ def _variance(
 
 def _settings(node: Node) -> dict[str, Any]:
     """The correction and keepdim of a variance, whichever of its overloads is called."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    given |= {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    given = arguments(node)
     correction = given.get("correction", int(given.get("unbiased", True)))
     keepdim = given.get("keepdim", False)
     return {"correction": 1 if correction is None else correction, "keepdim": keepdim}

@@ -43,7 +43,8 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
             node = nodes[join.name]
             parts = joined(node)
             node.args = ([parts[place] for place in places], *node.args[1:])
-            single += [node] * (len(places) == 1)
+            if len(places) == 1:
+                single.append(node)
         else:
             pass_on(nodes[join.name], *places)
     dead = {node.name for node in branches.dead(gone)}

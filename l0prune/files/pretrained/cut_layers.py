@@ -215,21 +215,20 @@ class PassedBy(nn.Module):
 
 
 def are_windows(value: object) -> bool:
-    """Is this a list of windows, each of four numbers for every dim that it slides over?"""
-    windows = value if isinstance(value, list | tuple) else [None]
-    for window in windows:
-        if not isinstance(window, list | tuple) or len(window) != 4:
-            return False
-        if not all(
-            isinstance(each, list | tuple) and len(each) == len(window[0]) for each in window
-        ):
-            return False
-        kernel, stride, padding, dilation = window
-        if not all(type(number) is int for number in (*kernel, *stride, *padding, *dilation)):
-            return False
-        if min((*kernel, *stride, *dilation), default=0) < 1 or min(padding) < 0:
-            return False
-    return True
+    """Is this what ``windows`` may be?"""
+    return isinstance(value, list | tuple) and all(map(_is_window, value))
+
+
+def _is_window(value: object) -> bool:
+    """Are these four numbers for every dim that it slides over, of which there is one at least?"""
+    if not isinstance(value, list | tuple) or len(value) != 4:
+        return False
+    if not all(isinstance(each, list | tuple) and len(each) == len(value[0]) for each in value):
+        return False
+    kernel, stride, padding, dilation = value
+    if not all(type(number) is int for each in value for number in each):
+        return False
+    return min((*kernel, *stride, *dilation), default=0) >= 1 and min(padding) >= 0
 
 
 def sizes_after(sizes: list[int], windows: tuple[Window, ...]) -> list[int]:
