@@ -29,7 +29,7 @@ from l0prune.exporting.own_class.windows import windows_of
 from l0prune.exporting.slicing.tensors import stored_in
 from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
-from l0prune.infer.nodes import operator_name, shape_of
+from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
 from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Plan
@@ -142,14 +142,17 @@ def _channels(
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
-    """By path, what each module computes that is needed; if it is called again, in all calls."""
+    """By path, the tensors each module computes that are needed; if called again, in all calls.
+
+    A number that two of them take of some sizes is computed in the first one alone.
+    """
     captured, needs = part.analysis.captured, part.analysis.branches.needs
     paths = {path for path, _ in plain.named_modules(remove_duplicate=False)}
     paths -= {"", captured.path}
     found: dict[str, set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
-        is_needed_at_all = node.op == "call_function" and bool(needs[node])
-        for called in modules_of(node) if is_needed_at_all else ():
+        counts = node.op == "call_function" and bool(needs[node]) and has_tensor(node)
+        for called in modules_of(node) if counts else ():
             path = without_call(called)
             if path in paths:
                 found[path].add(node)
@@ -181,14 +184,17 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 def _results(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, int]:
     """How many each module returns in a tuple, 0 for a tensor.
 
-    Those that return neither lack, and those that are given no tensor, which have none to pass on.
+    Those that return neither lack, and those that are given none to pass on: no tensor at all, or,
+    where they hold no parameters and so cost little, a mask alone.
     """
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
         calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
     found: dict[str, int] = {}
     for call in calls:
-        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(call.inputs)):
+        given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, torch.Tensor)]
+        holds = any(True for _ in plain.get_submodule(names[call.path]).parameters())
+        if not (given if holds else any(leaf.is_floating_point() for leaf in given)):
             continue
         if isinstance(call.output, torch.Tensor):
             found[names[call.path]] = 0
