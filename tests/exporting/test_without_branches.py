@@ -188,6 +188,39 @@ def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
     assert difference(model, dense, X) <= 1e-10
 
 
+class OfToken(nn.Module):
+    """A block for one token that looks at all others, which come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, others, token):
+        seen = torch.cat((token, others), 1).mean(1, keepdim=True)
+        return token + self.down(F.gelu(self.up(seen)))
+
+
+class WithToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
+        self.first, self.second = OfToken(), OfToken()
+
+    def forward(self, x):
+        others = F.relu(self.stem(x.mean(1)))
+        token = others.amax(1, keepdim=True)
+        return self.head(self.second(others, self.first(others, token=token))[:, 0])
+
+
+@pytest.mark.parametrize("block", ["first", "second"])
+def test_a_block_gives_back_what_it_would_have_added_to(block):
+    model = gated(WithToken(), block)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert isinstance(getattr(dense.module, block), PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+
+
 def test_what_is_written_in_place_later_does_not_change_the_stream():
     """Without the branch the sum would be the stream itself, which ReLU then writes into."""
 

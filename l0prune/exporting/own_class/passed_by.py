@@ -14,13 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, modules_of, without_call
-from l0prune.capture.recording import record
+from l0prune.capture.recording import Call, record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
@@ -82,11 +82,11 @@ def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
         if mine:  # its last module
             gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before, own)
-    results = _results(own.plain, list(gives), part)
+    calls = _calls(own.plain, list(gives), part)
     return {
-        path: Layer({**what, "results": results[path]}, kind=_KIND)
+        path: Layer({**what, **calls[path]}, kind=_KIND)
         for path, what in gives.items()
-        if path in results
+        if path in calls
     }
 
 
@@ -181,26 +181,36 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
-def _results(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, int]:
-    """How many each module returns in a tuple, 0 for a tensor.
+def _calls(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, dict[str, int]]:
+    """Which input each module can give back, and how many results it has: 0 if it is no tuple.
 
-    Those that return neither lack, and those that are given none to pass on: no tensor at all, or,
-    where they hold no parameters and so cost little, a mask alone.
+    Those that return neither a tensor nor a tuple lack, and those that are given nothing to pass
+    on: no tensor at all, or, where they hold no parameters and so cost little, a mask alone.
     """
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
         calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
-    found: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}
     for call in calls:
-        given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
         holds = any(True for _ in plain.get_submodule(names[call.path]).parameters())
         if not (given if holds else any(leaf.is_floating_point() for leaf in given)):
             continue
-        if isinstance(call.output, torch.Tensor):
-            found[names[call.path]] = 0
-        elif type(call.output) is tuple:
-            found[names[call.path]] = len(call.output)
+        is_tuple, at = type(call.output) is tuple, _like_output(call)
+        if is_tuple or isinstance(call.output, Tensor):
+            results = len(call.output) if is_tuple else 0
+            found[names[call.path]] = {"results": results, **({"at": at} if at else {})}
     return found
+
+
+def _like_output(call: Call) -> int:
+    """Which input has the shape of what comes out: a class token, say, beside all others."""
+    first = call.output[0] if isinstance(call.output, tuple) and call.output else call.output
+    args, kwargs = call.inputs
+    for at, given in enumerate((*args, *kwargs.values())):
+        if isinstance(given, Tensor) and isinstance(first, Tensor) and given.shape == first.shape:
+            return at
+    return 0
 
 
 def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:

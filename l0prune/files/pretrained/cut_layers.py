@@ -182,22 +182,24 @@ class PassedBy(nn.Module):
     """What is left of a module that nothing needs any more.
 
     Attributes:
-        gives: ``input``, its first one, as it came; ``zeros`` of its shape, but for what follows;
+        gives: ``input``, one of them, as it came; ``zeros`` of its shape, but for what follows;
             one ``zero``; or ``nothing``, an empty vector, which torch.cat leaves out.
+        at: which input that is, those that are given by position first.
         windows: convolutions and pools that would have changed the sizes of positions.
         dim, channels: how many there are along this dim; 0 where they are the input's.
         results: how many it returned in a tuple, of which the others are None now; 0 for no tuple.
     """
 
     gives: str
+    at: int = 0
     windows: tuple[Window, ...] = ()
     dim: int = 0
     channels: int = 0
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Takes what the module took. Shape: of the first input, or what that becomes."""
-        first = args[0] if args else next(iter(kwargs.values()))
+        """Takes what the module took. Shape: of that input, or what that becomes."""
+        first = (*args, *kwargs.values())[self.at]
         if self.gives != "input":
             while isinstance(first, list | tuple):
                 first = first[0]
