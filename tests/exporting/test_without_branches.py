@@ -221,6 +221,44 @@ def test_a_block_gives_back_what_it_would_have_added_to(block):
     assert difference(model, dense, X) <= 1e-10
 
 
+class InWindows(nn.Module):
+    """Mixes the channels of 2 x 2 windows, which are put together by code outside its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mix = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x):
+        rows, columns = x.shape[1] // 2, x.shape[2] // 2
+        windows = self.norm(x).view(-1, rows, 2, columns, 2, x.shape[-1]).transpose(2, 3)
+        mixed = self.mix(windows.reshape(-1, 4, x.shape[-1]))
+        mixed = mixed.view(x.shape[0], rows, columns, 2, 2, mixed.shape[-1]).transpose(2, 3)
+        return (x + mixed.reshape(x.shape)).tanh()  # so that it does not pass x through
+
+
+class WithWindows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 1), nn.Linear(6, 4)
+        self.first, self.second = InWindows(), InWindows()
+
+    def forward(self, x):
+        x = F.relu(self.stem(x)).permute(0, 2, 3, 1)
+        return self.head(self.second(self.first(x)).mean((1, 2)))
+
+
+@pytest.mark.parametrize("block", ["first", "second"])
+def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
+    model = gated(WithWindows(), f"{block}.mix")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    left = getattr(dense.module, block)
+    assert isinstance(left, InWindows)
+    assert isinstance(left.mix, PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+
+
 def test_what_is_written_in_place_later_does_not_change_the_stream():
     """Without the branch the sum would be the stream itself, which ReLU then writes into."""
 

@@ -14,20 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, modules_of, without_call
-from l0prune.capture.recording import Call, record
+from l0prune.exporting.own_class.calls import Called, called
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
 from l0prune.exporting.own_class.windows import windows_of
 from l0prune.exporting.slicing.tensors import stored_in
-from l0prune.files.pretrained.cut_layers import sizes_after
+from l0prune.files.pretrained.cut_layers import Window, sizes_after
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
@@ -77,17 +75,21 @@ def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -
     inner = _outermost(p for p, of in nodes.items() if of <= dead)
     inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
     gives |= {path: {"gives": "input"} for path in inner}
+    calls = called(own.plain, list(gives), part)
     for ending in endings:
         before = _before(ending.end, dead)
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
-        if mine:  # its last module
-            gives[max(mine, key=lambda path: max(mine[path]))] = _instead(ending, before, own)
-    calls = _calls(own.plain, list(gives), part)
-    return {
-        path: Layer({**what, **calls[path]}, kind=_KIND)
-        for path, what in gives.items()
-        if path in calls
-    }
+        if mine:
+            last = max(mine, key=lambda path: max(mine[path]))
+            shapes = [calls[path].shape if path in calls else None for path in mine]
+            kept = calls[last].shape if None not in shapes else None
+            gives[last] = _instead(ending, before, own, kept)
+    return {path: _layer(what, calls[path]) for path, what in gives.items() if path in calls}
+
+
+def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
+    at = {"at": call.at} if call.at else {}
+    return Layer({**gives, **at, "results": call.results}, kind=_KIND)
 
 
 def _before(end: Node, dead: Set[Node]) -> set[Node]:
@@ -100,14 +102,25 @@ def _before(end: Node, dead: Set[Node]) -> set[Node]:
     return found
 
 
-def _instead(ending: Ending, before: Set[Node], own: OwnClass) -> dict[str, Any]:
+def _instead(
+    ending: Ending, before: Set[Node], own: OwnClass, kept: Sequence[int] | None
+) -> dict[str, Any]:
     """What its last module gives if it is handed what the first one took: nothing, or zeros.
 
     ``y += x`` takes zeros of the shape that the sum has; ``y + x`` takes one zero as well, which
-    stands where it is not known how that shape comes of the input's.
+    stands where it is not known how that shape comes of the input's. Code that puts windows
+    together takes zeros of the shape that it has in them.
+
+    Args:
+        ending: where the branch ends.
+        before: what it is made of.
+        own: what the class may be with it.
+        kept: the shape that its last module returns, if all of its modules keep that of an input.
     """
     if ending.axes:
         return {"gives": "nothing"}
+    if kept is not None:
+        return _zeros(*_channels(ending, own, kept, kept))
     wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
     windows = windows_of(before)
     if windows is None:
@@ -120,9 +133,13 @@ def _instead(ending: Ending, before: Set[Node], own: OwnClass) -> dict[str, Any]
         sizes = sizes_after(sizes, windows)
         dim, channels = _channels(ending, own, sizes, wanted)
         if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
-            changed = {"windows": windows, "dim": dim, "channels": channels}
-            return {"gives": "zeros", **{name: how for name, how in changed.items() if how}}
+            return _zeros(dim, channels, windows)
     return unknown
+
+
+def _zeros(dim: int, channels: int, windows: tuple[Window, ...] = ()) -> dict[str, Any]:
+    changed = {"windows": windows, "dim": dim, "channels": channels}
+    return {"gives": "zeros", **{name: how for name, how in changed.items() if how}}
 
 
 def _channels(
@@ -152,8 +169,8 @@ def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
     found: dict[str, set[Node]] = defaultdict(set)
     for node in captured.graph.nodes:
         counts = node.op == "call_function" and bool(needs[node]) and has_tensor(node)
-        for called in modules_of(node) if counts else ():
-            path = without_call(called)
+        for name in modules_of(node) if counts else ():
+            path = without_call(name)
             if path in paths:
                 found[path].add(node)
     return found
@@ -179,38 +196,6 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     """Those that are in no other one."""
     found = sorted(paths, key=len)
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
-
-
-def _calls(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, dict[str, int]]:
-    """Which input each module can give back, and how many results it has: 0 if it is no tuple.
-
-    Those that return neither a tensor nor a tuple lack, and those that are given nothing to pass
-    on: no tensor at all, or, where they hold no parameters and so cost little, a mask alone.
-    """
-    names = {path.removeprefix(f"{part.path}."): path for path in paths}
-    with torch.no_grad():
-        calls = record(copied(plain.get_submodule(part.path)), list(names), part.example)
-    found: dict[str, dict[str, int]] = {}
-    for call in calls:
-        given = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
-        holds = any(True for _ in plain.get_submodule(names[call.path]).parameters())
-        if not (given if holds else any(leaf.is_floating_point() for leaf in given)):
-            continue
-        is_tuple, at = type(call.output) is tuple, _like_output(call)
-        if is_tuple or isinstance(call.output, Tensor):
-            results = len(call.output) if is_tuple else 0
-            found[names[call.path]] = {"results": results, **({"at": at} if at else {})}
-    return found
-
-
-def _like_output(call: Call) -> int:
-    """Which input has the shape of what comes out: a class token, say, beside all others."""
-    first = call.output[0] if isinstance(call.output, tuple) and call.output else call.output
-    args, kwargs = call.inputs
-    for at, given in enumerate((*args, *kwargs.values())):
-        if isinstance(given, Tensor) and isinstance(first, Tensor) and given.shape == first.shape:
-            return at
-    return 0
 
 
 def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
