@@ -72,7 +72,8 @@ def test_what_rounds_up_is_not_known(module):
 def test_zeros_of_another_shape():
     passed = nn.Conv2d(4, 6, 3, 2, 1)
     passed.__class__ = PassedBy
-    passed.gives, passed.results = "zeros", 0
+    passed.gives, passed.at, passed.results = "zeros", 0, 0
+    passed.windows, passed.dim, passed.channels = (), 0, 0
     x = torch.randn(2, 4, 9, 8)
     assert passed(x).shape == x.shape
     passed.windows, passed.dim, passed.channels = [[[3, 3], [2, 2], [1, 1], [1, 1]]], 1, 6

@@ -155,6 +155,39 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     assert "the branch blocks.1 is gone, and its code computes that" in dense.note
 
 
+class Named(nn.Module):
+    """Keeps its sizes by names that what is left of it has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim, self.channels, self.windows, self.at, self.results = 2, 5, "all", 7, [1]
+        self.inner, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return self.last(F.relu(self.inner(x)))
+
+
+class WithNamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.named, self.head = nn.Conv2d(3, 6, 1), Named(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head((x + self.named(x)).mean((2, 3)))
+
+
+def test_a_module_may_have_attributes_of_its_own_by_any_name(tmp_path):
+    model = gated(WithNamed(), "named")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert isinstance(dense.module.named, PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+    dense.save_pretrained(tmp_path)
+    again = l0prune.resize(WithNamed(), tmp_path).eval()
+    assert torch.equal(again(X), dense.module(X))
+
+
 class Table(nn.Module):
     """Gives numbers of its own, as relative positions do."""
 

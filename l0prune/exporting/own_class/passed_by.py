@@ -25,7 +25,7 @@ from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
 from l0prune.exporting.own_class.windows import windows_of
 from l0prune.exporting.slicing.tensors import stored_in
-from l0prune.files.pretrained.cut_layers import Window, sizes_after
+from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
@@ -88,8 +88,9 @@ def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -
 
 
 def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
-    at = {"at": call.at} if call.at else {}
-    return Layer({**gives, **at, "results": call.results}, kind=_KIND)
+    """All that it reads of itself: the module may have attributes of its own by these names."""
+    same = {"windows": (), "dim": 0, "channels": 0}
+    return Layer({**same, **gives, "at": call.at, "results": call.results}, kind=_KIND)
 
 
 def _before(end: Node, dead: Set[Node]) -> set[Node]:
@@ -133,13 +134,12 @@ def _instead(
         sizes = sizes_after(sizes, windows)
         dim, channels = _channels(ending, own, sizes, wanted)
         if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
-            return _zeros(dim, channels, windows)
+            return {**_zeros(dim, channels), "windows": windows}
     return unknown
 
 
-def _zeros(dim: int, channels: int, windows: tuple[Window, ...] = ()) -> dict[str, Any]:
-    changed = {"windows": windows, "dim": dim, "channels": channels}
-    return {"gives": "zeros", **{name: how for name, how in changed.items() if how}}
+def _zeros(dim: int, channels: int) -> dict[str, Any]:
+    return {"gives": "zeros", "dim": dim, "channels": channels}
 
 
 def _channels(

@@ -191,10 +191,10 @@ class PassedBy(nn.Module):
     """
 
     gives: str
-    at: int = 0
-    windows: tuple[Window, ...] = ()
-    dim: int = 0
-    channels: int = 0
+    at: int
+    windows: tuple[Window, ...]
+    dim: int
+    channels: int
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
