@@ -69,10 +69,10 @@ def fit(
         l0prune fit model.gated.pt --score taylor --data mnist --budget macs=0.5
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    info = l0prune.read_info(path)
     asked = GateSettings.of({n: v for n, v in settings.items() if n != "loss"})
     if not budget and not asked.rounds and latency is None:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
-    info = l0prune.read_info(path)
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     model = l0prune.load(path, trust_pickle=trust_pickle)
     scores = None

@@ -280,6 +280,12 @@ def test_a_file_that_cannot_be_used_is_exit_code_1(command, tmp_path, make, mess
     assert not list(tmp_path.glob("*.gated.pt"))
 
 
+def test_a_file_that_is_missing_is_said_before_anything_is_asked_for(command):
+    code, out, err = command("fit", "nothere.pt")
+    assert (code, out) == (1, "")
+    assert "nothere.pt does not exist" in err
+
+
 def test_another_kind_of_gate(command, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     kind = ("--gate", "continuous-sparsification", "--set", "final_beta=100")
