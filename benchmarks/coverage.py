@@ -90,6 +90,7 @@ def steps(
         "float32": dense.certificate.worst(MODEL, "float32"),
         "class": kept_class(dense),
         "gone": len(dense.gone),
+        "note": dense.note,
         "step": "onnx",
     }
     with tempfile.TemporaryDirectory() as folder:
