@@ -14,7 +14,6 @@ has ``--epochs``, over all of its phases:
 - ``dense``: nothing is cut; how much is due to training on?
 - ``l0prune``: half of them with gates that learn under ``budget="macs=…"``, at a constant rate (the
   default), cut, the other half;
-- ``l0prune-distill``: the same, half of the loss from the dense network (``distill=0.5``);
 - ``tp-group-norm``: cut at once, then all epochs;
 - ``tp-group-norm-uniform``: the same, with as large a share of each layer;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
@@ -29,7 +28,9 @@ at once buys more epochs. ``--gate-epochs`` says how many of them have gates.
 All are trained by the same loop at batch 128 with the same augmentation, averaging and BatchNorm
 recalibration, and with what Torch-Pruning's authors recommend (``benchmarks.depgraph``): SGD with
 momentum 0.9, rate 0.01, weight decay 5e-4 except in sparsity learning. Each phase of a way has one
-cosine from that rate to 0, or with ``--schedule steps`` their tenths after 60 and 80 % of it.
+cosine from that rate to 0, or with ``--schedule steps`` their tenths after 60 and 80 % of it;
+``--rate`` is another rate, and ``--distill 0.5`` takes half of the loss from the dense network,
+whose forwards count as training: both for all ways alike.
 ``--autocast bf16`` trains all of them with it, which halves the time on a CPU that has the
 instructions. MACs are counted by ``torch.utils.flop_counter``, and no cut leaves more than asked.
 The error is that of the cut model after the last epoch, in full precision, the seconds are those of
@@ -71,7 +72,8 @@ NETWORKS = (*CHECKPOINTS, "vit")
 # What makes a row: those that agree in all of these are the same measurement.
 KEY = (
     "network", "shortcuts", "way", "budget", "epochs", "dense_epochs", "examples", "schedule",
-    "autocast", "seed", "training_macs", "gate_epochs",
+    "autocast", "seed", "training_macs", "gate_epochs", "rate",
+    "distill",
 )  # fmt: skip
 
 
@@ -218,6 +220,8 @@ def arguments(
     parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
     parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="cosine")
+    parser.add_argument("--rate", type=float, help="of the weights, in the place of the usual one")
+    parser.add_argument("--distill", type=float, help="part of the loss that the dense one gives")
     parser.add_argument("--shortcuts", choices=["conv", "pad"], default="conv")
     parser.add_argument("--autocast", choices=["bf16", "fp16"])
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one after another")
@@ -236,6 +240,10 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error(f"--gate-epochs must be 1 or more, and less than all there are ({limit:g})")
     if limit <= 0:
         parser.error("--training-macs must be above 0: epochs of the dense network")
+    if options.rate is not None and not options.rate > 0:
+        parser.error("--rate must be above 0")
+    if options.distill is not None and not 0 < options.distill <= 1:
+        parser.error("--distill must be above 0 and at most 1")
     if "L0PRUNE_DATA" not in os.environ:
         parser.error("set L0PRUNE_DATA to the folder of the data; checkpoints are in ../models")
     if any(map(_is_theirs, options.ways)) and importlib.util.find_spec("torch_pruning") is None:
@@ -269,14 +277,15 @@ def _of_seed(
 ) -> list[Row]:
     """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
-    of_ways = ("epochs", "schedule", "training_macs", "gate_epochs")
+    of_ways = ("epochs", "schedule", "training_macs", "gate_epochs", "rate", "distill")
     names = [
         str(value) for key, value in common.items() if key not in of_ways and value is not None
     ]
     home = options.out / "-".join(names)
     home.mkdir(parents=True, exist_ok=True)
     path = options.out.with_suffix(".jsonl")
-    known = {tuple(row[name] for name in KEY): row for row in rows(path, KEY)}
+    known = {tuple(map(row.get, KEY)): row for row in rows(path, KEY)}
+    usual = SGD if options.network in CHECKPOINTS else ADAM
     job = Job(
         data=data,
         epochs=options.epochs,
@@ -284,14 +293,16 @@ def _of_seed(
         seed=options.seed,
         device=options.device,
         autocast=options.autocast,
-        optimizer=SGD if options.network in CHECKPOINTS else ADAM,
+        optimizer=usual if options.rate is None else usual | {"lr": options.rate},
         training_macs=common["training_macs"],
         gate_epochs=options.gate_epochs,
         folder=home,
     )
-    # Its own schedule is one for all that start from it.
-    first = replace(job, schedule="cosine", training_macs=None)
+    # Its own schedule and rate are the same for all that start from it.
+    first = replace(job, schedule="cosine", optimizer=usual, training_macs=None)
     model = start(options.network, options.shortcuts, options.dense_epochs, first)
+    if options.distill is not None:
+        job = replace(job, distill=options.distill, teacher=copy.deepcopy(model))
     found = []
     for share in shares:
         for way in options.ways:

@@ -93,11 +93,14 @@ def append(path: Path, row: Row) -> None:
 
 
 def rows(path: Path, key: Sequence[str] = ("model",)) -> list[Row]:
-    """The results so far; of what was measured twice, the last. ``key`` tells it apart."""
+    """The results so far; of what was measured twice, the last. ``key`` tells it apart.
+
+    A row from before there was one of its fields is as if that were None, its default.
+    """
     if not path.exists():
         return []
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return list({tuple(row[name] for name in key): row for row in lines}.values())
+    return list({tuple(map(row.get, key)): row for row in lines}.values())
 
 
 def missing(path: Path, names: Iterable[str]) -> list[str]:

@@ -6,7 +6,6 @@ others, or for as many MACs. What they are and how they split them is in ``bench
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +24,7 @@ from l0prune.data import Data
 from l0prune.plan.switches import switches_of
 from l0prune.training.start import EXAMPLES, FORWARDS, batches, tried_on
 
-RATE = 0.01
-SGD = {"optimizer": "sgd", "lr": RATE, "weight_decay": 5e-4}
+SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution
 BATCH = 128
 SCORE_BATCHES = 100  # of an epoch of 50,000 examples; of a shorter one as large a part
@@ -49,6 +47,8 @@ class Job:
         epochs: of a way, over all of its phases, unless ``training_macs`` says how many.
         training_macs: what all training of a way may cost, in epochs of the dense network.
         gate_epochs: of these with gates; None for half.
+        distill: how much of the loss is from the dense network, of all ways alike.
+        teacher: that network, if it is more than nothing.
         folder: of this way's checkpoints, one for each phase.
     """
 
@@ -61,6 +61,8 @@ class Job:
     optimizer: Mapping[str, Any] = field(default_factory=lambda: SGD)
     training_macs: float | None = None
     gate_epochs: int | None = None
+    distill: float = 0.0
+    teacher: nn.Module | None = None
     folder: Path
 
     def settings(self, phase: str, epochs: int, **others: Any) -> dict[str, Any]:
@@ -74,6 +76,8 @@ class Job:
             "seed": self.seed,
             "device": self.device,
             "autocast": self.autocast,
+            "distill": self.distill,
+            "teacher": self.teacher,
             "out": self.folder / phase,
             "resume": True,
             "progress": False,
@@ -100,7 +104,14 @@ class Job:
         """
         if self.training_macs is None:
             return self.epochs - epochs
-        return max(1, round((self.training_macs - spent) / share))
+        return max(1, round((self.training_macs - spent) / self.cost(share)))
+
+    def cost(self, share: float) -> float:
+        """Of an epoch of a network of this share, in epochs of the dense network.
+
+        A step is three forwards, of which a teacher does one more, of the dense network.
+        """
+        return share + (1 / 3 if self.distill else 0.0)
 
     @property
     def steps(self) -> int:
@@ -137,7 +148,7 @@ class Cut:
 def dense(model: nn.Module, share: float, job: Job) -> Cut:
     left = job.left(1.0)
     l0prune.train_dense(model, job.data, **job.settings("train", left))
-    return Cut(model, left)
+    return Cut(model, left * job.cost(1.0))
 
 
 def learned(
@@ -147,18 +158,15 @@ def learned(
     return with_gates(model, job, budget=f"macs={share}", **others)
 
 
-def with_gates(model: nn.Module, job: Job, distill: float = 0.0, **settings: Any) -> Cut:
+def with_gates(model: nn.Module, job: Job, **settings: Any) -> Cut:
     """Half of the epochs with gates, or as many as the job says, the rest for what is left."""
     first = job.first
     whole = macs(model, job.example())
-    taught = {"distill": distill, "teacher": copy.deepcopy(model) if distill else None}
-    if distill:
-        l0prune.ungate(taught["teacher"])
-    settings |= {"settle": SETTLE * first, "schedule": "settle", **taught}
+    settings |= {"settle": SETTLE * first, "schedule": "settle"}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
     looked = _looked(model, first, job) if settings.get("start", "auto") != "alike" else 0.0
-    spent = first * run.records[-1]["training_macs"] + looked
-    return trained(l0prune.export(model).module, whole, job, first, spent, **taught)
+    spent = first * job.cost(run.records[-1]["training_macs"]) + looked
+    return trained(l0prune.export(model).module, whole, job, first, spent)
 
 
 def _looked(model: nn.Module, first: int, job: Job) -> float:
@@ -170,9 +178,7 @@ def _looked(model: nn.Module, first: int, job: Job) -> float:
     return (batches(learning) + tried) / job.steps
 
 
-def trained(
-    small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0, **settings: Any
-) -> Cut:
+def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0) -> Cut:
     """The cut network trained for what is left.
 
     Args:
@@ -182,8 +188,8 @@ def trained(
     """
     share = macs(small, job.example()) / whole
     left = job.left(share, done, spent)
-    l0prune.train_dense(small, job.data, **job.settings("train", left, **settings))
-    return Cut(small, spent + left * share)
+    l0prune.train_dense(small, job.data, **job.settings("train", left))
+    return Cut(small, spent + left * job.cost(share))
 
 
 def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
@@ -192,7 +198,7 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
     looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
     left = job.left(share, spent=looked)
     l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))
-    return Cut(l0prune.export(model).module, left * share + looked)
+    return Cut(l0prune.export(model).module, left * job.cost(share) + looked)
 
 
 def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) -> Cut:
@@ -202,18 +208,21 @@ def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) 
 
 def group_sl(model: nn.Module, share: float, job: Job) -> Cut:
     pruner = depgraph.pruner(model, job.example(), classifier(model), sparse=True)
-    optimizer = depgraph.sparse_sgd(pruner, model, RATE)
+    optimizer = depgraph.sparse_sgd(pruner, model, job.optimizer["lr"])
     settings = job.settings("sparse", job.first, optimizer=optimizer, weight_decay=0.0)
     l0prune.train_dense(model, job.data, **settings)
-    return _cut_and_trained(pruner, model, share, job, job.first)
+    spent = job.first * job.cost(1.0)
+    return _cut_and_trained(pruner, model, share, job, job.first, spent)
 
 
-def _cut_and_trained(pruner: Any, model: nn.Module, share: float, job: Job, done: int = 0) -> Cut:
+def _cut_and_trained(
+    pruner: Any, model: nn.Module, share: float, job: Job, done: int = 0, spent: float = 0.0
+) -> Cut:
     count = partial(macs, example=job.example())
     whole = count(model)
     depgraph.shrink(pruner, model, count, share * whole)
     model.zero_grad()
-    return trained(model, whole, job, done, done)
+    return trained(model, whole, job, done, spent)
 
 
 def classifier(model: nn.Module) -> nn.Module:
@@ -224,7 +233,6 @@ Way = Callable[[nn.Module, float, Job], Cut]
 WAYS: dict[str, Way] = {
     "dense": dense,
     "l0prune": learned,
-    "l0prune-distill": partial(learned, distill=0.5),
     "l0prune-widths": partial(learned, branches=False),
     "l0prune-alike": partial(learned, branches=False, start="alike"),
     "tp-group-norm": group_norm,

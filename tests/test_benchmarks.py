@@ -43,10 +43,9 @@ def noise(count: int, side: int) -> Data:
     return Data("noise", examples, examples, 10)
 
 
-def job(folder: Path, epochs: int = 4) -> ways.Job:
-    return ways.Job(
-        data=noise(256, 8), epochs=epochs, schedule="steps", seed=0, device="cpu", folder=folder
-    )
+def job(folder: Path, epochs: int = 4, **others) -> ways.Job:
+    given = {"data": noise(256, 8), "schedule": "steps", "seed": 0, "device": "cpu"}
+    return ways.Job(epochs=epochs, folder=folder, **given, **others)
 
 
 def epochs_of(folder: Path) -> int:
@@ -60,7 +59,7 @@ def of_ways(ways, *default):
     )
 
 
-@of_ways(ways.ALL_WAYS, "dense", "l0prune-distill")
+@of_ways(ways.ALL_WAYS, "dense", "l0prune")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.one_in(2)
 def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
@@ -78,6 +77,21 @@ def test_every_way_meets_the_share_in_as_many_epochs(way, tmp_path):
     else:
         assert 0.9 * SHARE < row["macs_share"] <= SHARE
         assert row["params"] < row["params_before"]
+
+
+@of_ways(["dense", "l0prune-alike", "fisher", "tp-group-sl"], "dense")
+@pytest.mark.filterwarnings("ignore")
+def test_a_teachers_forwards_count_as_training(way, tmp_path):
+    if way.startswith("tp-"):
+        pytest.importorskip("torch_pruning")
+    share = 1.0 if way == "dense" else SHARE
+    given = job(tmp_path, training_macs=8.0, distill=0.5, teacher=network())
+    row = cifar.measure(way, network(), share, given)
+    # A third of a dense epoch for each, and for the last ones what is left.
+    most = {"dense": 8 / (1 + 1 / 3)}.get(way, 8 / (SHARE + 1 / 3))
+    assert epochs_of(tmp_path) <= round(most) < round(8 / share)
+    assert abs(row["training"] - 8) <= (share + 1 / 3) / 2 + 0.01
+    assert (way == "dense") == (epochs_of(tmp_path) == 6)
 
 
 @of_ways(["l0prune", "tp-group-sl", "taylor"], "taylor")
@@ -143,7 +157,7 @@ def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
     options = argparse.Namespace(
         network="resnet20", ways=["dense"], macs=[0.47, 0.39], epochs=2, dense_epochs=1,
         examples=64, schedule="cosine", shortcuts="conv", autocast=None, seed=[0, 1], device="cpu",
-        gate_epochs=None,
+        gate_epochs=None, rate=None, distill=None,
         out=tmp_path / "cifar",
     )  # fmt: skip
     rows = cifar.run(options, options.macs, cifar.measure)
