@@ -1,0 +1,210 @@
+"""How a class goes on of whose modules some have nothing left to compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from differences import difference
+from torch import nn
+from with_branches import Block, Dense, Net, X, gated
+
+import l0prune
+from l0prune.files.pretrained.cut_layers import PassedBy
+
+
+def test_a_class_goes_on_without_them():
+    dense = l0prune.export(gated(Net(), "blocks.2", "blocks.1"))
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is Net
+    # Of the last block nothing is left; the second still has its shortcut.
+    assert isinstance(dense.module.blocks[2], PassedBy)
+    assert type(dense.module.blocks[1]) is Block
+    assert isinstance(dense.module.blocks[1].conv1, PassedBy)
+    assert type(dense.module.blocks[0].conv1) is nn.Conv2d
+
+
+@pytest.mark.parametrize("closed", [("blocks.1",), ("blocks.0", "blocks.1")])
+@pytest.mark.one_in(2)
+def test_a_class_that_writes_into_what_is_gone_goes_on(closed, tmp_path):
+    """``y += x`` needs zeros of the sum's shape: fewer positions than x has, and its channels."""
+    model = gated(Net(writes=True), *closed)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert type(dense.module.blocks[1]) is Block
+    small = dense.module.blocks[1].bn2
+    assert (small.dim, small.channels) == (1, dense.module.blocks[1].short.out_channels)
+    assert small.channels < 16
+    for side in (8, 7, 13):  # of no other size than the first one anything was proven
+        x = torch.randn(2, 3, side, side)
+        assert torch.allclose(model(x), dense.module(x), atol=1e-5)
+    dense.save_pretrained(tmp_path / "small", code=True)
+    again = l0prune.resize(Net(writes=True), tmp_path / "small").eval()
+    assert torch.equal(again(X), dense.module.eval()(X))
+
+
+def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
+    model = Net(writes=True)
+    model.blocks[1].conv1.stride = 1
+    model.blocks[1].relu = nn.MaxPool2d(2, ceil_mode=True)
+    dense = l0prune.export(gated(model, "blocks.1"))
+    assert not dense.rebuilt
+    assert "the branch blocks.1 is gone, and its code computes that" in dense.note
+
+
+class Named(nn.Module):
+    """Keeps its sizes by names that what is left of it has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.dim, self.channels, self.windows, self.at, self.results = 2, 5, "all", 7, [1]
+        self.inner, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return self.last(F.relu(self.inner(x)))
+
+
+class WithNamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.named, self.head = nn.Conv2d(3, 6, 1), Named(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head((x + self.named(x)).mean((2, 3)))
+
+
+def test_a_module_may_have_attributes_of_its_own_by_any_name(tmp_path):
+    model = gated(WithNamed(), "named")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert isinstance(dense.module.named, PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+    dense.save_pretrained(tmp_path)
+    again = l0prune.resize(WithNamed(), tmp_path).eval()
+    assert torch.equal(again(X), dense.module(X))
+
+
+class Table(nn.Module):
+    """Gives numbers of its own, as relative positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = nn.Parameter(torch.ones(1))
+
+    def forward(self):
+        return self.numbers.sigmoid()
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.inner, self.last = (nn.Conv2d(n, 6, 1) for n in (3, 6, 6))
+        self.table, self.head = Table(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.last(F.relu(self.inner(x)) * self.table())
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
+    model = gated(WithTable(), "last")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is WithTable
+    assert isinstance(dense.module.inner, PassedBy)
+    assert type(dense.module.table) is Table
+    assert difference(model, dense, X) <= 1e-10
+
+
+class OfToken(nn.Module):
+    """A block for one token that looks at all others, which come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, others, token):
+        seen = torch.cat((token, others), 1).mean(1, keepdim=True)
+        return token + self.down(F.gelu(self.up(seen)))
+
+
+class WithToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 6), nn.Linear(6, 4)
+        self.first, self.second = OfToken(), OfToken()
+
+    def forward(self, x):
+        others = F.relu(self.stem(x.mean(1)))
+        token = others.amax(1, keepdim=True)
+        return self.head(self.second(others, self.first(others, token=token))[:, 0])
+
+
+@pytest.mark.parametrize("block", ["first", "second"])
+def test_a_block_gives_back_what_it_would_have_added_to(block):
+    model = gated(WithToken(), block)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert isinstance(getattr(dense.module, block), PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+
+
+class InWindows(nn.Module):
+    """Mixes the channels of 2 x 2 windows, which are put together by code outside its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mix = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+
+    def forward(self, x):
+        rows, columns = x.shape[1] // 2, x.shape[2] // 2
+        windows = self.norm(x).view(-1, rows, 2, columns, 2, x.shape[-1]).transpose(2, 3)
+        mixed = self.mix(windows.reshape(-1, 4, x.shape[-1]))
+        mixed = mixed.view(x.shape[0], rows, columns, 2, 2, mixed.shape[-1]).transpose(2, 3)
+        return (x + mixed.reshape(x.shape)).tanh()  # so that it does not pass x through
+
+
+class WithWindows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 1), nn.Linear(6, 4)
+        self.first, self.second = InWindows(), InWindows()
+
+    def forward(self, x):
+        x = F.relu(self.stem(x)).permute(0, 2, 3, 1)
+        return self.head(self.second(self.first(x)).mean((1, 2)))
+
+
+@pytest.mark.parametrize("block", ["first", "second"])
+def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
+    model = gated(WithWindows(), f"{block}.mix")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    left = getattr(dense.module, block)
+    assert isinstance(left, InWindows)
+    assert isinstance(left.mix, PassedBy)
+    assert difference(model, dense, X) <= 1e-10
+
+
+@pytest.mark.slow
+def test_files_bring_back_what_is_left(tmp_path):
+    model = gated(Net(), "blocks.2", "blocks.1")
+    dense = l0prune.export(model)
+    dense.save_pretrained(tmp_path / "small", code=True)
+    again = l0prune.resize(Net(), tmp_path / "small").eval()
+    assert torch.equal(again(X), dense.module.eval()(X))
+    assert sum(p.numel() for p in again.parameters()) == dense.params
+    assert "PassedBy" in (tmp_path / "small" / "l0prune_model.py").read_text()
+
+
+@pytest.mark.slow
+def test_a_class_goes_on_without_parts_of_concatenations():
+    dense = l0prune.export(gated(Dense(), "layers.1", "wide.branch"))
+    assert dense.rebuilt, dense.note
+    assert type(dense.module) is Dense
+    assert isinstance(dense.module.layers[1], PassedBy)
+    assert isinstance(dense.module.wide, PassedBy)
+    assert dense.module.layers[1]([torch.zeros(2, 5, 8, 8)]).shape == (0,)
