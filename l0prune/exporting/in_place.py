@@ -8,7 +8,7 @@ buffers stay the objects that they were; what is cut off them is kept as it was.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
-    subject = subject_of(model)
+    subject = replace(subject_of(model), exact_alone=True)
     chosen = Chosen(subject.plan, subject.z, kept)
     proven = cut_class(subject, chosen, graph.of(subject) if chosen.gone else None)
     if proven is None:

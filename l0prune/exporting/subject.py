@@ -42,6 +42,7 @@ class Subject:
         dtypes: of the model's tensors.
         free: sizes of its inputs that are free beside the batch.
         sizes: such as it takes.
+        exact_alone: whether float64 is enough to compare in, since nothing is handed out.
         asked: what the gated model has answered, so that it need not run twice on one input.
     """
 
@@ -53,6 +54,7 @@ class Subject:
     dtypes: Dtypes
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
+    exact_alone: bool = False
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
 
 

@@ -54,6 +54,14 @@ def test_a_model_that_rounds_is_allowed_its_rounding_and_the_others():
     assert (again.error, again.tolerance) == (check.error, check.tolerance)
 
 
+def test_where_nothing_is_handed_out_float64_is_enough():
+    answers = answers_of(Plus(512.0), INPUTS, exact_alone=True)
+    (check,) = compare(answers, Plus(0.0))
+    assert (check.dtype, check.passed) == ("float64", True)
+    (check,) = compare(answers, Plus(0.0, error=1e-8))
+    assert not check.passed
+
+
 def test_its_own_rounding_excuses_no_error_in_float64():
     with pytest.raises(CertificateError, match="dense in float64"):
         certified(Plus(512.0), Plus(0.0, error=1e-8))

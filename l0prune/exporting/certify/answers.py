@@ -20,6 +20,8 @@ from l0prune.exporting.output_names import tensor_names
 from l0prune.exporting.slicing.dtypes import cast, name_of
 from l0prune.running.stages import stage
 
+BOTH = (torch.float64, torch.float32)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -28,7 +30,7 @@ class Answer:
     Attributes:
         inputs: the input.
         exact: the tensors and numbers of its output in float64.
-        single: the same in float32.
+        single: the same in float32; None where that was not asked.
         read: names of the parameters that its forward has read by now.
         names: what the tensors of its output are called.
         scales: the largest value of each tensor over all inputs that were asked together.
@@ -36,38 +38,55 @@ class Answer:
 
     inputs: Inputs
     exact: Sequence[Any]
-    single: Sequence[Any]
+    single: Sequence[Any] | None
     read: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     scales: tuple[float, ...] = ()
 
+    @property
+    def dtypes(self) -> Sequence[torch.dtype]:
+        """In which the model was asked."""
+        return BOTH if self.single is not None else BOTH[:1]
+
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
-        """The output in one of the two."""
-        return self.exact if dtype == torch.float64 else self.single
+        """The output in one of these."""
+        if dtype == torch.float64:
+            return self.exact
+        assert self.single is not None
+        return self.single
 
     @property
     def rounding(self) -> float:
         """What rounding alone does to the model in float32."""
-        return largest(differences(self.exact, self.single, self.scales))
+        return largest(differences(self.exact, self.at(torch.float32), self.scales))
 
     def of_tensors(self) -> Answer:
         """The same without the numbers beside the tensors."""
         exact, single = (
-            [leaf for leaf in output if isinstance(leaf, Tensor)]
-            for output in (self.exact, self.single)
+            [leaf for leaf in self.at(dtype) if isinstance(leaf, Tensor)] for dtype in BOTH
         )
         return replace(self, exact=exact, single=single)
 
 
 @stage("running the gated model in float64 and float32")
-def answers_of(model: nn.Module, inputs: Sequence[Inputs], path: str = "") -> tuple[Answer, ...]:
+def answers_of(
+    model: nn.Module, inputs: Sequence[Inputs], path: str = "", exact_alone: bool = False
+) -> tuple[Answer, ...]:
     """What the model, or its submodule at ``path``, computes on each of these, on the CPU.
+
+    Args:
+        model: the whole.
+        inputs: of it, or of the submodule.
+        path: of the submodule.
+        exact_alone: in float64 and not in float32 as well.
 
     Raises:
         CertificateError: it cannot be run.
     """
     exact, names, read = _outputs(model, inputs, torch.float64, path)
-    single, _, _ = _outputs(model, inputs, torch.float32, path)
+    single: Sequence[Sequence[Any] | None] = [None] * len(inputs)
+    if not exact_alone:
+        single, _, _ = _outputs(model, inputs, torch.float32, path)
     scales = common_scales(exact)
     return tuple(
         Answer(given, a, b, read, tuple(called), scales)

@@ -118,7 +118,8 @@ def _answers(subject: Subject, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
     for known in subject.asked:
         if _is_same([answer.inputs for answer in known], list(inputs)):
             return known
-    subject.asked.append(answers_of(subject.gated, inputs))
+    answers = answers_of(subject.gated, inputs, exact_alone=subject.exact_alone)
+    subject.asked.append(answers)
     return subject.asked[-1]
 
 
