@@ -52,6 +52,43 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     assert "the branch blocks.1 is gone, and its code computes that" in dense.note
 
 
+class Selective(nn.Module):
+    """Two paths side by side that halve the picture, and a gate made of both, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.paths = nn.ModuleList(nn.Conv2d(8, 6, 3, 2, d, d) for d in (1, 2))
+        self.gate, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(6, 12, 1)
+        self.short = nn.Conv2d(8, 12, 1, 2)
+
+    def forward(self, x):
+        first, second = (path(x) for path in self.paths)
+        weight = self.gate((first + second).mean((2, 3), keepdim=True)).sigmoid()
+        y = self.last(F.relu(first * weight + second * (1 - weight)))
+        y += self.short(x)
+        return y
+
+
+class WithSelective(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.block = nn.Conv2d(3, 8, 3, padding=1), Selective()
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(F.relu(self.block(F.relu(self.stem(x)))).mean((2, 3)))
+
+
+def test_paths_side_by_side_halve_the_picture_once():
+    model = gated(WithSelective(), "block")
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert isinstance(dense.module.block.last, PassedBy)
+    for side in (8, 7, 13):
+        x = torch.randn(2, 3, side, side)
+        assert torch.allclose(model(x), dense.module(x), atol=1e-5)
+
+
 class Named(nn.Module):
     """Keeps its sizes by names that what is left of it has, too."""
 

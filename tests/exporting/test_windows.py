@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from l0prune.exporting.own_class.windows import windows_of
+from l0prune.exporting.own_class.windows import windows_to
 from l0prune.files.pretrained.cut_layers import PassedBy, are_windows, sizes_after
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -17,8 +17,11 @@ MEANS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 
 
 def windows(module: nn.Module, x: torch.Tensor):
+    """All ways from the input to the output."""
     graph = torch.export.export(module.eval(), (x,)).module().graph
-    return windows_of(node for node in graph.nodes if node.op == "call_function")
+    start = next(node for node in graph.nodes if node.name == "x" or node.op == "placeholder")
+    between = {node for node in graph.nodes if node.op == "call_function"}
+    return windows_to(max(between), start, between)
 
 
 @st.composite
@@ -48,25 +51,37 @@ def test_sizes_are_those_that_torch_gives(dims, data):
         second = type(second)(channels, 2, second.kernel_size, second.stride, second.padding)
     x = torch.zeros(1, 3, *data.draw(st.tuples(*[st.integers(21, 24)] * dims)))
     both = nn.Sequential(first, nn.ReLU(), second)
-    found = windows(both, x)
-    assert found is not None
+    (found,) = windows(both, x)
     assert sizes_after(x.shape, found)[2:] == list(both(x).shape)[2:]
 
 
 def test_what_keeps_sizes_is_left_out():
     x = torch.zeros(1, 4, 9, 9)
     keeps = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=2, dilation=2))
-    assert windows(keeps, x) == ()
+    assert windows(keeps, x) == [()]
     changes = nn.Sequential(*keeps, nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding="valid"))
-    assert windows(changes, x) == (
-        ((2, 2), (2, 2), (0, 0), (1, 1)),
-        ((3, 3), (1, 1), (0, 0), (1, 1)),
-    )
+    assert windows(changes, x) == [
+        (((2, 2), (2, 2), (0, 0), (1, 1)), ((3, 3), (1, 1), (0, 0), (1, 1)))
+    ]
+
+
+def test_paths_side_by_side_are_ways_of_their_own():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.pool = nn.Conv2d(4, 4, 3, 2, 1), nn.MaxPool2d(2, 2, ceil_mode=True)
+
+        def forward(self, x):
+            gate = x.mean((2, 3), keepdim=True).sigmoid()
+            return (self.first(x) + self.first(x).relu() + self.pool(x)) * gate
+
+    found = windows(Both(), torch.zeros(1, 4, 9, 9))
+    assert found == [(((3, 3), (2, 2), (1, 1), (1, 1)),), ()]  # the second is that of the gate
 
 
 @pytest.mark.parametrize("module", [nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(2, 2, 0, True)])
 def test_what_rounds_up_is_not_known(module):
-    assert windows(module, torch.zeros(1, 4, 9, 9)) is None
+    assert windows(module, torch.zeros(1, 4, 9, 9)) == []
 
 
 def test_zeros_of_another_shape():

@@ -23,7 +23,7 @@ from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
-from l0prune.exporting.own_class.windows import windows_of
+from l0prune.exporting.own_class.windows import windows_to
 from l0prune.exporting.slicing.tensors import stored_in
 from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
@@ -123,18 +123,16 @@ def _instead(
     if kept is not None:
         return _zeros(*_channels(ending, own, kept, kept))
     wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
-    windows = windows_of(before)
-    if windows is None:
-        return unknown
     outside = {each for node in before for each in node.all_input_nodes} - before
     for given in sorted(outside):
-        sizes = shape_of(given)
-        if sizes is None or len(sizes) != len(wanted):
+        given_sizes = shape_of(given)
+        if given_sizes is None or len(given_sizes) != len(wanted):
             continue
-        sizes = sizes_after(sizes, windows)
-        dim, channels = _channels(ending, own, sizes, wanted)
-        if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
-            return {**_zeros(dim, channels), "windows": windows}
+        for windows in windows_to(ending.end, given, before):
+            sizes = sizes_after(given_sizes, windows)
+            dim, channels = _channels(ending, own, sizes, wanted)
+            if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
+                return {**_zeros(dim, channels), "windows": windows}
     return unknown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch.fx import Node
@@ -14,23 +14,43 @@ _POOLS = tuple(f"aten.{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2
 _CONVOLUTIONS = (*(f"aten.conv{n}d" for n in (1, 2, 3)), "aten.convolution")
 
 
-def windows_of(nodes: Iterable[Node]) -> tuple[Window, ...] | None:
-    """Those among these operators that change the sizes of positions, in their order.
+_MOST = 8  # ways side by side: those of one block lead to the same sizes
 
-    None where one of them does so in another way than by kernel, stride, padding and dilation.
+
+def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window, ...]]:
+    """The windows by which positions of one node come to those of another: some of the ways.
+
+    Paths side by side are ways of their own, and so is a mean over all positions that multiplies
+    the others: of its sizes nothing is left.
+
+    Args:
+        end: what is made of ``start``, by ``between``, itself among these.
+        start: of other nodes.
+        between: operators.
     """
-    found = []
-    for node in sorted(nodes):
-        name = operator_name(node.target)
-        if name not in _CONVOLUTIONS + _POOLS:
-            continue
-        given = arguments(node)
-        if given.get("transposed") or given.get("ceil_mode"):
-            return None
-        window = _window(given, name in _CONVOLUTIONS)
-        if any(s != 1 or 2 * p != d * (k - 1) for k, s, p, d in zip(*window, strict=True)):
-            found.append(window)
-    return tuple(found)
+    ways: dict[Node, list[tuple[Window, ...]]] = {start: [()]}
+    for node in sorted(between):
+        own = _windows(node)
+        before = [way for each in node.all_input_nodes for way in ways.get(each, ())]
+        if own is not None and before:
+            ways[node] = list(dict.fromkeys((*way, *own) for way in before))[:_MOST]
+    return ways.get(end, [])
+
+
+def _windows(node: Node) -> tuple[Window, ...] | None:
+    """The one that changes the sizes of positions here, if there is one.
+
+    None where they change in another way than by kernel, stride, padding and dilation.
+    """
+    name = operator_name(node.target)
+    if name not in _CONVOLUTIONS + _POOLS:
+        return ()
+    given = arguments(node)
+    if given.get("transposed") or given.get("ceil_mode"):
+        return None
+    window = _window(given, name in _CONVOLUTIONS)
+    stays = all(s == 1 and 2 * p == d * (k - 1) for k, s, p, d in zip(*window, strict=True))
+    return () if stays else (window,)
 
 
 def _window(given: dict[str, Any], is_convolution: bool) -> Window:
