@@ -35,7 +35,8 @@ def cut_class(subject: Subject, chosen: Chosen, parts: Parts | None = None) -> P
     own = own_class(subject.plain, chosen, tensors)
     predicted = round(cost_of(plan).amount(chosen.kept.double(), "params"))
     found = [] if parts is None else parts.found
-    ways = (around(own, way, plan) for way in ways_around(own, found, gone))
+    by_part = {part.path: chosen.on(part.analysis.plan) for part in found}
+    ways = (around(own, w, plan) for w in ways_around(subject.plain, found, by_part, gone))
     for each in ways if gone else [own]:
         proven = prove_class(subject, each, predicted, counted)
         if proven is not None:

@@ -130,7 +130,7 @@ def _as_graph(subject: Subject) -> _Cut:
     graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
     own = own_class(subject.plain, chosen, tensors)
     gone = [branch.name for branch in chosen.gone]
-    ways = ways_around(own, parts.found, gone)
+    ways = ways_around(subject.plain, parts.found, by_part, gone)
     classes = chain((around(own, way, parts.plan) for way in ways), [own])
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, classes, predicted)

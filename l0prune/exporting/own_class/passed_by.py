@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
 from l0prune.exporting.own_class.windows import windows_to
-from l0prune.exporting.slicing.tensors import stored_in
+from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
+from l0prune.plan.layout import leaves, size_of
 from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Plan
 
@@ -38,29 +39,32 @@ _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 
 
 def ways_around(
-    own: OwnClass, parts: Sequence[Part], gone: Collection[str]
+    plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, Chosen], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
     """By path what modules become, the way that leaves least to compute first; none if none is.
 
     Args:
-        own: what the class may be with all of them.
-        parts: of the model, as they were captured.
+        plain: the ungated model at its old sizes.
+        parts: of it, as they were captured.
+        by_part: by path, the slots that stay.
         gone: names of the branches that are gone.
     """
     last: dict[str, Layer] | None = None
     for whole_blocks in (True, False) if gone else ():
         way: dict[str, Layer] = {}
         for part in parts:
-            way |= _way(own, part, gone, whole_blocks)
+            way |= _way(plain, part, by_part[part.path], gone, whole_blocks)
         if way != last:
             yield way
         last = way
 
 
-def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -> dict[str, Layer]:
+def _way(
+    plain: nn.Module, part: Part, chosen: Chosen, gone: Collection[str], whole_blocks: bool
+) -> dict[str, Layer]:
     branches = part.analysis.branches
     endings = [each for each in branches.endings if each.name in gone]
-    nodes = _nodes_by_module(own.plain, part)
+    nodes = _nodes_by_module(plain, part)
     joins = {join for ending in endings for join in ending.joins if ending.tensors}
     dead = branches.dead(gone)
     gives: dict[str, dict[str, Any]] = {}
@@ -75,7 +79,7 @@ def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -
     inner = _outermost(p for p, of in nodes.items() if of <= dead)
     inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
     gives |= {path: {"gives": "input"} for path in inner}
-    calls = called(own.plain, list(gives), part)
+    calls = called(plain, list(gives), part)
     for ending in endings:
         before = _before(ending.end, dead)
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
@@ -83,7 +87,8 @@ def _way(own: OwnClass, part: Part, gone: Collection[str], whole_blocks: bool) -
             last = max(mine, key=lambda path: max(mine[path]))
             shapes = [calls[path].shape if path in calls else None for path in mine]
             kept = calls[last].shape if None not in shapes else None
-            gives[last] = _instead(ending, before, own, kept)
+            stream = _channels(part, chosen, ending.joins[0])
+            gives[last] = _instead(ending, before, stream, kept)
     return {path: _layer(what, calls[path]) for path, what in gives.items() if path in calls}
 
 
@@ -104,7 +109,7 @@ def _before(end: Node, dead: Set[Node]) -> set[Node]:
 
 
 def _instead(
-    ending: Ending, before: Set[Node], own: OwnClass, kept: Sequence[int] | None
+    ending: Ending, before: Set[Node], stream: Channels | None, kept: Sequence[int] | None
 ) -> dict[str, Any]:
     """What its last module gives if it is handed what the first one took: nothing, or zeros.
 
@@ -115,13 +120,13 @@ def _instead(
     Args:
         ending: where the branch ends.
         before: what it is made of.
-        own: what the class may be with it.
+        stream: channels of what it is added to.
         kept: the shape that its last module returns, if all of its modules keep that of an input.
     """
     if ending.axes:
         return {"gives": "nothing"}
     if kept is not None:
-        return _zeros(*_channels(ending, own, kept, kept))
+        return _zeros(*_channels_of(kept, kept, stream))
     wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
     outside = {each for node in before for each in node.all_input_nodes} - before
     for given in sorted(outside):
@@ -130,7 +135,7 @@ def _instead(
             continue
         for windows in windows_to(ending.end, given, before):
             sizes = sizes_after(given_sizes, windows)
-            dim, channels = _channels(ending, own, sizes, wanted)
+            dim, channels = _channels_of(sizes, wanted, stream)
             if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
                 return {**_zeros(dim, channels), "windows": windows}
     return unknown
@@ -140,20 +145,40 @@ def _zeros(dim: int, channels: int) -> dict[str, Any]:
     return {"gives": "zeros", "dim": dim, "channels": channels}
 
 
-def _channels(
-    ending: Ending, own: OwnClass, sizes: Sequence[int], wanted: Sequence[int]
-) -> tuple[int, int]:
-    """The dim of the channels, and how many the branch would have; zeros if that is unclear.
+@dataclass(frozen=True)
+class Channels:
+    """How many channels there were, and how many are left."""
 
-    These are as many as its last parameters have.
+    before: int
+    left: int
+
+
+def _channels(part: Part, chosen: Chosen, join: Node) -> Channels | None:
+    """Of what a sum gives: the one dim of it that may be cut; None if that is not one."""
+    layouts = part.analysis.layouts.get(join.name, ())
+    found = [layout for layout in layouts if any(True for _ in leaves(layout))]
+    if len(found) != 1:
+        return None
+    (layout,) = found
+    return Channels(size_of(layout), int(chosen.plan.mask(layout, chosen.kept).sum()))
+
+
+def _channels_of(
+    sizes: Sequence[int], wanted: Sequence[int], stream: Channels | None
+) -> tuple[int, int]:
+    """The dim of the channels, and how many a branch has there; zeros if it has those it is given.
+
+    Args:
+        sizes: of what it is given, as far as they are known to change.
+        wanted: of what it gave, before anything was cut.
+        stream: channels of what it is added to.
     """
-    name = ending.tensors[0]
-    old, new = stored_in(own.plain, name), own.tensors.get(name)
-    if old is None or new is None or not old.ndim:
-        return 0, 0
-    fitting = [dim for dim, size in enumerate(wanted) if dim and size == old.shape[0]]
-    fitting = [dim for dim in fitting if sizes[dim] != wanted[dim]] or fitting
-    return (fitting[0], new.shape[0]) if len(fitting) == 1 else (0, 0)
+    others = [dim for dim in range(1, len(wanted)) if sizes[dim] != wanted[dim]]
+    if stream is None:
+        return (others[0], wanted[others[0]]) if len(others) == 1 else (0, 0)
+    fitting = [dim for dim in range(1, len(wanted)) if wanted[dim] == stream.before]
+    fitting = [dim for dim in fitting if dim in others] or fitting
+    return (fitting[0], stream.left) if len(fitting) == 1 else (0, 0)
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:

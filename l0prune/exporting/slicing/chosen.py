@@ -46,6 +46,11 @@ class Chosen:
         names = gone(self.plan, self.kept)
         return tuple(branch for branch in self.plan.branches if branch.name in names)
 
+    def on(self, plan: Plan) -> Chosen:
+        """The same on the axes of another plan of the model; all stays that has no gate here."""
+        z, kept = (_on_plan(plan, self.plan, values) for values in (self.z, self.kept))
+        return Chosen(plan, z, kept)
+
     @property
     def is_open(self) -> Tensor:
         """Which gates are open, bool, flat."""
@@ -64,11 +69,11 @@ def chosen_on(plan: Plan, subject: Subject) -> Chosen:
     return Chosen(plan, z, plan.kept(z > 0))
 
 
-def _on_plan(plan: Plan, gated: Plan, z: Tensor) -> Tensor:
-    """Gate values for every axis of ``plan``: 1 where ``gated`` has none."""
-    full = torch.ones(plan.size, dtype=z.dtype)
+def _on_plan(plan: Plan, gated: Plan, values: Tensor) -> Tensor:
+    """Values of the gates for every axis of ``plan``: 1 where ``gated`` has none."""
+    full = torch.ones(plan.size, dtype=values.dtype)
     slices = {axis.name: axis.slice for axis in gated.axes}
     for axis in plan.axes:
         if axis.name in slices:
-            full[axis.slice] = z[slices[axis.name]].cpu()
+            full[axis.slice] = values[slices[axis.name]].cpu()
     return full
