@@ -89,6 +89,41 @@ def test_paths_side_by_side_halve_the_picture_once():
         assert torch.allclose(model(x), dense.module(x), atol=1e-5)
 
 
+class Fused(nn.Module):
+    """Adds to what is small what two others of other sizes become."""
+
+    def __init__(self):
+        super().__init__()
+        self.paths = nn.ModuleList(
+            nn.Sequential(*(nn.Conv2d(6, 6, 3, 2, 1) for _ in range(n))) for n in (1, 2)
+        )
+
+    def forward(self, small, middle, large):
+        y = self.paths[0](middle) + self.paths[1](large) + small
+        return y.tanh()  # so that it does not pass what is small through
+
+
+class WithFused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.ModuleList(nn.Conv2d(3, 6, 3, s, 1) for s in (4, 2, 1))
+        self.fused, self.head = Fused(), nn.Linear(6, 4)
+
+    def forward(self, x):
+        y = self.fused(*(F.relu(stem(x)) for stem in self.stem))
+        return self.head(y.mean((2, 3)))
+
+
+def test_paths_side_by_side_both_give_zeros():
+    model = gated(WithFused(), "fused.paths.0.0")  # of the sum of both
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert all(isinstance(path, PassedBy) for path in dense.module.fused.paths)
+    for side in (8, 12):
+        x = torch.randn(2, 3, side, side)
+        assert torch.allclose(model(x), dense.module(x), atol=1e-5)
+
+
 class Named(nn.Module):
     """Keeps its sizes by names that what is left of it has, too."""
 

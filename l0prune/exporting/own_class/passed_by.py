@@ -1,7 +1,7 @@
 """Modules of a model that nothing needs any more, since branches are gone.
 
 Its own class goes on as it is where these give their input back. A block of which all branches are
-gone gives back what it takes; else the last module of a branch gives zeros, or nothing where it was
+gone gives back what it takes; else the last modules of a branch give zeros, or nothing where it was
 put beside others, and those before it hand their input on. Whether that is right, the comparison
 of the class shows.
 """
@@ -81,14 +81,15 @@ def _way(
     gives |= {path: {"gives": "input"} for path in inner}
     calls = called(plain, list(gives), part)
     for ending in endings:
-        before = _before(ending.end, dead)
+        before = _before({ending.end}, dead)
         mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
-        if mine:
-            last = max(mine, key=lambda path: max(mine[path]))
-            shapes = [calls[path].shape if path in calls else None for path in mine]
+        stream = _channels(part, chosen, ending.joins[0]) if mine else None
+        for last, made_of in _last_ones(mine, dead).items():
+            makers = [path for path in mine if mine[path] & made_of]
+            shapes = [calls[path].shape if path in calls else None for path in makers]
             kept = calls[last].shape if None not in shapes else None
-            stream = _channels(part, chosen, ending.joins[0])
-            gives[last] = _instead(ending, before, stream, kept)
+            starts = {each for node in made_of for each in node.all_input_nodes} - before
+            gives[last] = _instead(ending, starts, before, stream, kept)
     return {path: _layer(what, calls[path]) for path, what in gives.items() if path in calls}
 
 
@@ -98,9 +99,9 @@ def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
     return Layer({**same, **gives, "at": call.at, "results": call.results}, kind=_KIND)
 
 
-def _before(end: Node, dead: Set[Node]) -> set[Node]:
-    """What is gone that the end of a branch is made of, itself among it."""
-    found, pending = {end}, [end]
+def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
+    """What is gone that these are made of, themselves among it."""
+    found, pending = set(ends), [*ends]
     while pending:
         new = {each for each in pending.pop().all_input_nodes if each in dead} - found
         found |= new
@@ -108,8 +109,33 @@ def _before(end: Node, dead: Set[Node]) -> set[Node]:
     return found
 
 
+def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[Node]]:
+    """Modules of a branch from which no other one takes, and what each is made of.
+
+    There are several where a branch is the sum of paths side by side.
+
+    Args:
+        mine: by path, what each module computes of the branch.
+        dead: what is gone.
+    """
+    made_of = {path: _before(nodes, dead) for path, nodes in mine.items()}
+
+    def feeds(path: str, other: str) -> bool:
+        return bool(mine[path] & made_of[other])
+
+    return {
+        path: nodes
+        for path, nodes in made_of.items()
+        if all(feeds(other, path) for other in mine if feeds(path, other))
+    }
+
+
 def _instead(
-    ending: Ending, before: Set[Node], stream: Channels | None, kept: Sequence[int] | None
+    ending: Ending,
+    starts: Set[Node],
+    before: Set[Node],
+    stream: Channels | None,
+    kept: Sequence[int] | None,
 ) -> dict[str, Any]:
     """What its last module gives if it is handed what the first one took: nothing, or zeros.
 
@@ -119,6 +145,7 @@ def _instead(
 
     Args:
         ending: where the branch ends.
+        starts: what the module's part of it is made of, from outside.
         before: what it is made of.
         stream: channels of what it is added to.
         kept: the shape that its last module returns, if all of its modules keep that of an input.
@@ -128,8 +155,7 @@ def _instead(
     if kept is not None:
         return _zeros(*_channels_of(kept, kept, stream))
     wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
-    outside = {each for node in before for each in node.all_input_nodes} - before
-    for given in sorted(outside):
+    for given in sorted(starts):
         given_sizes = shape_of(given)
         if given_sizes is None or len(given_sizes) != len(wanted):
             continue
