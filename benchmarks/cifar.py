@@ -72,8 +72,7 @@ NETWORKS = (*CHECKPOINTS, "vit")
 # What makes a row: those that agree in all of these are the same measurement.
 KEY = (
     "network", "shortcuts", "way", "budget", "epochs", "dense_epochs", "examples", "schedule",
-    "autocast", "seed", "training_macs", "gate_epochs", "rate",
-    "distill",
+    "autocast", "seed", "training_macs", "gate_epochs", "rate", "distill",
 )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def main() -> None:
         return
     if not options.table:
         for name, gates in product(options.networks, options.gates):
-            known = {tuple(row[key] for key in KEY) for row in rows(PATH, KEY)}
+            known = {tuple(map(row.get, KEY)) for row in rows(PATH, KEY)}
             left = [m for m in options.compact if (name, gates, BUDGETS[-1], m) not in known]
             for row in steps(name, gates, left) if left else ():
                 append(PATH, row)

@@ -88,7 +88,7 @@ def test_a_teachers_forwards_count_as_training(way, tmp_path):
     given = job(tmp_path, training_macs=8.0, distill=0.5, teacher=network())
     row = cifar.measure(way, network(), share, given)
     # A third of a dense epoch for each, and for the last ones what is left.
-    most = {"dense": 8 / (1 + 1 / 3)}.get(way, 8 / (SHARE + 1 / 3))
+    most = 8 / (share + 1 / 3)
     assert epochs_of(tmp_path) <= round(most) < round(8 / share)
     assert abs(row["training"] - 8) <= (share + 1 / 3) / 2 + 0.01
     assert (way == "dense") == (epochs_of(tmp_path) == 6)

@@ -19,7 +19,7 @@ MEANS = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
 def windows(module: nn.Module, x: torch.Tensor):
     """All ways from the input to the output."""
     graph = torch.export.export(module.eval(), (x,)).module().graph
-    start = next(node for node in graph.nodes if node.name == "x" or node.op == "placeholder")
+    start = next(node for node in graph.nodes if node.op == "placeholder")
     between = {node for node in graph.nodes if node.op == "call_function"}
     return windows_to(max(between), start, between)
 

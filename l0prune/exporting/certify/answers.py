@@ -68,7 +68,7 @@ class Answer:
         return replace(self, exact=exact, single=single)
 
 
-@stage("running the gated model in float64 and float32")
+@stage("running the gated model")
 def answers_of(
     model: nn.Module, inputs: Sequence[Inputs], path: str = "", exact_alone: bool = False
 ) -> tuple[Answer, ...]:

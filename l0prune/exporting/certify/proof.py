@@ -120,7 +120,7 @@ def _answers(subject: Subject, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
             return known
     answers = answers_of(subject.gated, inputs, exact_alone=subject.exact_alone)
     subject.asked.append(answers)
-    return subject.asked[-1]
+    return answers
 
 
 def _is_same(some: list[Inputs], others: list[Inputs]) -> bool:

@@ -12,8 +12,6 @@ from l0prune.infer.nodes import arguments, operator_name, shape_of
 
 _POOLS = tuple(f"aten.{kind}_pool{n}d" for kind in ("max", "avg") for n in (1, 2, 3))
 _CONVOLUTIONS = (*(f"aten.conv{n}d" for n in (1, 2, 3)), "aten.convolution")
-
-
 _MOST = 8  # ways side by side: those of one block lead to the same sizes
 
 
