@@ -23,13 +23,11 @@ from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.numbering import renumbered
 from l0prune.exporting.own_class.resizing import joined
-from l0prune.exporting.own_class.windows import windows_to
+from l0prune.exporting.own_class.zeros_instead import channels_of, instead
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.files.pretrained.cut_layers import sizes_after
 from l0prune.infer.ending import Ending
-from l0prune.infer.nodes import has_tensor, operator_name, shape_of
+from l0prune.infer.nodes import has_tensor, operator_name
 from l0prune.infer.parts import Part
-from l0prune.plan.layout import leaves, size_of
 from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Plan
 
@@ -49,47 +47,76 @@ def ways_around(
         by_part: by path, the slots that stay.
         gone: names of the branches that are gone.
     """
+    if not gone:
+        return
+    found = [_Gone.of(plain, part, by_part[part.path], gone) for part in parts]
     last: dict[str, Layer] | None = None
-    for whole_blocks in (True, False) if gone else ():
-        way: dict[str, Layer] = {}
-        for part in parts:
-            way |= _way(plain, part, by_part[part.path], gone, whole_blocks)
+    for whole_blocks in (True, False):
+        ways = [_way(plain, each, whole_blocks) for each in found]
+        way = {path: layer for of_part in ways for path, layer in of_part.items()}
         if way != last:
             yield way
         last = way
 
 
-def _way(
-    plain: nn.Module, part: Part, chosen: Chosen, gone: Collection[str], whole_blocks: bool
-) -> dict[str, Layer]:
-    branches = part.analysis.branches
-    endings = [each for each in branches.endings if each.name in gone]
-    nodes = _nodes_by_module(plain, part)
-    joins = {join for ending in endings for join in ending.joins if ending.tensors}
-    dead = branches.dead(gone)
-    gives: dict[str, dict[str, Any]] = {}
-    if whole_blocks:
-        nothing = {*dead, *joins, *_repeated(joins)}
-        blocks = (
+@dataclass(frozen=True)
+class _Gone:
+    """What of one part of a model is gone.
+
+    Attributes:
+        part: as it was captured.
+        chosen: its slots that stay.
+        endings: of the branches that are gone.
+        dead: what only these computed.
+        joins: the sums that lose an operand.
+        modules: by path, the tensors that each computes and that were needed.
+    """
+
+    part: Part
+    chosen: Chosen
+    endings: list[Ending]
+    dead: Set[Node]
+    joins: Set[Node]
+    modules: dict[str, set[Node]]
+
+    @staticmethod
+    def of(plain: nn.Module, part: Part, chosen: Chosen, gone: Collection[str]) -> _Gone:
+        branches = part.analysis.branches
+        endings = [each for each in branches.endings if each.name in gone]
+        joins = {join for ending in endings for join in ending.joins if ending.tensors}
+        modules = _nodes_by_module(plain, part)
+        return _Gone(part, chosen, endings, branches.dead(gone), joins, modules)
+
+    def whole_blocks(self) -> list[str]:
+        """Modules that compute nothing but branches and their sums."""
+        nothing = {*self.dead, *self.joins, *_repeated(self.joins)}
+        return _outermost(
             path
-            for path, of in nodes.items()
-            if of & joins and all(node in nothing or _is_handed_on(node) for node in of)
+            for path, of in self.modules.items()
+            if of & self.joins and all(node in nothing or _is_handed_on(node) for node in of)
         )
-        gives |= {path: {"gives": "input"} for path in _outermost(blocks)}
-    inner = _outermost(p for p, of in nodes.items() if of <= dead)
-    inner = [path for path in inner if not any(is_within(path, whole) for whole in gives)]
-    gives |= {path: {"gives": "input"} for path in inner}
-    calls = called(plain, list(gives), part)
-    for ending in endings:
-        before = _before({ending.end}, dead)
-        mine = {path: nodes[path] & before for path in inner if nodes[path] & before}
-        stream = _channels(part, chosen, ending.joins[0]) if mine else None
-        for last, made_of in _last_ones(mine, dead).items():
+
+    def inner(self) -> list[str]:
+        """Modules that compute nothing but branches."""
+        return _outermost(path for path, of in self.modules.items() if of <= self.dead)
+
+
+def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
+    """By path, what modules of one part become."""
+    blocks = gone.whole_blocks() if whole_blocks else []
+    inner = [p for p in gone.inner() if not any(is_within(p, block) for block in blocks)]
+    gives: dict[str, dict[str, Any]] = {path: {"gives": "input"} for path in (*blocks, *inner)}
+    calls = called(plain, list(gives), gone.part)
+    for ending in gone.endings:
+        before = _before({ending.end}, gone.dead)
+        mine = {p: gone.modules[p] & before for p in inner if gone.modules[p] & before}
+        stream = channels_of(gone.part, gone.chosen, ending.joins[0]) if mine else None
+        for last, made_of in _last_ones(mine, gone.dead).items():
             makers = [path for path in mine if mine[path] & made_of]
             shapes = [calls[path].shape if path in calls else None for path in makers]
             kept = calls[last].shape if None not in shapes else None
             starts = {each for node in made_of for each in node.all_input_nodes} - before
-            gives[last] = _instead(ending, starts, before, stream, kept)
+            gives[last] = instead(ending, starts, before, stream, kept)
     return {path: _layer(what, calls[path]) for path, what in gives.items() if path in calls}
 
 
@@ -128,83 +155,6 @@ def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[
         for path, nodes in made_of.items()
         if all(feeds(other, path) for other in mine if feeds(path, other))
     }
-
-
-def _instead(
-    ending: Ending,
-    starts: Set[Node],
-    before: Set[Node],
-    stream: Channels | None,
-    kept: Sequence[int] | None,
-) -> dict[str, Any]:
-    """What its last module gives if it is handed what the first one took: nothing, or zeros.
-
-    ``y += x`` takes zeros of the shape that the sum has; ``y + x`` takes one zero as well, which
-    stands where it is not known how that shape comes of the input's. Code that puts windows
-    together takes zeros of the shape that it has in them.
-
-    Args:
-        ending: where the branch ends.
-        starts: what the module's part of it is made of, from outside.
-        before: what it is made of.
-        stream: channels of what it is added to.
-        kept: the shape that its last module returns, if all of its modules keep that of an input.
-    """
-    if ending.axes:
-        return {"gives": "nothing"}
-    if kept is not None:
-        return _zeros(*_channels_of(kept, kept, stream))
-    wanted, unknown = shape_of(ending.joins[0]) or [], {"gives": "zero"}
-    for given in sorted(starts):
-        given_sizes = shape_of(given)
-        if given_sizes is None or len(given_sizes) != len(wanted):
-            continue
-        for windows in windows_to(ending.end, given, before):
-            sizes = sizes_after(given_sizes, windows)
-            dim, channels = _channels_of(sizes, wanted, stream)
-            if all(size == wanted[at] or (at == dim and dim) for at, size in enumerate(sizes)):
-                return {**_zeros(dim, channels), "windows": windows}
-    return unknown
-
-
-def _zeros(dim: int, channels: int) -> dict[str, Any]:
-    return {"gives": "zeros", "dim": dim, "channels": channels}
-
-
-@dataclass(frozen=True)
-class Channels:
-    """How many channels there were, and how many are left."""
-
-    before: int
-    left: int
-
-
-def _channels(part: Part, chosen: Chosen, join: Node) -> Channels | None:
-    """Of what a sum gives: the one dim of it that may be cut; None if that is not one."""
-    layouts = part.analysis.layouts.get(join.name, ())
-    found = [layout for layout in layouts if any(True for _ in leaves(layout))]
-    if len(found) != 1:
-        return None
-    (layout,) = found
-    return Channels(size_of(layout), int(chosen.plan.mask(layout, chosen.kept).sum()))
-
-
-def _channels_of(
-    sizes: Sequence[int], wanted: Sequence[int], stream: Channels | None
-) -> tuple[int, int]:
-    """The dim of the channels, and how many a branch has there; zeros if it has those it is given.
-
-    Args:
-        sizes: of what it is given, as far as they are known to change.
-        wanted: of what it gave, before anything was cut.
-        stream: channels of what it is added to.
-    """
-    others = [dim for dim in range(1, len(wanted)) if sizes[dim] != wanted[dim]]
-    if stream is None:
-        return (others[0], wanted[others[0]]) if len(others) == 1 else (0, 0)
-    fitting = [dim for dim in range(1, len(wanted)) if wanted[dim] == stream.before]
-    fitting = [dim for dim in fitting if dim in others] or fitting
-    return (fitting[0], stream.left) if len(fitting) == 1 else (0, 0)
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
