@@ -105,12 +105,19 @@ class Budget:
             self._shares = self._shares.to(p.device)
             if self._together is not None:
                 self._together.move(p.device)
-        counted = p if self._together is None else self._together.least(p)
-        shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
-        excess = shares / self.targets.to(p.dtype) - 1
+        excess = self.share_of_targets(p) - 1
         self._excess = excess.detach()
         self._balance.look(self.done, self._gates.log_alpha, excess)
         return torch.dot(self.multipliers.to(p.dtype), excess)
+
+    def share_of_targets(self, p: Tensor) -> Tensor:
+        """What is expected of each budget at open probabilities ``p``, over its target now.
+
+        Shape: p ``(gates,)``; result ``(k,)``, of p's dtype.
+        """
+        counted = p if self._together is None else self._together.least(p)
+        shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
+        return shares / self.targets.to(p)
 
     @property
     def targets(self) -> Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import torch
+from torch import Tensor
 
 from l0prune.gating.bank import CLOSED, Gates
+from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
 
 _WAIT = 0.5  # of the steps in which gates learn, under a price
@@ -15,7 +19,10 @@ class Decision:
 
     Under a budget: once they all have to. The amount that is expected of a budget is met by widths
     on average, since they are many. Of a branch with an even chance half of its cost is expected,
-    and none or all of it is there: so that is decided while widths can still make up for it.
+    and none or all of it is there: so that is decided while widths can still make up for it. As
+    many of the likeliest stay as change least what is expected: if all stayed that have more than
+    an even chance, five of which two were expected would go at once, widths that are closed would
+    not open again for them, and the network would end up smaller than it may be.
 
     Under a price branches wait for the widths instead. A branch is worth what its best width is
     worth: at first the price is that of its full width, which none is worth, and all would go.
@@ -24,17 +31,17 @@ class Decision:
         gates: of a model.
         learning: steps in which they learn.
         decide: the part of these after which a budget's branches are held until all gates stand.
-        is_budget: whether there is one; else a price alone.
+        budget: if there is one; else a price alone.
     """
 
-    def __init__(self, gates: Gates, learning: int, decide: float, *, is_budget: bool) -> None:
-        self._gates = gates
+    def __init__(self, gates: Gates, learning: int, decide: float, budget: Budget | None) -> None:
+        self._gates, self._budget = gates, budget
         self._switches = switches_of(gates.plan).nonzero().flatten()
         self._waiting = self._held = range(0)
-        self._kept: torch.Tensor | None = None
+        self._kept: Tensor | None = None
         if len(self._switches):
-            self._held = range(round(decide * learning) if is_budget else learning, learning + 1)
-            if not is_budget and len(self._switches) < gates.plan.size:
+            self._held = range(round(decide * learning) if budget else learning, learning + 1)
+            if not budget and len(self._switches) < gates.plan.size:
                 self._waiting = range(round(_WAIT * learning))
 
     @torch.no_grad()
@@ -55,11 +62,41 @@ class Decision:
         if step not in self._held:
             return
         log_alpha, kind, where = self._gates.log_alpha, self._gates.gate, self._where()
-        stays = self._gates.open_probability()[where] >= 0.5
+        p = self._gates.open_probability()
+        stays = p[where] >= 0.5
+        if self._budget and step == self._held.start:
+            stays = likeliest(p, where, self._budget)
         open_, closed = kind.initial(1 - CLOSED), kind.initial(CLOSED)
         log_alpha[where] = torch.where(stays, open_, closed).to(log_alpha.dtype)
 
-    def _where(self) -> torch.Tensor:
+    def _where(self) -> Tensor:
         """The switches, on the device of the gates."""
         self._switches = self._switches.to(self._gates.log_alpha.device)
         return self._switches
+
+
+def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
+    """Which switches stay: so many of the likeliest as change least what is expected of a budget.
+
+    Where less is expected than its target allows, it is the target that counts.
+
+    Args:
+        p: of each gate to be open, flat.
+        switches: numbers of some gates.
+
+    Returns:
+        bool, of the shape of ``switches``.
+    """
+    order = p[switches].argsort(descending=True, stable=True)
+    before = budget.share_of_targets(p).clamp(min=1)
+
+    def stay(count: int) -> Tensor:
+        return torch.zeros_like(order, dtype=torch.bool).index_fill(0, order[:count], True)
+
+    def change(count: int) -> float:
+        decided = p.index_copy(0, switches, stay(count).to(p))
+        return float((budget.share_of_targets(decided) / before).max())
+
+    count = bisect_right(range(len(order) + 1), 1.0, key=change)
+    around = [n for n in (count - 1, count) if 0 <= n <= len(order)]
+    return stay(min(around, key=lambda n: abs(change(n) - 1)))

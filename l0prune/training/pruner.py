@@ -98,12 +98,8 @@ class Pruner:
         self._shrinking = Shrinking(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
-        self._decision = Decision(
-            self.gates,
-            self.phases.learning,
-            self._settings.decide,
-            is_budget=self.budget is not None,
-        )
+        learning = self.phases.learning
+        self._decision = Decision(self.gates, learning, self._settings.decide, self.budget)
         self.step = 0
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
