@@ -31,6 +31,8 @@ RATE = 500.0
 # A share of the target beyond which excess counts no more.
 _FAR = 0.1
 _LARGEST = 1e6
+import os
+_LAG = float(os.environ.get("LAG","10"))
 
 
 class Budget:
@@ -95,6 +97,7 @@ class Budget:
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
         self._excess: Tensor | None = None
+        self._before: Tensor | None = None
         self._together: Together | None = None
         self._balance = Balance()
 
@@ -162,9 +165,15 @@ class Budget:
             if self._together is not None:
                 gradient.copy_(self._together.mean(gradient))
         unit = 1 / self._balance.weight
-        self.multipliers = _ascended(self.multipliers, self._excess.float(), self._rate, unit)
+        ahead = self._ahead(self._excess.float())
+        self.multipliers = _ascended(self.multipliers, ahead, self._rate, unit)
         self._excess = None
         self.done += 1
+
+    def _ahead(self, excess: Tensor) -> Tensor:
+        """The excess some steps from now, if it goes on as since the last step."""
+        before, self._before = self._before, excess
+        return excess if before is None else excess + _LAG * (excess - before)
 
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
