@@ -7,6 +7,11 @@ the loss is
 
 which weights and gates descend and multipliers ascend (Gallego-Posada et al. 2022). A multiplier
 starts again at 0 once its budget is met, so that nothing pushes a network that is small enough.
+
+Gates have momentum: what pushes them until the budget is met pushes them far beyond, and those that
+are closed by then hardly come back. So a multiplier goes by what the excess will be some steps from
+now if it changes as it did since the last one: the derivative of a PID controller (Stooke et al.
+2020 have all three of its parts).
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ RATE = 500.0
 # A share of the target beyond which excess counts no more.
 _FAR = 0.1
 _LARGEST = 1e6
-import os
-_LAG = float(os.environ.get("LAG","10"))
+# Steps that gates go on as they did: Adam's first moment (β₁ = 0.9) is a mean over about so many.
+_AHEAD = 10
 
 
 class Budget:
@@ -60,8 +65,8 @@ class Budget:
         wanted: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several.
         steps: in which the gates learn.
-        rate: of ascent: a step adds ``rate·g`` of what pulls at the gates as hard as the loss does;
-            None to choose it by ``steps``.
+        rate: of ascent: a step adds ``rate·g``, g foreseen, of what pulls at the gates as hard as
+            the loss does; None to choose it by ``steps``.
         ramp: part of the steps in which the target sinks from the dense count to the budget.
         round_to: open slots of an axis come in multiples of this; see ``fit``.
         latency: a table of times, for a budget in latency, or for ``round_to``.
@@ -171,9 +176,9 @@ class Budget:
         self.done += 1
 
     def _ahead(self, excess: Tensor) -> Tensor:
-        """The excess some steps from now, if it goes on as since the last step."""
+        """The excess ``_AHEAD`` steps from now, if it goes on as since the last step."""
         before, self._before = self._before, excess
-        return excess if before is None else excess + _LAG * (excess - before)
+        return excess if before is None else excess + _AHEAD * (excess - before.to(excess))
 
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
@@ -203,11 +208,13 @@ class Budget:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The multipliers, the steps done, what budgets weigh, and which slots are together."""
+        """The multipliers, the steps done, the last excess, what budgets weigh, and which slots are
+        together."""
         return {
             "multipliers": self.multipliers.cpu(),
             "done": self.done,
             "weight": self._balance.weight.cpu(),
+            "excess": None if self._before is None else self._before.cpu(),
             "blocks": None if self._together is None else self._together.numbers.cpu(),
         }
 
@@ -215,6 +222,7 @@ class Budget:
         """Take up what ``state_dict`` gave."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
+        self._before = state.get("excess")
         self._balance.weight = state.get("weight", self._balance.weight)
         if (numbers := state.get("blocks")) is not None:
             self._together = Together(
@@ -223,7 +231,7 @@ class Budget:
 
 
 def _ascended(multipliers: Tensor, excess: Tensor, rate: float, unit: Tensor) -> Tensor:
-    """One step of ascent; 0 where the budget is met.
+    """One step of ascent; 0 where the budget is met, or will be.
 
     A multiplier of one ``unit`` pulls at the gates as hard as the loss does. It grows in proportion
     to itself once it is larger, since some gates resist more than others; and no faster however far

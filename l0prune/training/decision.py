@@ -78,8 +78,6 @@ class Decision:
 def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
     """Which switches stay: so many of the likeliest as change least what is expected of a budget.
 
-    Where less is expected than its target allows, it is the target that counts.
-
     Args:
         p: of each gate to be open, flat.
         switches: numbers of some gates.
@@ -88,7 +86,7 @@ def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
         bool, of the shape of ``switches``.
     """
     order = p[switches].argsort(descending=True, stable=True)
-    before = budget.share_of_targets(p).clamp(min=1)
+    before = budget.share_of_targets(p)
 
     def stay(count: int) -> Tensor:
         return torch.zeros_like(order, dtype=torch.bool).index_fill(0, order[:count], True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis.strategies import data, floats, integers, lists
 from residual import Residual
 from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.training.decision import likeliest
 
 X = torch.zeros(2, 3, 8, 8)
 STEPS = 40
@@ -99,6 +104,47 @@ def test_an_optimizer_does_not_leap_when_branches_have_waited(kind):
         moved.append(before - gates.log_alpha.detach())
     assert not any(bool(each[switch]) for each in moved[:100])
     assert float(moved[100][switch]) == pytest.approx(0.01, rel=1e-4)
+
+
+@dataclass
+class Weighed:
+    """A budget about the sum of some amounts, each times the chance that it is there."""
+
+    amounts: torch.Tensor
+    target: float
+
+    def share_of_targets(self, p: torch.Tensor) -> torch.Tensor:
+        return (self.amounts * p).sum()[None] / self.target
+
+
+@given(data())
+def test_as_many_of_the_likeliest_stay_as_change_least_what_is_expected(data):
+    count = data.draw(integers(1, 8))
+    p = torch.tensor(data.draw(lists(floats(0, 1), min_size=count, max_size=count)))
+    p = torch.cat([torch.tensor([0.5, 0.7]), p]).double()
+    amounts = torch.tensor(data.draw(lists(floats(0.1, 9), min_size=len(p), max_size=len(p))))
+    budget = Weighed(amounts.double(), data.draw(floats(0.1, 20)))
+    switches = torch.arange(2, len(p))
+    stays = likeliest(p, switches, budget)
+
+    def change(stay: torch.Tensor) -> float:
+        decided = p.clone()
+        decided[2:] = stay.double()
+        return abs(float(budget.share_of_targets(decided) / budget.share_of_targets(p)) - 1)
+
+    if stays.any() and not stays.all():
+        assert p[2:][stays].min() >= p[2:][~stays].max()
+    order = p[2:].argsort(descending=True)
+    choices = [torch.zeros(count, dtype=torch.bool) for _ in range(count + 1)]
+    for number, choice in enumerate(choices):
+        choice[order[:number]] = True
+    assert change(stays) == pytest.approx(min(map(change, choices)), abs=1e-9)
+
+
+def test_branches_that_are_half_there_do_not_go_all_at_once():
+    p = torch.tensor([0.45, 0.4, 0.4, 0.4, 0.35])  # two of which are expected
+    stays = likeliest(p, torch.arange(5), Weighed(torch.ones(5), 1.5))
+    assert stays.tolist() == [True, True, False, False, False]
 
 
 @pytest.mark.slow
