@@ -96,5 +96,5 @@ def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
         return float((budget.share_of_targets(decided) / before).max())
 
     count = bisect_right(range(len(order) + 1), 1.0, key=change)
-    around = [n for n in (count - 1, count) if 0 <= n <= len(order)]
+    around = range(max(count - 1, 0), min(count, len(order)) + 1)
     return stay(min(around, key=lambda n: abs(change(n) - 1)))
