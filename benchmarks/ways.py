@@ -22,7 +22,7 @@ import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
 from l0prune.plan.switches import switches_of
-from l0prune.training.start import EXAMPLES, FORWARDS, batches, tried_on
+from l0prune.training.start import FORWARDS, batches, tried_on
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution
@@ -173,8 +173,8 @@ def _looked(model: nn.Module, first: int, job: Job) -> float:
     """What the scores from which gates start cost, in epochs of the dense network."""
     learning = round((1 - SETTLE) * first * job.steps)
     switches = int(switches_of(l0prune.gates(model).plan).sum())
-    tries = tried_on(learning * BATCH / EXAMPLES, switches) * EXAMPLES / BATCH
-    tried = tries * switches * FORWARDS / 3
+    tries, few = tried_on(learning, BATCH, switches)
+    tried = tries * few / BATCH * switches * FORWARDS / 3
     return (batches(learning) + tried) / job.steps
 
 

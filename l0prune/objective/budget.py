@@ -28,8 +28,10 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.balance import Balance
 from l0prune.objective.together import Together
+from l0prune.plan.switches import without_idle
 from l0prune.selection.blocks import Widths
 from l0prune.selection.fit import blocks_for, meet
+from l0prune.selection.fitting import Fitting
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -67,7 +69,8 @@ class Budget:
         steps: in which the gates learn.
         rate: of ascent: a step adds ``rate·g``, g foreseen, of what pulls at the gates as hard as
             the loss does; None to choose it by ``steps``.
-        ramp: part of the steps in which the target sinks from the dense count to the budget.
+        ramp: part of the steps in which the target sinks to the budget, from what an export of
+            the model has now.
         round_to: open slots of an axis come in multiples of this; see ``fit``.
         latency: a table of times, for a budget in latency, or for ``round_to``.
 
@@ -99,6 +102,9 @@ class Budget:
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
         self._blocks = blocks_for(plan, self.bounds, round_to, latency)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
+        open_ = self._gates.open().cpu()
+        now = torch.tensor([bound.actual(open_) / bound.dense for bound in self.bounds])
+        self._begins = torch.maximum(now, self._shares)
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
         self._excess: Tensor | None = None
@@ -110,7 +116,7 @@ class Budget:
         """Σ λᵢ·gᵢ at open probabilities ``p``, shape ``(gates,)``; a scalar of p's dtype."""
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
-            self._shares = self._shares.to(p.device)
+            self._shares, self._begins = self._shares.to(p.device), self._begins.to(p.device)
             if self._together is not None:
                 self._together.move(p.device)
         excess = self.share_of_targets(p) - 1
@@ -132,11 +138,33 @@ class Budget:
         """The share of the dense amount that each budget allows at this step; shape ``(k,)``.
 
         Each step takes the same part of what is left: cutting 40 % of a small network is as hard
-        as 40 % of a large one, and needs as long.
+        as 40 % of a large one, and needs as long. It begins at what an export had of it when the
+        budget was made, where that is more.
         """
         length = self._ramp * self._steps
         passed = min(1.0, self.done / length) if length else 1.0
-        return self._shares**passed
+        return self._begins ** (1 - passed) * self._shares**passed
+
+    def close_at_once(self, part: float, scores: Tensor) -> dict[str, float]:
+        """Close gates of lowest score, before the first step: a part of the way is gone at once.
+
+        Args:
+            part: of the way, in the steps of ``targets``: half of it to 0.36 is to 0.6.
+            scores: what ``l0prune.score`` gives, shape ``(plan.size,)``.
+
+        Returns:
+            The share that is left, for each limit by its text, as predicted.
+
+        Raises:
+            UsageError: no choice of slots is as small as that.
+        """
+        plan, open_ = self._gates.plan, self._gates.open().cpu()
+        fitting = Fitting(plan, scores, self.bounds, self._blocks)
+        for bound in self.bounds:
+            fitting.most[bound] = bound.dense * bound.share**part
+        chosen = without_idle(plan, fitting.choose(open_, fill=False).open_)
+        self._gates.put(chosen)
+        return {str(bound.limit): bound.actual(chosen) / bound.dense for bound in self.bounds}
 
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
@@ -214,6 +242,7 @@ class Budget:
             "multipliers": self.multipliers.cpu(),
             "done": self.done,
             "weight": self._balance.weight.cpu(),
+            "begins": self._begins.cpu(),
             "excess": None if self._before is None else self._before.cpu(),
             "blocks": None if self._together is None else self._together.numbers.cpu(),
         }
@@ -223,6 +252,7 @@ class Budget:
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
         self._before = state.get("excess")
+        self._begins = state.get("begins", torch.ones_like(self._shares)).to(self._shares)
         self._balance.weight = state.get("weight", self._balance.weight)
         if (numbers := state.get("blocks")) is not None:
             self._together = Together(

@@ -81,5 +81,6 @@ class Keywords(GateKeywords, DenseKeywords, total=False):
 
     learn: bool
     start: str
+    at_once: float
     warmup: float | None
     settle: float | None

@@ -35,7 +35,7 @@ from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.wrappers import agree_on_start, sharded
 
-OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn", "start")
+OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn", "start", "at_once")
 
 
 def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
@@ -80,8 +80,8 @@ def _train_in(
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
         said = ""
-        if gates is not None and not world.from_first(goes_on):
-            said = start.begin(model, task, settings, phases, feed.steps, device, world)
+        if pruner is not None and not world.from_first(goes_on):
+            said = start.begin(model, task, settings, pruner, feed.steps, device, world)
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,

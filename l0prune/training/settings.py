@@ -124,6 +124,15 @@ class Settings(GateSettings):
         "its gate. auto for fisher, and of branches for removal, where there is a budget and all "
         "gates stand alike; else as they are, as with alike.",
     )
+    at_once: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Where gates start from a score under a budget: the part of the way to it that "
+        "the score goes at once, before the first step. So they learn in a network that costs less "
+        "to train. 0 lets them learn all of it; with 0.5 half of what is cut to a quarter, in "
+        "factors: to a half.",
+    )
     warmup: float | None = Field(
         None,
         ge=0,

@@ -19,7 +19,7 @@ from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.scores import score
-from l0prune.training.phases import Phases
+from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
@@ -28,14 +28,14 @@ _PART = 0.05  # of the steps in which gates learn: a batch of a score costs abou
 _BATCHES = range(10, 101)
 FORWARDS = 5  # that a branch takes on a batch, each
 _FORWARD = 1 / 3  # of a step
-EXAMPLES = 32  # of a batch on which branches are tried: few tell them apart, and they are many
+_EXAMPLES = range(8, 33)  # of a batch on which branches are tried: few tell them apart
 
 
 def begin(
     model: nn.Module,
     task: Task,
     settings: Settings,
-    phases: Phases,
+    pruner: Pruner,
     steps: int,
     device: torch.device,
     world: World,
@@ -47,8 +47,8 @@ def begin(
     Args:
         model: a gated model.
         task: the data and the loss.
-        settings: of the run; ``start`` is what is wanted.
-        phases: of the run.
+        settings: of the run; ``start`` and ``at_once`` are what is wanted.
+        pruner: of the run; its budget says what is closed at once.
         steps: batches in a pass over the data.
         device: where to look at them.
         world: the processes that train.
@@ -57,16 +57,16 @@ def begin(
         UsageError: the score cannot be told of this data; where none was asked for by name, the
             gates start alike then, and it is said why. So it is with a DataError.
     """
-    how = _wanted(model, settings, phases)
+    learning = pruner.phases.learning
+    how = _wanted(model, settings, learning)
     if how == ALIKE:
         return ""
     gates = gates_of(model)
     switches = switches_of(gates.plan)
     size = settings.batch_size
-    looks = {how: (min(steps, batches(phases.learning)), size)}
+    looks = {how: (min(steps, batches(learning)), size)}
     if settings.start == AUTO and switches.any():
-        few = min(size, EXAMPLES)
-        tries = tried_on(phases.learning * size / few, int(switches.sum()))
+        tries, few = tried_on(learning, size, int(switches.sum()))
         most = math.ceil(steps * size / few)
         looks = ({} if switches.all() else looks) | {OF_BRANCHES: (min(most, tries), few)}
     tell = partial(score, model, data=task, device=device, seed=settings.seed)
@@ -78,9 +78,14 @@ def begin(
             if settings.start != AUTO:
                 raise
             return f"start: the gates start alike: {error}"
-        gates.lean(torch.where(switches, found[-1], found[0]))
+        scores = torch.where(switches, found[-1], found[0])
+        gates.lean(scores)
         told = (f"{name} of {n} batch{'es' * (n > 1)}" for name, (n, _) in looks.items())
-        return f"start: gates as their scores say: {', '.join(told)}"
+        said = f"start: gates as their scores say: {', '.join(told)}"
+        if pruner.budget is None or not settings.at_once:
+            return said
+        shares = pruner.budget.close_at_once(settings.at_once, scores).items()
+        return f"{said}; cut at once: {', '.join(f'{text}: {s:.0%}' for text, s in shares)} stays"
 
     with stage(f"the score {', '.join(looks)}, from which the gates start"):
         said = world.first_alone(lean)
@@ -93,17 +98,25 @@ def batches(learning: int) -> int:
     return min(max(round(_PART * learning), _BATCHES[0]), _BATCHES[-1])
 
 
-def tried_on(learning: float, branches: int) -> int:
+def tried_on(learning: int, size: int, branches: int) -> tuple[int, int]:
     """Batches on which branches are tried, each by some forwards, for as much work again.
 
-    ``learning`` is in steps of as many examples.
+    Args:
+        learning: steps in which gates learn.
+        size: of their batches.
+        branches: how many there are.
+
+    Returns:
+        How many batches, and of how many examples.
     """
-    return max(1, round(_PART * learning / (FORWARDS * _FORWARD * max(branches, 1))))
+    bear = _PART * learning * size / (FORWARDS * _FORWARD * max(branches, 1))
+    few = min(size, max(_EXAMPLES[0], min(round(bear), _EXAMPLES[-1])))
+    return max(1, round(bear / few)), few
 
 
-def _wanted(model: nn.Module, settings: Settings, phases: Phases) -> str:
+def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:
     """The name of the score, or ``ALIKE``."""
-    if not phases.learning:
+    if not learning:
         return ALIKE
     if settings.start != AUTO:
         return settings.start

@@ -40,6 +40,30 @@ def test_every_step_takes_the_same_part_of_what_the_target_leaves():
     assert targets == pytest.approx([1, 0.5**0.25, 0.5**0.5, 0.5**0.75, 0.5, 0.5])
 
 
+def test_the_target_begins_at_what_is_left_already():
+    model = gated()
+    l0prune.fit(model, "params=0.7", fill=False)
+    share = (7 * int(l0prune.gates(model).open().sum()) + 2) / 58
+    budget = Budget(model, "params=0.4", steps=10, ramp=1.0)
+    assert float(budget.targets) == pytest.approx(share)
+    budget.done = 5
+    assert float(budget.targets) == pytest.approx((share * 0.4) ** 0.5)
+    other = Budget(gated(), "params=0.4", steps=10, ramp=1.0)
+    other.load_state_dict(budget.state_dict())
+    assert float(other.targets) == float(budget.targets)
+
+
+def test_a_part_of_the_way_goes_at_once():
+    model = gated()
+    scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
+    found = Budget(model, "params=0.4", steps=10).close_at_once(0.5, scores)
+    left = int((58 * 0.4**0.5 - 2) // 7)  # slots of seven parameters, beside two of the last bias
+    assert torch.equal(l0prune.gates(model).open(), scores >= scores.sort()[0][-left])
+    assert found == {"params=0.4": pytest.approx((7 * left + 2) / 58)}
+    assert not l0prune.gates(model).closed_for_good()[scores > 4].any()
+    assert l0prune.gates(model).closed_for_good()[scores < 2].all()
+
+
 def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
     model = gated()
     at(model, 9.0)  # all open: 1 of the dense count is expected

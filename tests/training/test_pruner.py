@@ -61,8 +61,10 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit():
             **settings,
         )  # fmt: skip
     own = gated()
-    l0prune.gates(own).lean(l0prune.score(own, "fisher", pairs, batches=10))
-    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="settle", **SETTINGS)
+    scores = l0prune.score(own, "fisher", pairs, batches=10)
+    l0prune.gates(own).lean(scores)
+    l0prune.fit(own, f"params={0.5**0.5}", scores, fill=False)
+    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="auto", **SETTINGS)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
     torch.manual_seed(0)  # as finetune seeds its run
     own_loop(own.train(), pruner, optimizer, STEPS)

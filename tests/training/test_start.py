@@ -75,9 +75,36 @@ def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
     model = gated()
     before = l0prune.gates(model).log_alpha.detach().clone()
     scores = l0prune.score(model, "fisher", data(), batches=6, batch_size=40)
-    found = start_of(model, monkeypatch, budget="params=0.5")
+    found = start_of(model, monkeypatch, budget="params=0.5", at_once=0.0)
     assert "gates as their scores say: fisher of 6 batches" in capsys.readouterr().err
     torch.testing.assert_close(found, leaned(scores, before))
+
+
+def test_half_of_the_way_the_scores_go_at_once(monkeypatch, capsys):
+    model = gated()
+    gates, before = l0prune.gates(model), l0prune.gates(model).log_alpha.detach().clone()
+    scores = l0prune.score(model, "fisher", data(), batches=6, batch_size=40)
+    found = start_of(model, monkeypatch, budget="params=0.25")
+    closed = found < gates.gate.initial(0.01)
+    by_score = gated()
+    l0prune.fit(by_score, "params=0.5", scores, fill=False)
+    assert torch.equal(~closed, l0prune.gates(by_score).open())
+    torch.testing.assert_close(found[~closed], leaned(scores, before)[~closed])
+    left = l0prune.export(by_score)
+    share = left.params / left.params_before
+    assert 0.3 < share <= 0.5
+    assert f"cut at once: params=0.25: {share:.0%} stays" in capsys.readouterr().err
+
+
+def test_what_is_cut_at_once_is_not_trained():
+    def work(part):
+        history = l0prune.finetune(
+            gated(), data(), budget="macs=0.25", epochs=8, at_once=part, progress=False
+        )
+        assert history.last["budget"]["macs=0.25"]["share"] <= 0.25
+        return history.last["training_macs"]
+
+    assert work(0.5) < 0.8 * work(0.0)
 
 
 class Residual(nn.Module):
@@ -98,13 +125,13 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
     torch.manual_seed(0)
     settings = {"branches": True, **({"exclude": "*"} if only else {})}
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
-    gates, looks = l0prune.gates(model), {"batch_size": 32, "batches": 1}
+    gates, looks = l0prune.gates(model), {"batch_size": 8, "batches": 1}
     before, switches = gates.log_alpha.detach().clone(), switches_of(gates.plan)
     scores = l0prune.score(model, "removal", data(), **looks)
     if not only:
         others = l0prune.score(model, "fisher", data(), batch_size=40, batches=6)
         scores = torch.where(switches, scores, others)
-    found = start_of(model, monkeypatch, budget="params=0.7")
+    found = start_of(model, monkeypatch, budget="params=0.7", at_once=0.0)
     torch.testing.assert_close(found, leaned(scores, before))
     told = "removal of 1 batch" if only else "fisher of 6 batches, removal of 1 batch"
     assert f"gates as their scores say: {told}" in capsys.readouterr().err
@@ -156,4 +183,6 @@ def test_an_unknown_score_leaves_the_model_as_it_was():
 
 def test_as_many_batches_as_the_run_can_bear():
     assert [start.batches(steps) for steps in (1, 200, 1000, 10**6)] == [10, 10, 50, 100]
-    assert [start.tried_on(1000, branches) for branches in (1, 30, 1000)] == [30, 1, 1]
+    found = [start.tried_on(1000, 32, branches) for branches in (1, 30, 60, 1000)]
+    assert found == [(30, 32), (1, 32), (1, 16), (1, 8)]
+    assert start.tried_on(1000, 4, 1000) == (1, 4)
