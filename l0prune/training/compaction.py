@@ -157,14 +157,17 @@ class Compaction:
         cost = cost_of(self._gates.plan)
         return cost.amount(kept.double(), "macs") / max(cost.dense("macs"), 1)
 
-    def look(self) -> None:
+    def look(self, *, begins: bool = False) -> None:
         """Cut what was closed for good at the last look and is so still, where it saves enough.
+
+        Args:
+            begins: no step was done yet, so that what is closed never was open in one.
 
         Raises:
             L0pruneError: as ``begin``.
         """
         closed = self._gates.closed_for_good().cpu()
-        before, self._closed = self._closed, closed
+        before, self._closed = closed if begins else self._closed, closed
         if before is None:
             return
         kept = self._left(~(closed & before))

@@ -193,7 +193,9 @@ class Pruner:
         if settles:
             self._shrinking.to_what_stands()
         elif self.phase != "settle" and self._is_time_to_look:
-            self._shrinking.to_what_is_open()
+            # Before the first step of a loop of your own the model may still be moved.
+            begins = self.step == 0 and not self._drives_itself
+            self._shrinking.to_what_is_open(begins=begins)
 
     def look_ahead(self, hindrance: str = "") -> None:
         """Before the first step: say so if it is known that the network cannot be cut.

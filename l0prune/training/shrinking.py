@@ -33,10 +33,10 @@ class Shrinking:
         if self._when != "never":
             self._attempt(self._compaction.begin)
 
-    def to_what_is_open(self) -> None:
-        """While gates learn: what was closed for long enough goes."""
+    def to_what_is_open(self, *, begins: bool = False) -> None:
+        """While gates learn: what was closed for long enough goes, or before they begin to."""
         if self._when == "auto":
-            self._attempt(self._compaction.look)
+            self._attempt(partial(self._compaction.look, begins=begins))
 
     def load(self, state: dict[str, Any]) -> None:
         """Be cut as a run was that goes on."""

@@ -54,7 +54,7 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit():
     """Eight batches of 30 an epoch, no average, no recalibration: what is left is the same."""
     pairs = [(x, y) for x, y in batches(8)]
     ours = gated()
-    settings = {**SETTINGS, "settle": 2, "warmup": 1, "lr": 1e-2}
+    settings = {**SETTINGS, "settle": 2, "warmup": 1, "lr": 1e-2, "compact": "settle"}
     with torch.random.fork_rng():
         l0prune.finetune(
             ours, pairs, epochs=5, ema=0.0, recalibrate=0, schedule="constant", progress=False,
@@ -64,7 +64,7 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit():
     scores = l0prune.score(own, "fisher", pairs, batches=10)
     l0prune.gates(own).lean(scores)
     l0prune.fit(own, f"params={0.5**0.5}", scores, fill=False)
-    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="auto", **SETTINGS)
+    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="settle", **SETTINGS)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
     torch.manual_seed(0)  # as finetune seeds its run
     own_loop(own.train(), pruner, optimizer, STEPS)

@@ -11,6 +11,7 @@ from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.switches import switches_of
 from l0prune.training import start
 from l0prune.training.loop import Loop
+from l0prune.training.pruner import Pruner
 
 
 def leaned(scores, log_alpha):
@@ -105,6 +106,18 @@ def test_what_is_cut_at_once_is_not_trained():
         return history.last["training_macs"]
 
     assert work(0.5) < 0.8 * work(0.0)
+
+
+def test_no_step_is_of_what_was_cut_at_once(monkeypatch):
+    found, advance = [], Pruner.advance
+
+    def watched(pruner):
+        found.append(pruner.compaction.share)
+        advance(pruner)
+
+    monkeypatch.setattr(Pruner, "advance", watched)
+    l0prune.finetune(gated(), data(), budget="macs=0.25", epochs=8, progress=False)
+    assert max(found) <= 0.5
 
 
 class Residual(nn.Module):
