@@ -88,7 +88,7 @@ def begin(
         return f"{said}; cut at once: {', '.join(f'{text}: {s:.0%}' for text, s in shares)} stays"
 
     with stage(f"the score {', '.join(looks)}, from which the gates start"):
-        said = world.first_alone(lean)
+        said = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return said or ""
 
