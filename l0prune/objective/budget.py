@@ -28,10 +28,10 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.balance import Balance
 from l0prune.objective.together import Together
-from l0prune.plan.switches import without_idle
+from l0prune.plan.switches import switches_of, without_idle
 from l0prune.selection.blocks import Widths
 from l0prune.selection.fit import blocks_for, meet
-from l0prune.selection.fitting import Fitting
+from l0prune.selection.fitting import Fitting, Movable
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -103,7 +103,7 @@ class Budget:
         self._blocks = blocks_for(plan, self.bounds, round_to, latency)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
         open_ = self._gates.open().cpu()
-        now = torch.tensor([bound.actual(open_) / bound.dense for bound in self.bounds])
+        now = torch.tensor([*self.shares(open_).values()])
         self._begins = torch.maximum(now, self._shares)
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
@@ -145,26 +145,31 @@ class Budget:
         passed = min(1.0, self.done / length) if length else 1.0
         return self._begins ** (1 - passed) * self._shares**passed
 
-    def close_at_once(self, part: float, scores: Tensor) -> dict[str, float]:
-        """Close gates of lowest score, before the first step: a part of the way is gone at once.
+    def after(self, part: float, scores: Tensor, gone: Tensor) -> Tensor:
+        """The gates that are open when slots of lowest score have gone a part of the way.
 
         Args:
             part: of the way, in the steps of ``targets``: half of it to 0.36 is to 0.6.
             scores: what ``l0prune.score`` gives, shape ``(plan.size,)``.
+            gone: branches that are, of which the others stay; bool, flat, on the CPU.
 
         Returns:
-            The share that is left, for each limit by its text, as predicted.
+            bool, flat, on the CPU.
 
         Raises:
             UsageError: no choice of slots is as small as that.
         """
-        plan, open_ = self._gates.plan, self._gates.open().cpu()
-        fitting = Fitting(plan, scores, self.bounds, self._blocks)
+        plan, open_ = self._gates.plan, self._gates.open().cpu() & ~gone
+        switches = switches_of(plan)
+        movable = Movable(~switches, open_ & switches)
+        fitting = Fitting(plan, scores, self.bounds, self._blocks, movable)
         for bound in self.bounds:
             fitting.most[bound] = bound.dense * bound.share**part
-        chosen = without_idle(plan, fitting.choose(open_, fill=False).open_)
-        self._gates.put(chosen)
-        return {str(bound.limit): bound.actual(chosen) / bound.dense for bound in self.bounds}
+        return without_idle(plan, fitting.choose(open_, fill=False).open_)
+
+    def shares(self, open_: Tensor) -> dict[str, float]:
+        """What an export with these open gates has of the dense amounts, by the limit's text."""
+        return {str(bound.limit): bound.actual(open_) / bound.dense for bound in self.bounds}
 
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,29 @@ def learning_norms(model: nn.Module) -> list[_BatchNorm]:
         for module in model.modules()
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
     ]
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Within the context each BatchNorm has the statistics of its batch, and gathers none.
+
+    One that is of several processes (SyncBatchNorm) is left alone.
+    """
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and module.track_running_stats
+    ]
+    modes = [norm.training for norm in norms]
+    try:
+        for norm in norms:
+            norm.training, norm.track_running_stats = True, False
+        yield
+    finally:
+        for norm, mode in zip(norms, modes, strict=True):
+            norm.training, norm.track_running_stats = mode, True
 
 
 def recalibrate(

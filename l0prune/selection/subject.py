@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +20,7 @@ from l0prune.running.calling import call
 from l0prune.running.classes import tensor_in
 from l0prune.running.device import choose, on_device
 from l0prune.running.feed import Feed
+from l0prune.running.recalibrate import batch_statistics
 from l0prune.running.task import Task, batch_length
 from l0prune.running.trial import check_first_batch
 
@@ -96,6 +97,37 @@ class Subject:
                         return tensor_of(call(self.root, inputs)).double()
 
                 yield under, batch_length(inputs, targets)
+
+    def losses(self, choices: Sequence[Tensor]) -> Tensor | None:
+        """The mean loss with each choice of open gates; None where there is none in eval mode.
+
+        Norms have the statistics of each batch, as after some steps of training: those from before
+        are of a network that is no longer there.
+
+        Args:
+            choices: bool, flat, each.
+
+        Returns:
+            Shape ``(choices,)``, float64 on the CPU.
+
+        Raises:
+            UsageError: there is no data.
+            DataError: the data is empty or does not fit the model.
+        """
+        found = []
+        with self._looking() as (task, batches), batch_statistics(self.root), torch.no_grad():
+            for inputs, targets in batches:
+                if batch_length(inputs, targets) < 2:  # which have no statistics
+                    continue
+                row = []
+                for open_ in choices:
+                    with self.gates.using(open_.to(self.gates.log_alpha)):
+                        loss = task.loss_in(call(self.root, inputs), targets)
+                    if loss is None:
+                        return None
+                    row.append(float(loss))
+                found.append(row)
+        return torch.tensor(found, dtype=torch.float64).mean(0) if found else None
 
     @contextmanager
     def _looking(self) -> Iterator[tuple[Task, Iterator[tuple[Any, Any]]]]:

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from l0prune.errors import DataError, UsageError
-from l0prune.gating.attaching import gates_of
+from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.switches import switches_of
 from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.scores import score
+from l0prune.selection.subject import Subject
+from l0prune.training import at_once
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
@@ -84,7 +86,13 @@ def begin(
         said = f"start: gates as their scores say: {', '.join(told)}"
         if pruner.budget is None or not settings.at_once:
             return said
-        shares = pruner.budget.close_at_once(settings.at_once, scores).items()
+        subject = Subject(*holder(model), task, 1, size, device, settings.seed)
+        try:
+            open_ = at_once.left(subject, pruner.budget, settings.at_once, scores)
+        except UsageError as error:
+            return f"{said}; nothing is cut at once: {error}"
+        gates.put(open_)
+        shares = pruner.budget.shares(open_).items()
         return f"{said}; cut at once: {', '.join(f'{text}: {s:.0%}' for text, s in shares)} stays"
 
     with stage(f"the score {', '.join(looks)}, from which the gates start"):

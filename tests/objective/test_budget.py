@@ -56,12 +56,11 @@ def test_the_target_begins_at_what_is_left_already():
 def test_a_part_of_the_way_goes_at_once():
     model = gated()
     scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
-    found = Budget(model, "params=0.4", steps=10).close_at_once(0.5, scores)
+    budget = Budget(model, "params=0.4", steps=10)
+    open_ = budget.after(0.5, scores, torch.zeros(8, dtype=torch.bool))
     left = int((58 * 0.4**0.5 - 2) // 7)  # slots of seven parameters, beside two of the last bias
-    assert torch.equal(l0prune.gates(model).open(), scores >= scores.sort()[0][-left])
-    assert found == {"params=0.4": pytest.approx((7 * left + 2) / 58)}
-    assert not l0prune.gates(model).closed_for_good()[scores > 4].any()
-    assert l0prune.gates(model).closed_for_good()[scores < 2].all()
+    assert torch.equal(open_, scores >= scores.sort()[0][-left])
+    assert budget.shares(open_) == {"params=0.4": pytest.approx((7 * left + 2) / 58)}
 
 
 def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
