@@ -37,7 +37,7 @@ def left(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Tenso
     if not ways:
         return budget.after(part, scores, switches_of(subject.plan))
     losses = subject.losses(ways) if len(ways) > 1 else None
-    return ways[0] if losses is None else ways[int(losses.argmin())]
+    return ways[0] if losses is None else ways[int(losses.nan_to_num(torch.inf).argmin())]
 
 
 def _ways(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Iterator[Tensor]:

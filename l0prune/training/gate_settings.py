@@ -66,8 +66,8 @@ class GateSettings(BaseModel):
         0.6,
         ge=0,
         le=1,
-        description="Part of the steps before settling in which a budget's target sinks from the "
-        "dense count to what it is.",
+        description="Part of the steps before settling in which a budget's target sinks from what "
+        "an export would have at their beginning to what it is.",
     )
     decide: float = Field(
         0.7,

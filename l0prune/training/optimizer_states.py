@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from l0prune.errors import UsageError
 from l0prune.exporting.place import Place
@@ -70,6 +70,22 @@ def whole_states(optimizers: Sequence[Optimizer], places: Places, rest: States) 
         for name, value in state.items():
             if isinstance(value, Tensor):
                 state[name] = _put(place, value, known.get(name))
+    for optimizer in optimizers:
+        if isinstance(optimizer, SGD):
+            _fill_momentum(optimizer, places)
+
+
+def _fill_momentum(optimizer: SGD, places: Places) -> None:
+    """Momentum of what was gone before the first step is 0, as that of what was closed is.
+
+    torch's fused SGD takes no parameters of which some have a buffer and others have none yet.
+    """
+    for group in optimizer.param_groups:
+        if not group["momentum"] or not any(optimizer.state.get(p) for p in group["params"]):
+            continue
+        for parameter in group["params"]:
+            if id(parameter) in places and not optimizer.state.get(parameter):
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def saved_whole(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> None:

@@ -129,9 +129,9 @@ class Settings(GateSettings):
         ge=0,
         le=1,
         description="Where gates start from a score under a budget: the part of the way to it that "
-        "the score goes at once, before the first step. So they learn in a network that costs less "
-        "to train. 0 lets them learn all of it; with 0.5 half of what is cut to a quarter, in "
-        "factors: to a half.",
+        "the score goes before the first step, in factors, so that 0.5 cuts to a half where a "
+        "quarter is asked. The rest they learn, in a network that costs less to train. 0 leaves "
+        "all of it to them.",
     )
     warmup: float | None = Field(
         None,
