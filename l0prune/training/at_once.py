@@ -15,7 +15,7 @@ from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.objective.budget import Budget
-from l0prune.plan.switches import switches_of
+from l0prune.plan.switches import switches_of, without_idle
 from l0prune.selection.subject import Subject
 
 TRIED = 12  # that are tried beside widths alone, at most: each costs a forward
@@ -44,7 +44,7 @@ def _ways(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Iter
     """Open gates with ever more branches gone, those of lowest score first, and so fewer slots."""
     switches = switches_of(subject.plan).nonzero().flatten()
     order = switches[scores[switches].argsort(stable=True)]
-    found = False
+    start, found = subject.gates.open().cpu(), False
     for count in range(0, len(order) + 1, max(1, ceil(len(order) / TRIED))):
         gone = torch.zeros(subject.plan.size, dtype=torch.bool).index_fill(0, order[:count], True)
         try:
@@ -55,5 +55,5 @@ def _ways(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Iter
             continue
         found = True
         yield open_
-        if torch.equal(open_, ~gone):  # nothing else is closed any more
+        if torch.equal(open_, without_idle(subject.plan, start & ~gone)):  # no slot closes any more
             return

@@ -73,6 +73,16 @@ def test_of_all_ways_the_one_of_least_loss_is_taken():
     assert torch.equal(found, ways[losses.index(min(losses))])
 
 
+def test_no_more_branches_go_than_are_as_small_as_that():
+    model = gated(trained())
+    budget = Budget(model, "params=0.5", steps=10)
+    ways = list(at_once._ways(subject(model), budget, 0.5, scores_of(model)))
+    shares = [budget.shares(open_)["params=0.5"] for open_ in ways]
+    switches = switches_of(model.l0prune_gates.plan)
+    assert [int((~open_)[switches].sum()) for open_ in ways] == [0, 1]
+    assert 0.6 < min(shares) <= max(shares) <= 0.5**0.5
+
+
 def batches():
     source, seed = data().train, torch.Generator().manual_seed(0)
     return source.batches(40, generator=seed, device=torch.device("cpu"), augment=False)
