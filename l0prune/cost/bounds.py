@@ -44,6 +44,10 @@ class Bound:
         """The amount in an export with these open gates, bool and flat."""
         return self.measure.actual(open_, self.through)
 
+    def actual_share(self, open_: Tensor) -> float:
+        """The share that is left in an export with these open gates, bool and flat."""
+        return self.actual(open_) / self.dense
+
     def expected_share(self, p: Tensor) -> Tensor:
         """The expected share that is left; a scalar of p's dtype, differentiable in ``p``."""
         return self.measure.expected(p, p.dtype, self.through) / self.dense

@@ -145,13 +145,13 @@ class Budget:
         passed = min(1.0, self.done / length) if length else 1.0
         return self._begins ** (1 - passed) * self._shares**passed
 
-    def after(self, part: float, scores: Tensor, gone: Tensor) -> Tensor:
+    def after(self, part: float, scores: Tensor, start: Tensor) -> Tensor:
         """The gates that are open when slots of lowest score have gone a part of the way.
 
         Args:
             part: of the way, in the steps of ``targets``: half of it to 0.36 is to 0.6.
             scores: what ``l0prune.score`` gives, shape ``(plan.size,)``.
-            gone: branches that are, of which the others stay; bool, flat, on the CPU.
+            start: the gates that are open now, of which branches stay; bool, flat, on the CPU.
 
         Returns:
             bool, flat, on the CPU.
@@ -159,17 +159,17 @@ class Budget:
         Raises:
             UsageError: no choice of slots is as small as that.
         """
-        plan, open_ = self._gates.plan, self._gates.open().cpu() & ~gone
+        plan = self._gates.plan
         switches = switches_of(plan)
-        movable = Movable(~switches, open_ & switches)
+        movable = Movable(~switches, start & switches)
         fitting = Fitting(plan, scores, self.bounds, self._blocks, movable)
         for bound in self.bounds:
             fitting.most[bound] = bound.dense * bound.share**part
-        return without_idle(plan, fitting.choose(open_, fill=False).open_)
+        return without_idle(plan, fitting.choose(start, fill=False).open_)
 
     def shares(self, open_: Tensor) -> dict[str, float]:
         """What an export with these open gates has of the dense amounts, by the limit's text."""
-        return {str(bound.limit): bound.actual(open_) / bound.dense for bound in self.bounds}
+        return {str(bound.limit): bound.actual_share(open_) for bound in self.bounds}
 
     @torch.no_grad()
     def step(self, scale: float | Tensor = 1.0) -> None:
@@ -232,7 +232,7 @@ class Budget:
             str(bound.limit): {
                 "limit": bound.share,
                 "target": float(target),
-                "share": bound.actual(open_) / bound.dense,
+                "share": bound.actual_share(open_),
                 "multiplier": float(multiplier),
             }
             for bound, target, multiplier in zip(

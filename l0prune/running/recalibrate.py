@@ -17,11 +17,13 @@ from l0prune.running.device import precision
 
 def learning_norms(model: nn.Module) -> list[_BatchNorm]:
     """Every BatchNorm that gathers statistics in the mode that the model is in."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
-    ]
+    return [norm for norm in _with_statistics(model) if norm.training]
+
+
+def _with_statistics(model: nn.Module) -> Iterator[_BatchNorm]:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            yield module
 
 
 @contextmanager
@@ -30,13 +32,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
     One that is of several processes (SyncBatchNorm) is left alone.
     """
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm)
-        and not isinstance(module, nn.SyncBatchNorm)
-        and module.track_running_stats
-    ]
+    norms = [n for n in _with_statistics(model) if not isinstance(n, nn.SyncBatchNorm)]
     modes = [norm.training for norm in norms]
     try:
         for norm in norms:

@@ -35,7 +35,7 @@ def left(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Tenso
     """
     ways = list(_ways(subject, budget, part, scores))
     if not ways:
-        return budget.after(part, scores, switches_of(subject.plan))
+        return budget.after(part, scores, subject.gates.open().cpu() & ~switches_of(subject.plan))
     losses = subject.losses(ways) if len(ways) > 1 else None
     return ways[0] if losses is None else ways[int(losses.nan_to_num(torch.inf).argmin())]
 
@@ -44,16 +44,13 @@ def _ways(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Iter
     """Open gates with ever more branches gone, those of lowest score first, and so fewer slots."""
     switches = switches_of(subject.plan).nonzero().flatten()
     order = switches[scores[switches].argsort(stable=True)]
-    start, found = subject.gates.open().cpu(), False
+    open_now = subject.gates.open().cpu()
     for count in range(0, len(order) + 1, max(1, ceil(len(order) / TRIED))):
-        gone = torch.zeros(subject.plan.size, dtype=torch.bool).index_fill(0, order[:count], True)
+        start = open_now.index_fill(0, order[:count], False)
         try:
-            open_ = budget.after(part, scores, gone)
+            open_ = budget.after(part, scores, start)
         except UsageError:  # more of the branches have to go
-            if found:
-                return
             continue
-        found = True
         yield open_
-        if torch.equal(open_, without_idle(subject.plan, start & ~gone)):  # no slot closes any more
+        if torch.equal(open_, without_idle(subject.plan, start)):  # no slot closes any more
             return

@@ -10,10 +10,11 @@ import math
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
+from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
 from l0prune.running.processes import World
 from l0prune.running.stages import stage
@@ -87,18 +88,23 @@ def begin(
         if pruner.budget is None or not settings.at_once:
             return said
         subject = Subject(*holder(model), task, 1, size, device, settings.seed)
-        try:
-            open_ = at_once.left(subject, pruner.budget, settings.at_once, scores)
-        except UsageError as error:
-            return f"{said}; nothing is cut at once: {error}"
-        gates.put(open_)
-        shares = pruner.budget.shares(open_).items()
-        return f"{said}; cut at once: {', '.join(f'{text}: {s:.0%}' for text, s in shares)} stays"
+        return f"{said}; {_cut(subject, pruner.budget, settings.at_once, scores)}"
 
     with stage(f"the score {', '.join(looks)}, from which the gates start"):
         said = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return said or ""
+
+
+def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> str:
+    """Close what goes at once, in place; what there is to say of it."""
+    try:
+        open_ = at_once.left(subject, budget, part, scores)
+    except UsageError as error:
+        return f"nothing is cut at once: {error}"
+    subject.gates.put(open_)
+    shares = (f"{text}: {share:.0%}" for text, share in budget.shares(open_).items())
+    return f"cut at once: {', '.join(shares)} stays"
 
 
 def batches(learning: int) -> int:

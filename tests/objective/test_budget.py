@@ -57,7 +57,7 @@ def test_a_part_of_the_way_goes_at_once():
     model = gated()
     scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
     budget = Budget(model, "params=0.4", steps=10)
-    open_ = budget.after(0.5, scores, torch.zeros(8, dtype=torch.bool))
+    open_ = budget.after(0.5, scores, torch.ones(8, dtype=torch.bool))
     left = int((58 * 0.4**0.5 - 2) // 7)  # slots of seven parameters, beside two of the last bias
     assert torch.equal(open_, scores >= scores.sort()[0][-left])
     assert budget.shares(open_) == {"params=0.4": pytest.approx((7 * left + 2) / 58)}

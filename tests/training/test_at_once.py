@@ -61,9 +61,9 @@ def test_of_all_ways_the_one_of_least_loss_is_taken():
     order = switches[scores[switches].argsort()]
     losses, ways = [], []
     for count in range(3):
-        gone = torch.zeros(len(scores), dtype=torch.bool)
-        gone[order[:count]] = True
-        ways.append(budget.after(0.5, scores, gone))
+        start = torch.ones(len(scores), dtype=torch.bool)
+        start[order[:count]] = False
+        ways.append(budget.after(0.5, scores, start))
         z = ways[-1].to(model.l0prune_gates.log_alpha)
         inputs, targets = next(iter(batches()))
         with model.l0prune_gates.using(z), torch.no_grad():
