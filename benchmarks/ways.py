@@ -22,8 +22,7 @@ import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
 from l0prune.plan.switches import switches_of
-from l0prune.training.at_once import TRIED
-from l0prune.training.start import FORWARDS, batches, tried_on
+from l0prune.training.looks import Looks
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution
@@ -174,10 +173,7 @@ def _looked(model: nn.Module, first: int, job: Job) -> float:
     """What scores, and what goes at once by them, cost before gates learn, in dense epochs."""
     learning = round((1 - SETTLE) * first * job.steps)
     switches = int(switches_of(l0prune.gates(model).plan).sum())
-    tries, few = tried_on(learning, BATCH, switches)
-    tried = tries * few / BATCH * switches * FORWARDS / 3
-    at_once = (min(switches, TRIED) + 1) / 3 if switches else 0.0
-    return (batches(learning) + tried + at_once) / job.steps
+    return Looks.of(learning, BATCH, switches).steps / job.steps
 
 
 def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0) -> Cut:

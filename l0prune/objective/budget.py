@@ -28,10 +28,8 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.balance import Balance
 from l0prune.objective.together import Together
-from l0prune.plan.switches import switches_of, without_idle
 from l0prune.selection.blocks import Widths
 from l0prune.selection.fit import blocks_for, meet
-from l0prune.selection.fitting import Fitting, Movable
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -59,6 +57,7 @@ class Budget:
     Attributes:
         limits: what is limited.
         bounds: the limits on this network.
+        blocks: for each axis, how many slots open and close together.
         multipliers: λ of each, in units of the loss per share of the target.
         done: steps done.
 
@@ -100,7 +99,7 @@ class Budget:
         self._rate = RATE / steps if rate is None else rate
         plan = self._gates.plan
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
-        self._blocks = blocks_for(plan, self.bounds, round_to, latency)
+        self.blocks = blocks_for(plan, self.bounds, round_to, latency)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
         open_ = self._gates.open().cpu()
         now = torch.tensor([*self.shares(open_).values()])
@@ -145,28 +144,6 @@ class Budget:
         passed = min(1.0, self.done / length) if length else 1.0
         return self._begins ** (1 - passed) * self._shares**passed
 
-    def after(self, part: float, scores: Tensor, start: Tensor) -> Tensor:
-        """The gates that are open when slots of lowest score have gone a part of the way.
-
-        Args:
-            part: of the way, in the steps of ``targets``: half of it to 0.36 is to 0.6.
-            scores: what ``l0prune.score`` gives, shape ``(plan.size,)``.
-            start: the gates that are open now, of which branches stay; bool, flat, on the CPU.
-
-        Returns:
-            bool, flat, on the CPU.
-
-        Raises:
-            UsageError: no choice of slots is as small as that.
-        """
-        plan = self._gates.plan
-        switches = switches_of(plan)
-        movable = Movable(~switches, start & switches)
-        fitting = Fitting(plan, scores, self.bounds, self._blocks, movable)
-        for bound in self.bounds:
-            fitting.most[bound] = bound.dense * bound.share**part
-        return without_idle(plan, fitting.choose(start, fill=False).open_)
-
     def shares(self, open_: Tensor) -> dict[str, float]:
         """What an export with these open gates has of the dense amounts, by the limit's text."""
         return {str(bound.limit): bound.actual_share(open_) for bound in self.bounds}
@@ -194,8 +171,8 @@ class Budget:
             )
         gates = self._gates
         log_alpha, gradient = gates.log_alpha, gates.log_alpha.grad
-        if self.done == 0 and max(self._blocks, default=1) > 1 and not gates.stand_alike():
-            self._together = Together(gates.plan, self._blocks, log_alpha)
+        if self.done == 0 and max(self.blocks, default=1) > 1 and not gates.stand_alike():
+            self._together = Together(gates.plan, self.blocks, log_alpha)
             log_alpha.copy_(self._together.mean(log_alpha))
         if gradient is not None:
             self._balance.weigh(self.done, gradient / scale, self.multipliers)
@@ -223,7 +200,7 @@ class Budget:
             The amounts of the exported model, for each limit by its text.
         """
         worth = self._gates.log_alpha.detach()
-        return meet(self._model, self.bounds, worth, self._blocks, fill=fill)
+        return meet(self._model, self.bounds, worth, self.blocks, fill=fill)
 
     def report(self, open_: Tensor) -> dict[str, dict[str, float]]:
         """For each limit: its share of the dense count, the target now, the real share of an
@@ -261,7 +238,7 @@ class Budget:
         self._balance.weight = state.get("weight", self._balance.weight)
         if (numbers := state.get("blocks")) is not None:
             self._together = Together(
-                self._gates.plan, self._blocks, -numbers.to(self.multipliers.device)
+                self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)
             )
 
 

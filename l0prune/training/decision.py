@@ -11,6 +11,7 @@ from l0prune.gating.bank import CLOSED, Gates
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
 
+_DECIDE = 0.7  # of the steps in which gates learn, under a budget
 _WAIT = 0.5  # of the steps in which gates learn, under a price
 
 
@@ -24,25 +25,41 @@ class Decision:
     an even chance, five of which two were expected would go at once, widths that are closed would
     not open again for them, and the network would end up smaller than it may be.
 
+    Where a score has cut at once, the loss told how many branches go, and they stand from the first
+    step on. A gate learns slowly what one is worth: many steps see the network with it, or without.
+
     Under a price branches wait for the widths instead. A branch is worth what its best width is
     worth: at first the price is that of its full width, which none is worth, and all would go.
 
     Args:
         gates: of a model.
         learning: steps in which they learn.
-        decide: the part of these after which a budget's branches are held until all gates stand.
+        decide: the part of these after which a budget's branches are held until all gates stand;
+            None for the usual one.
         budget: if there is one; else a price alone.
     """
 
-    def __init__(self, gates: Gates, learning: int, decide: float, budget: Budget | None) -> None:
+    def __init__(
+        self, gates: Gates, learning: int, decide: float | None, budget: Budget | None
+    ) -> None:
         self._gates, self._budget = gates, budget
         self._switches = switches_of(gates.plan).nonzero().flatten()
         self._waiting = self._held = range(0)
         self._kept: Tensor | None = None
         if len(self._switches):
-            self._held = range(round(decide * learning) if budget else learning, learning + 1)
+            first = round((_DECIDE if decide is None else decide) * learning)
+            self._held = range(first if budget else learning, learning + 1)
             if not budget and len(self._switches) < gates.plan.size:
                 self._waiting = range(round(_WAIT * learning))
+
+    @property
+    def first(self) -> int:
+        """The step from which on branches are held."""
+        return self._held.start
+
+    @first.setter
+    def first(self, step: int) -> None:
+        self._held = range(step, self._held.stop)
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
@@ -52,7 +69,8 @@ class Decision:
 
     @torch.no_grad()
     def hold(self, step: int) -> None:
-        """After each step: let the gates of branches that wait, or are decided, stand.
+        """After each step, and before the first: let the gates of branches that wait, or are
+        decided, stand. Before the first they stand as they are.
 
         Those that wait are put back instead of having no gradient: an optimizer that divides by
         the size that gradients had would send them off in leaps after so many of zero.
@@ -63,8 +81,8 @@ class Decision:
             return
         log_alpha, kind, where = self._gates.log_alpha, self._gates.gate, self._where()
         p = self._gates.open_probability()
-        stays = p[where] >= 0.5
-        if self._budget and step == self._held.start:
+        stays = p[where] >= 0.5 if step else self._gates.open()[where]
+        if self._budget and step and step == self._held.start:
             stays = likeliest(p, where, self._budget)
         open_, closed = kind.initial(1 - CLOSED), kind.initial(CLOSED)
         log_alpha[where] = torch.where(stays, open_, closed).to(log_alpha.dtype)

@@ -69,13 +69,15 @@ class GateSettings(BaseModel):
         description="Part of the steps before settling in which a budget's target sinks from what "
         "an export would have at their beginning to what it is.",
     )
-    decide: float = Field(
-        0.7,
-        gt=0,
+    decide: float | None = Field(
+        None,
+        ge=0,
         le=1,
         description="Under a budget, part of the steps before settling after which branches that "
         "have gates of their own stay or are gone, so that the widths of what stays can still "
-        "learn what it leaves them. Under a price branches learn after the first half instead.",
+        "learn what it leaves them. None for 0.7; and for 0 where part of the network was cut at "
+        "once by scores, which is when the loss told how many branches go. Under a price branches "
+        "learn after the first half instead.",
     )
     counting: Literal["joint", "groups"] = Field(
         "joint",

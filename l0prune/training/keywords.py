@@ -33,7 +33,7 @@ class GateKeywords(TypedDict, total=False):
     latency: Source | None
     budget_rate: float | None
     ramp: float
-    decide: float
+    decide: float | None
     counting: Literal["joint", "groups"]
     l2: float
     l2_detach: bool

@@ -184,6 +184,8 @@ class Pruner:
         if self._begun == self.step:
             return
         self._anneal()
+        if self.step == 0:
+            self._decision.hold(0)
         settles = self.phases.begins_to_settle(self.step)
         if settles:
             self.make_whole()
@@ -196,6 +198,10 @@ class Pruner:
             # Before the first step of a loop of your own the model may still be moved.
             begins = self.step == 0 and not self._drives_itself
             self._shrinking.to_what_is_open(begins=begins)
+
+    def branches_stand(self) -> None:
+        """Before the first step: branches that are open stay, those that are closed are gone."""
+        self._decision.first = 0
 
     def look_ahead(self, hindrance: str = "") -> None:
         """Before the first step: say so if it is known that the network cannot be cut.
@@ -344,6 +350,7 @@ class Pruner:
             "fitted": self._terms.fitted,
             "work": self._work,
             "cut": self.compaction.state_dict(),
+            "decided": self._decision.first,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -365,6 +372,7 @@ class Pruner:
             self._own.load_state_dict(state["own"])
         self.doctor.load_state_dict(state["doctor"])
         self._terms.fitted = state.get("fitted", {})  # states of before have none
+        self._decision.first = state.get("decided", self._decision.first)
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
         self._shrinking.load(state["cut"])

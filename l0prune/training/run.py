@@ -79,9 +79,9 @@ def _train_in(
         agree_on_start(model, world)
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
-        said = ""
+        begun = start.Beginning()
         if pruner is not None and not world.from_first(goes_on):
-            said = start.begin(model, task, settings, pruner, feed.steps, device, world)
+            begun = start.begin(model, task, settings, pruner, feed.steps, device, world)
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
@@ -97,8 +97,10 @@ def _train_in(
                 check_first_test(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)
             fingerprint = _fingerprint(settings, feed, world, kind)
-            if pruner is not None and (said or trained is not model):
+            if pruner is not None and (begun.said or trained is not model):
                 pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
+            if pruner is not None and begun.decided and settings.decide is None:
+                pruner.branches_stand()
             loop = Loop(
                 trained,
                 feed,
@@ -116,8 +118,8 @@ def _train_in(
                 if folder is not None:
                     world.first_alone(partial(_made, folder))
                     _prepare(folder, loop, settings, started_from, fingerprint, world)
-                if said:
-                    loop.note(said)
+                if begun.said:
+                    loop.note(begun.said)
                 loop.run()
     except Interrupted:
         raise

@@ -7,6 +7,7 @@ what the outputs do without them.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,19 +20,28 @@ from l0prune.plan.switches import switches_of
 from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
+from l0prune.selection.at_once import AtOnce
 from l0prune.selection.scores import score
 from l0prune.selection.subject import Subject
-from l0prune.training import at_once
+from l0prune.training.looks import Looks
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
 USUAL, OF_BRANCHES = "fisher", "removal"
-_PART = 0.05  # of the steps in which gates learn: a batch of a score costs about as much as one
-_BATCHES = range(10, 101)
-FORWARDS = 5  # that a branch takes on a batch, each
-_FORWARD = 1 / 3  # of a step
-_EXAMPLES = range(8, 33)  # of a batch on which branches are tried: few tell them apart
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How the gates of a run begin.
+
+    Attributes:
+        said: what there is to say of it; empty where they stay as they are.
+        decided: do branches stand as they are from here on?
+    """
+
+    said: str = ""
+    decided: bool = False
 
 
 def begin(
@@ -42,8 +52,8 @@ def begin(
     steps: int,
     device: torch.device,
     world: World,
-) -> str:
-    """Let the gates start from the score that is wanted, in place; what there is to say of it.
+) -> Beginning:
+    """Let the gates start from the score that is wanted, in place.
 
     One process tells the score, and all have what it found.
 
@@ -63,69 +73,63 @@ def begin(
     learning = pruner.phases.learning
     how = _wanted(model, settings, learning)
     if how == ALIKE:
-        return ""
+        return Beginning()
     gates = gates_of(model)
     switches = switches_of(gates.plan)
     size = settings.batch_size
-    looks = {how: (min(steps, batches(learning)), size)}
+    looks = Looks.of(learning, size, int(switches.sum()))
+    asked = {how: (min(steps, looks.slots), size)}
     if settings.start == AUTO and switches.any():
-        tries, few = tried_on(learning, size, int(switches.sum()))
-        most = math.ceil(steps * size / few)
-        looks = ({} if switches.all() else looks) | {OF_BRANCHES: (min(most, tries), few)}
+        most = math.ceil(steps * size / looks.few)
+        asked = ({} if switches.all() else asked) | {
+            OF_BRANCHES: (min(most, looks.branches), looks.few)
+        }
     tell = partial(score, model, data=task, device=device, seed=settings.seed)
 
-    def lean() -> str:
+    def lean() -> Beginning:
         try:
-            found = [tell(name, batches=n, batch_size=each) for name, (n, each) in looks.items()]
+            found = [tell(name, batches=n, batch_size=each) for name, (n, each) in asked.items()]
         except (UsageError, DataError) as error:
             if settings.start != AUTO:
                 raise
-            return f"start: the gates start alike: {error}"
+            return Beginning(f"start: the gates start alike: {error}")
         scores = torch.where(switches, found[-1], found[0])
         gates.lean(scores)
-        told = (f"{name} of {n} batch{'es' * (n > 1)}" for name, (n, _) in looks.items())
+        told = (f"{name} of {n} batch{'es' * (n > 1)}" for name, (n, _) in asked.items())
         said = f"start: gates as their scores say: {', '.join(told)}"
         if pruner.budget is None or not settings.at_once:
-            return said
-        subject = Subject(*holder(model), task, 1, size, device, settings.seed)
-        return f"{said}; {_cut(subject, pruner.budget, settings.at_once, scores)}"
+            return Beginning(said)
+        subject = Subject(*holder(model), task, max(1, looks.ways), size, device, settings.seed)
+        cut = _cut(subject, pruner.budget, settings.at_once, scores)
+        return replace(cut, said=f"{said}; {cut.said}")
 
-    with stage(f"the score {', '.join(looks)}, from which the gates start"):
-        said = world.from_first(world.first_alone(lean))
+    with stage(f"the score {', '.join(asked)}, from which the gates start"):
+        found = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
-    return said or ""
+    return found or Beginning()
 
 
-def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> str:
-    """Close what goes at once, in place; what there is to say of it."""
+def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Beginning:
+    """Close what goes at once, in place.
+
+    The loss has told how many branches go, so that those that are left stand; but not where widths
+    alone cannot go the rest of the way.
+    """
+    plan, at_once = subject.plan, AtOnce(budget.bounds, budget.blocks, scores, part)
     try:
-        open_ = at_once.left(subject, budget, part, scores)
+        open_, is_told = at_once.left(subject)
     except UsageError as error:
-        return f"nothing is cut at once: {error}"
+        return Beginning(f"nothing is cut at once: {error}")
     subject.gates.put(open_)
     shares = (f"{text}: {share:.0%}" for text, share in budget.shares(open_).items())
-    return f"cut at once: {', '.join(shares)} stays"
-
-
-def batches(learning: int) -> int:
-    """Of data that a score is told from, where gates learn for so many steps."""
-    return min(max(round(_PART * learning), _BATCHES[0]), _BATCHES[-1])
-
-
-def tried_on(learning: int, size: int, branches: int) -> tuple[int, int]:
-    """Batches on which branches are tried, each by some forwards, for as much work again.
-
-    Args:
-        learning: steps in which gates learn.
-        size: of their batches.
-        branches: how many there are.
-
-    Returns:
-        How many batches, and of how many examples.
-    """
-    bear = _PART * learning * size / (FORWARDS * _FORWARD * max(branches, 1))
-    few = min(size, max(_EXAMPLES[0], min(round(bear), _EXAMPLES[-1])))
-    return max(1, round(bear / few)), few
+    gone = int((switches_of(plan) & ~open_).sum())
+    without = f", without {gone} branch{'es' * (gone > 1)}" if gone else ""
+    said = f"cut at once: {', '.join(shares)} stays{without}"
+    try:
+        replace(at_once, part=1.0).in_widths(plan, open_)
+    except UsageError:
+        return Beginning(said)
+    return Beginning(said, is_told)
 
 
 def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:

@@ -53,16 +53,6 @@ def test_the_target_begins_at_what_is_left_already():
     assert float(other.targets) == float(budget.targets)
 
 
-def test_a_part_of_the_way_goes_at_once():
-    model = gated()
-    scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
-    budget = Budget(model, "params=0.4", steps=10)
-    open_ = budget.after(0.5, scores, torch.ones(8, dtype=torch.bool))
-    left = int((58 * 0.4**0.5 - 2) // 7)  # slots of seven parameters, beside two of the last bias
-    assert torch.equal(open_, scores >= scores.sort()[0][-left])
-    assert budget.shares(open_) == {"params=0.4": pytest.approx((7 * left + 2) / 58)}
-
-
 def test_a_multiplier_ascends_by_the_excess_and_starts_again_once_the_budget_is_met():
     model = gated()
     at(model, 9.0)  # all open: 1 of the dense count is expected

@@ -55,6 +55,31 @@ def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     assert seen[first - 1 :] == pytest.approx([wanted] * (30 - first + 1), abs=1e-6)
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_with_decide_0_a_branch_stays_as_it_is(stays):
+    model = gated(0.45)  # open in eval mode, though its chance is below a half
+    gates = l0prune.gates(model)
+    (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
+    if not stays:
+        gates.put(gates.open().index_fill(0, torch.tensor([switch.start]), False))
+    _, seen = run(model, 5, decide=0, budget="params=0.9", gate_lr=0.01)
+    assert seen == pytest.approx([0.999 if stays else 0.001] * 5, abs=1e-6)
+
+
+def test_a_run_that_goes_on_holds_branches_from_the_same_step_on():
+    def pruner():
+        settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}
+        return l0prune.Pruner(gated(0.45), **settings, say=lambda text: None)
+
+    first, second = pruner(), pruner()
+    first.branches_stand()
+    second.load_state_dict(first.state_dict())
+    second.advance()
+    (switch,) = (axis for axis in second.gates.plan.axes if axis.kind == "branch")
+    p = second.gates.open_probability().detach()[switch.start]
+    assert min(float(p), 1 - float(p)) == pytest.approx(0.001, abs=1e-6)
+
+
 def test_widths_go_on_learning():
     model = gated(0.45)
     gates = l0prune.gates(model)
@@ -156,7 +181,7 @@ def test_in_the_end_the_budget_is_met_without_the_branch():
     assert dense.params <= 0.6 * dense.params_before
 
 
-@pytest.mark.parametrize("decide", [0, -0.1, 1.5, "half"])
+@pytest.mark.parametrize("decide", [-0.1, 1.5, "half"])
 def test_a_part_that_makes_no_sense(decide):
     with pytest.raises(UsageError, match="decide"):
         l0prune.Pruner(gated(0.5), steps=10, decide=decide)

@@ -9,7 +9,6 @@ import l0prune
 from l0prune.errors import UsageError
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.switches import switches_of
-from l0prune.training import start
 from l0prune.training.loop import Loop
 from l0prune.training.pruner import Pruner
 
@@ -150,6 +149,49 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
     assert f"gates as their scores say: {told}" in capsys.readouterr().err
 
 
+def chances(monkeypatch, **settings):
+    """P(z ≠ 0) of branches after each step, and of which kind each gate is."""
+    torch.manual_seed(0)
+    only = {"exclude": "*"} if settings.pop("only", False) else {}
+    model = l0prune.gate(Residual(), (clouds().inputs[:2],), branches=True, **only)
+    gates, seen, advance = l0prune.gates(model), [], Pruner.advance
+    switches = switches_of(gates.plan)
+
+    def watched(pruner):
+        advance(pruner)
+        if pruner.phase != "settle":
+            seen.append(gates.open_probability().detach()[switches])
+
+    monkeypatch.setattr(Pruner, "advance", watched)
+    settings = {"epochs": 3, "batch_size": 40, "compact": "never"} | settings
+    l0prune.finetune(model, data(), **settings)
+    return torch.stack(seen), model
+
+
+def stand(p):
+    """Of which branches a run has decided."""
+    return torch.minimum(p, 1 - p).isclose(torch.tensor(1e-3), rtol=1e-3)
+
+
+def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
+    seen, model = chances(monkeypatch, budget="params=0.5")
+    assert torch.equal(seen, seen[:1].expand_as(seen))
+    assert bool(stand(seen).all())
+    gone = int((seen[0] < 0.5).sum())
+    assert 0 < gone < 3
+    assert f", without {gone} branch" in capsys.readouterr().err
+    open_ = l0prune.gates(model).open()[switches_of(l0prune.gates(model).plan)]
+    assert torch.equal(open_, seen[-1] > 0.5)
+
+
+@pytest.mark.parametrize("settings", [{"decide": 0.7}, {"at_once": 0.0}, {"only": True}])
+def test_branches_learn_on_where_that_is_asked_or_widths_cannot_go_the_rest(settings, monkeypatch):
+    seen, model = chances(monkeypatch, budget="params=0.5", **settings)
+    assert not stand(seen[0]).all()
+    exported = l0prune.export(model)
+    assert exported.params <= 0.5 * exported.params_before
+
+
 @pytest.mark.parametrize("settings", [{"lam": 0.1}, {"budget": "params=0.5", "start": "alike"}])
 def test_else_they_start_as_they_are(settings, monkeypatch):
     model = gated()
@@ -192,10 +234,3 @@ def test_an_unknown_score_leaves_the_model_as_it_was():
     with pytest.raises(UsageError, match=r"start must be one of auto, alike, .*, not 'best'"):
         l0prune.finetune(model, data(), budget="params=0.5", start="best", progress=False)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-def test_as_many_batches_as_the_run_can_bear():
-    assert [start.batches(steps) for steps in (1, 200, 1000, 10**6)] == [10, 10, 50, 100]
-    found = [start.tried_on(1000, 32, branches) for branches in (1, 30, 60, 1000)]
-    assert found == [(30, 32), (1, 32), (1, 16), (1, 8)]
-    assert start.tried_on(1000, 4, 1000) == (1, 4)

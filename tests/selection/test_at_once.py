@@ -10,8 +10,8 @@ from l0prune.gating.attaching import holder
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
 from l0prune.running.task import Task
+from l0prune.selection.at_once import AtOnce, tried
 from l0prune.selection.subject import Subject
-from l0prune.training import at_once
 
 
 class Blocks(nn.Module):
@@ -41,6 +41,11 @@ def subject(model, batches=1):
     return Subject(*holder(model), Task.of(data()), batches, 40, "cpu", 0)
 
 
+def at_once(model, wanted, scores, part=0.5):
+    budget = Budget(model, wanted, steps=10)
+    return AtOnce(budget.bounds, budget.blocks, scores, part)
+
+
 def scores_of(model):
     gates = l0prune.gates(model)
     parts = [l0prune.score(model, how, data(), batches=2) for how in ("removal", "fisher")]
@@ -56,31 +61,76 @@ def trained(**kwargs):
 
 def test_of_all_ways_the_one_of_least_loss_is_taken():
     model = gated(trained())
-    scores, budget = scores_of(model), Budget(model, "params=0.16", steps=10)
+    scores = scores_of(model)
+    half = at_once(model, "params=0.16", scores)
     switches = switches_of(model.l0prune_gates.plan).nonzero().flatten()
     order = switches[scores[switches].argsort()]
     losses, ways = [], []
     for count in range(3):
         start = torch.ones(len(scores), dtype=torch.bool)
         start[order[:count]] = False
-        ways.append(budget.after(0.5, scores, start))
+        ways.append(half.in_widths(model.l0prune_gates.plan, start))
         z = ways[-1].to(model.l0prune_gates.log_alpha)
         inputs, targets = next(iter(batches()))
         with model.l0prune_gates.using(z), torch.no_grad():
             losses.append(float(nn.functional.cross_entropy(model.eval()(inputs), targets)))
     assert len(set(losses)) == 3
-    found = at_once.left(subject(model), budget, 0.5, scores)
+    found, is_told = half.left(subject(model))
+    assert is_told
     assert torch.equal(found, ways[losses.index(min(losses))])
 
 
 def test_no_more_branches_go_than_are_as_small_as_that():
     model = gated(trained())
-    budget = Budget(model, "params=0.5", steps=10)
-    ways = list(at_once._ways(subject(model), budget, 0.5, scores_of(model)))
-    shares = [budget.shares(open_)["params=0.5"] for open_ in ways]
-    switches = switches_of(model.l0prune_gates.plan)
+    half, plan = at_once(model, "params=0.5", scores_of(model)), model.l0prune_gates.plan
+    ways = list(half.ways(plan, torch.ones(plan.size, dtype=torch.bool)))
+    shares = [half.wanted[0].actual_share(open_) for open_ in ways]
+    switches = switches_of(plan)
     assert [int((~open_)[switches].sum()) for open_ in ways] == [0, 1]
     assert 0.6 < min(shares) <= max(shares) <= 0.5**0.5
+
+
+def test_a_branch_that_is_gone_already_does_not_come_back():
+    model = gated(trained())
+    plan, scores = model.l0prune_gates.plan, scores_of(model)
+    open_ = torch.ones(plan.size, dtype=torch.bool)
+    gone = switches_of(plan).nonzero().flatten()[scores[switches_of(plan)].argmax()]
+    open_[gone] = False
+    ways = list(at_once(model, "params=0.16", scores).ways(plan, open_))
+    assert len(ways) == 3
+    assert not any(way[gone] for way in ways)
+
+
+def test_without_a_loss_widths_go_alone():
+    class NoLoss(Blocks):
+        def forward(self, x, y=None):
+            logits = super().forward(x)
+            return (nn.functional.cross_entropy(logits, y) if self.training else None), logits
+
+    model = gated(NoLoss())
+    task = Task.of(
+        [(part.inputs, part.targets) for part in [clouds()]], lambda outputs, y: outputs[0]
+    )
+    half = at_once(model, "params=0.16", torch.rand(model.l0prune_gates.plan.size))
+    found, is_told = half.left(Subject(*holder(model), task, 1, 40, "cpu", 0))
+    assert not is_told
+    assert bool(found[switches_of(model.l0prune_gates.plan)].all())
+
+
+def test_a_part_of_the_way_to_a_number_of_parameters():
+    torch.manual_seed(0)
+    layers = nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)
+    model = l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 3), include=["0"])
+    scores = torch.tensor([3.0, 1, 4, 0.5, 5, 9, 2, 6])
+    half, plan = at_once(model, "params=0.4", scores), model.l0prune_gates.plan
+    dense = 8 * 3 + 8 + 8 * 2 + 2
+    left = int((dense * 0.4**0.5 - 2) // 6)  # slots of six parameters, beside two of the last bias
+    open_ = half.in_widths(plan, torch.ones(8, dtype=torch.bool))
+    assert torch.equal(open_, scores >= scores.sort()[0][-left])
+
+
+def test_so_many_ways_at_most():
+    assert [tried(branches) for branches in (1, 9, 12, 13, 24, 100)] == [2, 10, 13, 7, 13, 12]
 
 
 def batches():

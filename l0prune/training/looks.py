@@ -1,0 +1,59 @@
+"""How much of the data is looked at before gates learn: as much as the run can bear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from l0prune.selection.at_once import tried
+
+_PART = 0.05  # of the steps in which gates learn, for each of three: a score's batch costs a step
+_FORWARD = 1 / 3  # of a step
+_OF_SLOTS = range(10, 101)  # batches
+_FORWARDS = 5  # that a branch takes on a batch when it is tried
+_EXAMPLES = range(8, 33)  # of such a batch: few tell branches apart
+_OF_WAYS = range(1, 9)  # batches
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """Of one run.
+
+    Attributes:
+        slots: batches from which the score of slots is told.
+        branches: batches on which branches are tried.
+        few: examples of each of these.
+        ways: batches on which the ways to cut at once are compared.
+        steps: what all of them cost together, in steps of training.
+    """
+
+    slots: int
+    branches: int
+    few: int
+    ways: int
+    steps: float
+
+    @classmethod
+    def of(cls, learning: int, size: int, branches: int) -> Looks:
+        """Those of a run.
+
+        Args:
+            learning: steps in which gates learn.
+            size: of their batches.
+            branches: how many there are.
+        """
+        bear = _PART * learning
+        slots = _within(_OF_SLOTS, bear)
+        if not branches:
+            return cls(slots, 0, 0, 0, slots)
+        examples = bear * size / (_FORWARDS * _FORWARD * branches)
+        few = min(size, _within(_EXAMPLES, examples))
+        batches = max(1, round(examples / few))
+        forwards = tried(branches)
+        ways = _within(_OF_WAYS, bear / (forwards * _FORWARD))
+        trying = batches * few / size * branches * _FORWARDS
+        return cls(slots, batches, few, ways, slots + (trying + forwards * ways) * _FORWARD)
+
+
+def _within(limits: range, number: float) -> int:
+    """The nearest of these numbers."""
+    return min(max(round(number), limits[0]), limits[-1])
