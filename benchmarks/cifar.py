@@ -18,6 +18,7 @@ has ``--epochs``, over all of its phases:
 - ``tp-group-norm-uniform``: the same, with as large a share of each layer;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);
 - ``l0prune-widths``: gates on widths alone; ``l0prune-alike``: these do not start from a score;
+- ``l0prune-at-once``: nothing learns what goes: ``fit`` with data, then all epochs;
 - ``SCORE``, any of ``l0prune.score`` (over 100 batches, if it looks at data, of less data fewer):
   ``fit`` to the budget at once, then all epochs.
 

@@ -22,6 +22,9 @@ import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
 from l0prune.plan.switches import switches_of
+from l0prune.selection.at_once import tried
+from l0prune.selection.fit import LOOKS
+from l0prune.selection.scores import FORWARDS, TRIED
 from l0prune.training.looks import Looks
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -191,9 +194,15 @@ def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float 
 
 
 def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
-    l0prune.gate(model, (job.example(),), branches=False)
-    l0prune.fit(model, f"macs={share}", l0prune.score(model, how, job.data, **job.looks))
-    looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
+    is_auto = how == "auto"
+    l0prune.gate(model, (job.example(),), branches=None if is_auto else False)
+    scores = l0prune.score(model, how, job.data, **job.looks)
+    l0prune.fit(model, f"macs={share}", scores, data=job.data if is_auto else None)
+    looked = job.looked if how in ("taylor", "fisher", "outputs", "auto") else 0.0
+    if is_auto:
+        switches = int(switches_of(l0prune.gates(model).plan).sum())
+        removals = TRIED[0] * TRIED[1] / BATCH * FORWARDS * switches
+        looked += (removals + LOOKS[0] * tried(switches)) / 3 / job.steps
     left = job.left(share, spent=looked)
     l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))
     return Cut(l0prune.export(model).module, left * job.cost(share) + looked)
@@ -233,6 +242,7 @@ WAYS: dict[str, Way] = {
     "l0prune": learned,
     "l0prune-widths": partial(learned, branches=False),
     "l0prune-alike": partial(learned, branches=False, start="alike"),
+    "l0prune-at-once": partial(scored, how="auto"),
     "tp-group-norm": group_norm,
     "tp-group-norm-uniform": partial(group_norm, uniform=True),
     "tp-group-sl": group_sl,

@@ -25,7 +25,8 @@ from l0prune.errors import UsageError
 from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
 
-_GATES = "gates"
+_GATES, _AUTO = "gates", "auto"
+_BATCHES = 100  # that auto looks at, at most
 
 
 @with_settings("loss", "round_to", "measures")
@@ -41,9 +42,10 @@ def fit(
         str,
         typer.Option(
             help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-            "outputs, removal, random; or gates, what they have learned."
+            "outputs, removal, random; gates, what they have learned; or auto: with data fisher, "
+            "and branches by what the outputs and the loss do without them, else magnitude."
         ),
-    ] = "magnitude",
+    ] = _AUTO,
     kind: Annotated[
         list[str] | None,
         typer.Option(help="Close gates of this kind of axis alone, such as branch: whole layers."),
@@ -54,7 +56,8 @@ def fit(
     *,
     settings: dict[str, Any],
     batches: Annotated[
-        int | None, typer.Option(help="Batches of data, for scores that look at it [all].")
+        int | None,
+        typer.Option(help="Batches of data, for scores that look at it [all; auto: 100]."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the order of the data, and of random.")] = 0,
     out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")] = None,
@@ -66,7 +69,7 @@ def fit(
     The classical way, in one shot. The weights want training afterwards: with
     `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are. Example:
 
-        l0prune fit model.gated.pt --score taylor --data mnist --budget macs=0.5
+        l0prune fit model.gated.pt --data mnist --budget macs=0.5
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = l0prune.read_info(path)
@@ -75,12 +78,16 @@ def fit(
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    scores = None
+    scores = source = None
     if score != _GATES:
         source = l0prune.load_data(spec, root) if spec else None
+        how = "magnitude" if score == _AUTO and source is None else score
+        if how == _AUTO and batches is None:
+            batches = _BATCHES
         scores = l0prune.score(
-            model, score, source, batches=batches, seed=seed, loss=settings.get("loss")
+            model, how, source, batches=batches, seed=seed, loss=settings.get("loss")
         )
+    tells = score == _AUTO and budget and not kind  # how many branches go
     table = latency_table(latency, path, budget)
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
@@ -91,6 +98,8 @@ def fit(
             round_to=asked.round_to,
             latency=table,
             kinds=kind or (),
+            data=source if tells else None,
+            loss=settings.get("loss"),
         )
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})

@@ -9,7 +9,7 @@ loss is far above chance, and does not say from where a network learns best.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
@@ -45,12 +45,14 @@ class AtOnce:
     def left(self, subject: Subject) -> tuple[Tensor, bool]:
         """The gates that are open at its end, and whether a loss told how many branches are.
 
+        Ways from which widths alone can go all of the way come before others.
+
         Args:
             subject: the gated network, and a batch or more of data.
 
         Returns:
-            bool, flat, on the CPU; and False where there is no loss in eval mode, and widths alone
-            have gone.
+            bool, flat, on the CPU; and False where there is no loss in eval mode, so that widths
+            alone have gone, or where branches still have to go for the rest of the way.
 
         Raises:
             UsageError: nothing is as small as that.
@@ -58,11 +60,16 @@ class AtOnce:
         plan, open_ = subject.plan, subject.gates.open().cpu()
         ways = list(self.ways(plan, open_))
         if not ways:
-            return self.in_widths(plan, open_ & ~switches_of(plan)), True
-        losses = subject.losses(ways)
+            return self.in_widths(plan, open_ & ~switches_of(plan)), False
+        whole = replace(self, part=1.0)
+        last = [way for way in ways if whole.is_possible(plan, way)]
+        among = last or ways
+        if len(among) == 1:
+            return among[0], bool(last)
+        losses = subject.losses(among)
         if losses is None:
-            return ways[0], False
-        return ways[int(losses.nan_to_num(torch.inf).argmin())], True
+            return among[0], False
+        return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
 
     def ways(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
         """Open gates with ever more branches gone, those of lowest score first, and so fewer slots.
@@ -99,6 +106,14 @@ class AtOnce:
         for bound in self.wanted:
             fitting.most[bound] = bound.dense * bound.share**self.part
         return without_idle(plan, fitting.choose(start, fill=False).open_)
+
+    def is_possible(self, plan: Plan, start: Tensor) -> bool:
+        """Can widths alone go this part of the way?"""
+        try:
+            self.in_widths(plan, start)
+        except UsageError:
+            return False
+        return True
 
 
 def tried(branches: int) -> int:

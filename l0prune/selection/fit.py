@@ -8,6 +8,7 @@ in the order of their scores, until that amount is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,19 @@ from l0prune.cost.bounds import Bound, bounds
 from l0prune.cost.limits import LimitsLike, limits
 from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
-from l0prune.gating.attaching import gates_of
+from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import without_idle
+from l0prune.plan.switches import switches_of, without_idle
+from l0prune.running.task import Task
 from l0prune.selection import fitted
+from l0prune.selection.at_once import AtOnce
 from l0prune.selection.blocks import Widths, blocks_of
 from l0prune.selection.correction import corrected, looks_at, observed
 from l0prune.selection.fitting import Fitting, Movable
+from l0prune.selection.subject import Subject
+
+LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
 
 
 def fit(
@@ -35,6 +41,8 @@ def fit(
     fill: bool = True,
     latency: Source | None = None,
     kinds: str | Sequence[str] = (),
+    data: Any = None,
+    loss: Any = None,
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
 
@@ -61,6 +69,11 @@ def fit(
             those of the others stay as they are. By default all; with ``scores`` all but branches,
             if there are others: what a score says of a whole branch does not compare with what
             it says of a slot.
+        data: what the network is for, as for ``finetune``. Then branches go, too, those of lowest
+            score first: so many that the loss is least when half of the way is cut, beside the
+            widths that go with them. Give scores that tell branches from each other, such as
+            ``l0prune.score(model, "auto", data)``.
+        loss: see ``Task``; None for that of the data, or ``"auto"``.
 
     Returns:
         The amounts of the exported model, for each limit by its text: in parameters, in MACs, in
@@ -69,7 +82,8 @@ def fit(
     Raises:
         NotGated: the model carries no gates.
         UsageError: the budget makes no sense, or cannot be met (it says what stands in the way), or
-            no axis is of these kinds.
+            no axis is of these kinds; or there is data without scores, or with kinds.
+        DataError: the data is empty or does not fit the model.
     """
     gates = gates_of(model)
     sources = () if latency is None else (latency,)
@@ -77,15 +91,29 @@ def fit(
     asked = (kinds,) if isinstance(kinds, str) else kinds
     if not asked and scores is not None:
         asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
-    movable = _movable(gates.plan, gates.open().cpu(), asked)
-    blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
     worth = gates.log_alpha.detach() if scores is None else scores
     if worth.shape != (gates.plan.size,) or not bool(torch.isfinite(worth).all()):
         raise UsageError(
             f"scores must be {gates.plan.size} finite numbers in one flat vector, one per gate; "
             f"these have the shape {tuple(worth.shape)}"
         )
-    return meet(model, wanted, worth, blocks, fill=fill, movable=movable)
+    open_ = gates.open().cpu()
+    movable = _movable(gates.plan, open_, asked)
+    if data is not None:
+        if scores is None or kinds or not wanted:
+            raise UsageError(
+                "data tells how many branches go when scores and a budget say what goes: give both "
+                "and no kinds, or no data"
+            )
+        blocks = blocks_for(gates.plan, wanted, round_to, latency)
+        subject = Subject(*holder(model), Task.of(data, loss), *LOOKS, "auto", seed=0)
+        left, is_told = AtOnce(wanted, blocks, worth).left(subject)
+        if is_told:
+            switches = switches_of(gates.plan)
+            open_ = torch.where(switches, left, open_)
+            movable = Movable(~switches, left & switches)
+    blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
+    return meet(model, wanted, worth, blocks, fill=fill, movable=movable, start=open_)
 
 
 def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
@@ -164,10 +192,13 @@ def meet(
     *,
     fill: bool = True,
     movable: Movable | None = None,
+    start: Tensor | None = None,
 ) -> dict[str, float]:
     """``fit``, once it is known what is wanted and that it can be met."""
     gates = gates_of(model)
-    start, before = gates.open().cpu(), gates.log_alpha.detach().clone()
+    before = gates.log_alpha.detach().clone()
+    if start is None:
+        start = gates.open().cpu()
 
     def put(open_: Tensor) -> None:
         with torch.no_grad():

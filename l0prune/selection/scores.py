@@ -29,6 +29,8 @@ from l0prune.selection.subject import Subject, tensor_of
 Normalise = Literal["axis-mean", "none"]
 
 _ROUND = 0.25  # of the branches that are left go in a round of ``removal``
+TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
+FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
 
 
@@ -68,6 +70,8 @@ def score(
       can spare either of two, it may need one. So of the k-th to go it is the k-th smallest of what
       one alone moves. Five forwards a branch and batch. Of the slots of other axes, which are too
       many for that, ``"outputs"``, which is the same to first order for one alone.
+    - ``"auto"``: ``"fisher"`` of slots and ``"removal"`` of branches, which are tried on a few
+      hundred examples: what ``finetune`` lets gates start from under a budget.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
@@ -205,7 +209,14 @@ def outputs(of: Subject) -> Tensor:
 def removal(of: Subject) -> Tensor:
     """How far outputs move without a branch, smallest first in the order in which they may go."""
     switches = switches_of(of.plan)
-    result = torch.zeros_like(switches, dtype=torch.float64) if switches.all() else outputs(of)
+    moved = _in_turns(of)
+    return moved if switches.all() else torch.where(switches, moved, outputs(of))
+
+
+def _in_turns(of: Subject) -> Tensor:
+    """Of switches, how far outputs move without them, in the order in which they may go; else 0."""
+    switches = switches_of(of.plan)
+    result = torch.zeros_like(switches, dtype=torch.float64)
     left: list[int] = switches.nonzero().flatten().tolist()
     gone: list[int] = []
     alone = _moved(of, gone, left)
@@ -217,6 +228,18 @@ def removal(of: Subject) -> Tensor:
         moved = _moved(of, gone, left) if len(left) > 1 else moved
     result[gone] = alone[switches].sort().values
     return result
+
+
+@register("auto")
+def auto(of: Subject) -> Tensor:
+    """What each kind of axis is told best by."""
+    switches = switches_of(of.plan)
+    if not switches.any():
+        return fisher(of)
+    batches = TRIED[0] if of.batches is None else min(of.batches, TRIED[0])
+    few = replace(of, batches=batches, batch_size=TRIED[1])
+    moved = _in_turns(few)
+    return moved if switches.all() else torch.where(switches, moved, fisher(of))
 
 
 def _moved(of: Subject, gone: Sequence[int], switches: Sequence[int]) -> Tensor:

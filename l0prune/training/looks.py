@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from l0prune.selection.at_once import tried
+from l0prune.selection.scores import FORWARDS
 
 _PART = 0.05  # of the steps in which gates learn, for each of three: a score's batch costs a step
 _FORWARD = 1 / 3  # of a step
 _OF_SLOTS = range(10, 101)  # batches
-_FORWARDS = 5  # that a branch takes on a batch when it is tried
 _EXAMPLES = range(8, 33)  # of such a batch: few tell branches apart
 _OF_WAYS = range(1, 9)  # batches
 
@@ -45,12 +45,12 @@ class Looks:
         slots = _within(_OF_SLOTS, bear)
         if not branches:
             return cls(slots, 0, 0, 0, slots)
-        examples = bear * size / (_FORWARDS * _FORWARD * branches)
+        examples = bear * size / (FORWARDS * _FORWARD * branches)
         few = min(size, _within(_EXAMPLES, examples))
         batches = max(1, round(examples / few))
         forwards = tried(branches)
         ways = _within(_OF_WAYS, bear / (forwards * _FORWARD))
-        trying = batches * few / size * branches * _FORWARDS
+        trying = batches * few / size * branches * FORWARDS
         return cls(slots, batches, few, ways, slots + (trying + forwards * ways) * _FORWARD)
 
 

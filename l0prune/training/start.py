@@ -112,24 +112,17 @@ def begin(
 def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Beginning:
     """Close what goes at once, in place.
 
-    The loss has told how many branches go, so that those that are left stand; but not where widths
-    alone cannot go the rest of the way.
+    Where the loss has told how many branches go, those that are left stand.
     """
-    plan, at_once = subject.plan, AtOnce(budget.bounds, budget.blocks, scores, part)
     try:
-        open_, is_told = at_once.left(subject)
+        open_, decided = AtOnce(budget.bounds, budget.blocks, scores, part).left(subject)
     except UsageError as error:
         return Beginning(f"nothing is cut at once: {error}")
     subject.gates.put(open_)
     shares = (f"{text}: {share:.0%}" for text, share in budget.shares(open_).items())
-    gone = int((switches_of(plan) & ~open_).sum())
+    gone = int((switches_of(subject.plan) & ~open_).sum())
     without = f", without {gone} branch{'es' * (gone > 1)}" if gone else ""
-    said = f"cut at once: {', '.join(shares)} stays{without}"
-    try:
-        replace(at_once, part=1.0).in_widths(plan, open_)
-    except UsageError:
-        return Beginning(said)
-    return Beginning(said, is_told)
+    return Beginning(f"cut at once: {', '.join(shares)} stays{without}", decided)
 
 
 def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:

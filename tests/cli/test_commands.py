@@ -89,6 +89,11 @@ def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     fitted = json.loads(out)
     assert fitted["file"] == "model.fit.pt"
     assert all(count % 4 == 0 for name, count in fitted["open"].items() if ".in" not in name)
+    by_data = ("fit", "--score", "auto", "--data", "digits", "--budget", "params=0.5", "--json")
+    code, out, err = command(*by_data, "--out", "other.fit.pt")
+    assert code == 0, err
+    assert json.loads(out)["open"] != fitted["open"]
+    (tmp_path / "other.fit.pt").unlink()
     code, out, err = command("export", "--state", "--json")  # what was written last
     assert code == 0, err
     assert json.loads(out)["params"] == fitted["counts"]["params=0.5"]

@@ -6,6 +6,7 @@ from small_task import CLASSES, FEATURES, clouds, data
 from torch import nn
 
 import l0prune
+from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
@@ -149,6 +150,63 @@ def test_norms_have_the_statistics_of_the_batch_and_gather_none():
     with torch.no_grad():
         expected = nn.functional.cross_entropy(dense.train()(inputs), targets)
     torch.testing.assert_close(found.float(), expected)
+
+
+def test_fit_lets_as_many_branches_go_as_the_loss_of_some_data_says():
+    wanted, model = "params=0.05", gated(trained())
+    scores, switches = scores_of(model), switches_of(model.l0prune_gates.plan)
+    looked = Subject(*holder(model), Task.of(data()), 8, 128, "cpu", 0)
+    left, is_told = at_once(model, wanted, scores).left(looked)
+    assert is_told
+    assert int((~left)[switches].sum()) == 1
+    counts = l0prune.fit(model, wanted, scores, data=data())
+    open_ = model.l0prune_gates.open()
+    assert torch.equal(open_[switches], left[switches])
+    exported = l0prune.export(model)
+    assert counts == {wanted: exported.params}
+    assert exported.params <= 0.05 * exported.params_before
+    by_hand = gated(trained())
+    by_hand.l0prune_gates.put(left | ~switches)
+    l0prune.fit(by_hand, wanted, scores)
+    assert torch.equal(open_, by_hand.l0prune_gates.open())
+
+
+def test_where_branches_alone_have_gates_scores_say_how_many_go():
+    model = l0prune.gate(trained(), (clouds().inputs[:2],), branches=True, exclude="*")
+    scores = l0prune.score(model, "auto", data())
+    _, is_told = at_once(model, "params=0.5", scores).left(subject(model))
+    assert not is_told
+    l0prune.fit(model, "params=0.5", scores, data=data())
+    assert torch.equal(model.l0prune_gates.open(), scores >= scores.max())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"budget": "params=0.5"},
+        {"scores": torch.ones(61)},
+        {"budget": "params=0.5", "scores": torch.ones(61), "kinds": "branch"},
+    ],
+)
+def test_data_is_for_scores_and_a_budget(arguments):
+    model = gated(Blocks())
+    before = model.l0prune_gates.log_alpha.clone()
+    with pytest.raises(UsageError, match="give both and no kinds, or no data"):
+        l0prune.fit(model, **arguments, data=data())
+    assert torch.equal(model.l0prune_gates.log_alpha, before)
+
+
+def test_auto_is_the_best_score_of_each_kind_of_axis():
+    model = gated(trained())
+    switches = switches_of(model.l0prune_gates.plan)
+    found = l0prune.score(model, "auto", data(), batches=3, batch_size=40)
+    fisher = l0prune.score(model, "fisher", data(), batches=3, batch_size=40)
+    removal = l0prune.score(model, "removal", data(), batches=3, batch_size=32)
+    torch.testing.assert_close(found, torch.where(switches, removal, fisher))
+    widths = l0prune.gate(trained(), (clouds().inputs[:2],), branches=False)
+    assert torch.equal(
+        l0prune.score(widths, "auto", data()), l0prune.score(widths, "fisher", data())
+    )
 
 
 @pytest.mark.parametrize("batch_size", [1, 40])
