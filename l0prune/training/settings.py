@@ -213,7 +213,7 @@ class Settings(GateSettings):
             from l0prune.selection.scores import names
 
             if start not in names():
-                known = ", ".join((*STARTS, *names()))
+                known = ", ".join(dict.fromkeys((*STARTS, *names())))
                 raise UsageError(f"start must be one of {known}, not {start!r}")
         return start
 

@@ -338,7 +338,7 @@ def test_wrong_use_is_said():
     model, batches = linear()
     task = Task(batches, loss=mse_loss)
     for how, data, more, says in [
-        ("hessian", task, {}, r"'hessian'; there are bn-scale, .*taylor"),
+        ("hessian", task, {}, r"'hessian'; there are auto, bn-scale, .*taylor"),
         ("taylor", None, {}, "looks at data"),
         ("taylor", task, {"batches": 0}, "at least 1"),
         ("taylor", task, {"device": "nowhere"}, "nowhere"),
