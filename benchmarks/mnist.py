@@ -50,6 +50,11 @@ ROWS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("finetune.epochs=48", "finetune.settle=4", "finetune.gate_lr=3e-2"),
     ),
     "lenet5-small": ("lenet5", "mnist-lenet5-small", ()),
+    "lenet5-2k": (
+        "lenet5",
+        "mnist-lenet5-small",
+        ("finetune.budget=params=2050", "recover.epochs=100"),
+    ),
     "lenet5-10k": (
         "lenet5",
         "mnist-lenet5-small",
