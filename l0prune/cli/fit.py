@@ -26,7 +26,6 @@ from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
-_BATCHES = 100  # that auto looks at, at most
 
 
 @with_settings("loss", "round_to", "measures")
@@ -82,8 +81,6 @@ def fit(
     if score != _GATES:
         source = l0prune.load_data(spec, root) if spec else None
         how = "magnitude" if score == _AUTO and source is None else score
-        if how == _AUTO and batches is None:
-            batches = _BATCHES
         scores = l0prune.score(
             model, how, source, batches=batches, seed=seed, loss=settings.get("loss")
         )

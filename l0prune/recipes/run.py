@@ -211,7 +211,13 @@ def _fit(
     found: list[fitted.Fitted] = []
     with fitted.watched(found.append):
         l0prune.fit(
-            model, part.budget, scores, round_to=part.round_to, latency=latency, kinds=part.kinds
+            model,
+            part.budget,
+            scores,
+            round_to=part.round_to,
+            latency=latency,
+            kinds=part.kinds,
+            data=data if part.score == "auto" and not part.kinds else None,
         )
     return found[-1].to_dict()
 

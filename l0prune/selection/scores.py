@@ -29,6 +29,7 @@ from l0prune.selection.subject import Subject, tensor_of
 Normalise = Literal["axis-mean", "none"]
 
 _ROUND = 0.25  # of the branches that are left go in a round of ``removal``
+_AUTO = 100  # batches of ``auto``
 TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
 FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
@@ -70,8 +71,9 @@ def score(
       can spare either of two, it may need one. So of the k-th to go it is the k-th smallest of what
       one alone moves. Five forwards a branch and batch. Of the slots of other axes, which are too
       many for that, ``"outputs"``, which is the same to first order for one alone.
-    - ``"auto"``: ``"fisher"`` of slots and ``"removal"`` of branches, which are tried on a few
-      hundred examples: what ``finetune`` lets gates start from under a budget.
+    - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, and ``"removal"`` of
+      branches, from a few hundred examples: what gates start from under a budget. Where a network
+      learns its own answers take ``"outputs"``.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
@@ -234,12 +236,12 @@ def _in_turns(of: Subject) -> Tensor:
 def auto(of: Subject) -> Tensor:
     """What each kind of axis is told best by."""
     switches = switches_of(of.plan)
+    most = _AUTO if of.batches is None else of.batches
+    slots = fisher(replace(of, batches=most)) if not switches.all() else torch.zeros(of.plan.size)
     if not switches.any():
-        return fisher(of)
-    batches = TRIED[0] if of.batches is None else min(of.batches, TRIED[0])
-    few = replace(of, batches=batches, batch_size=TRIED[1])
-    moved = _in_turns(few)
-    return moved if switches.all() else torch.where(switches, moved, fisher(of))
+        return slots
+    few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
+    return torch.where(switches, _in_turns(few), slots)
 
 
 def _moved(of: Subject, gone: Sequence[int], switches: Sequence[int]) -> Tensor:

@@ -10,6 +10,8 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
+from l0prune.recipes.run import _fit
+from l0prune.recipes.schema import FitSection
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce, tried
 from l0prune.selection.subject import Subject
@@ -169,6 +171,17 @@ def test_fit_lets_as_many_branches_go_as_the_loss_of_some_data_says():
     by_hand.l0prune_gates.put(left | ~switches)
     l0prune.fit(by_hand, wanted, scores)
     assert torch.equal(open_, by_hand.l0prune_gates.open())
+
+
+def test_so_it_does_in_a_round_of_a_recipe():
+    by_hand, by_recipe = gated(trained()), gated(trained())
+    scores = l0prune.score(by_hand, "auto", data(), batches=3)
+    l0prune.fit(by_hand, "params=0.05", scores, data=data())
+    part = FitSection(budget="params=0.05", score="auto", batches=3)
+    _fit(by_recipe, Task.of(data()), part, seed=0)
+    open_ = by_recipe.l0prune_gates.open()
+    assert torch.equal(open_, by_hand.l0prune_gates.open())
+    assert not open_[switches_of(by_recipe.l0prune_gates.plan)].all()
 
 
 def test_where_branches_alone_have_gates_scores_say_how_many_go():

@@ -231,6 +231,8 @@ def test_a_loss_that_says_nothing_of_the_gates_is_said(monkeypatch, capsys):
 def test_an_unknown_score_leaves_the_model_as_it_was():
     model = gated()
     before = tensors(model)
-    with pytest.raises(UsageError, match=r"start must be one of auto, alike, bn-scale, .*, not 'best'"):
+    with pytest.raises(
+        UsageError, match=r"start must be one of auto, alike, bn-scale, .*, not 'best'"
+    ):
         l0prune.finetune(model, data(), budget="params=0.5", start="best", progress=False)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
