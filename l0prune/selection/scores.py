@@ -30,6 +30,9 @@ Normalise = Literal["axis-mean", "none"]
 
 _ROUND = 0.25  # of the branches that are left go in a round of ``removal``
 _AUTO = 100  # batches of ``auto``
+# A loss is at its least if its squared slope at z = 1 is less than this part of that nearby: of a
+# trained ResNet-20 it is 1.2, of its own answers 0, of those in bfloat16 0.001.
+_LEAST, _NEARBY = 0.01, 0.99
 TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
 FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
@@ -71,9 +74,9 @@ def score(
       can spare either of two, it may need one. So of the k-th to go it is the k-th smallest of what
       one alone moves. Five forwards a branch and batch. Of the slots of other axes, which are too
       many for that, ``"outputs"``, which is the same to first order for one alone.
-    - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, and ``"removal"`` of
-      branches, from a few hundred examples: what gates start from under a budget. Where a network
-      learns its own answers take ``"outputs"``.
+    - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, or ``"outputs"`` where
+      the loss is at its least, as where a network learns its own answers; and ``"removal"`` of
+      branches, from a few hundred examples: what gates start from under a budget.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
     Scores of different axes are made comparable by dividing each by its axis' mean, so that a
@@ -232,12 +235,28 @@ def _in_turns(of: Subject) -> Tensor:
     return result
 
 
+def usual(of: Subject) -> str:
+    """The name of the score by which slots are told best: ``"fisher"``, or ``"outputs"``.
+
+    Where a loss is at its least, its slope there is rounding, and far larger where all gates close
+    by a hundredth.
+    """
+
+    def slope(at: float) -> float:
+        found = replace(of, batches=1).gradients(at)
+        return float(_mean_over_examples((each.square(), n) for each, n in found).mean())
+
+    return "outputs" if slope(1.0) <= _LEAST * slope(_NEARBY) else "fisher"
+
+
 @register("auto")
 def auto(of: Subject) -> Tensor:
     """What each kind of axis is told best by."""
     switches = switches_of(of.plan)
     most = _AUTO if of.batches is None else of.batches
-    slots = fisher(replace(of, batches=most)) if not switches.all() else torch.zeros(of.plan.size)
+    slots = torch.zeros(of.plan.size, dtype=torch.float64)
+    if not switches.all():
+        slots = _scores[usual(of)](replace(of, batches=most))
     if not switches.any():
         return slots
     few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])

@@ -54,8 +54,11 @@ class Subject:
         named = self.root.named_parameters()
         return {self.plan.aliases.get(name, name): value.detach() for name, value in named}
 
-    def gradients(self) -> Iterator[tuple[Tensor, int]]:
-        """dL/dz at z = 1 of each batch's mean loss, in eval mode, and its number of examples.
+    def gradients(self, at: float = 1.0) -> Iterator[tuple[Tensor, int]]:
+        """dL/dz of each batch's mean loss, in eval mode, and its number of examples.
+
+        Args:
+            at: z of all gates.
 
         Shape: ``(plan.size,)``, float64 on the CPU.
 
@@ -64,7 +67,7 @@ class Subject:
             DataError: the data is empty or does not fit the model.
         """
         with self._looking() as (task, batches):
-            z = torch.ones_like(self.gates.log_alpha, requires_grad=True)
+            z = torch.full_like(self.gates.log_alpha, at, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
                 for inputs, targets in batches:
                     loss = task.loss_in(call(self.root, inputs), targets)

@@ -121,8 +121,9 @@ class Settings(GateSettings):
         AUTO,
         description="What the gates start from: alike, as they were put on, or a score such as "
         "fisher or outputs, told from a few batches: the more a slot matters the further open is "
-        "its gate. auto for fisher, and of branches for removal, where there is a budget and all "
-        "gates stand alike; else as they are, as with alike.",
+        "its gate. auto for fisher (outputs where the loss is at its least, as of a network's own "
+        "answers), and of branches for removal, where there is a budget and all gates stand alike; "
+        "else as they are, as with alike.",
     )
     at_once: float = Field(
         0.5,

@@ -21,14 +21,14 @@ from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce
-from l0prune.selection.scores import score
+from l0prune.selection.scores import score, usual
 from l0prune.selection.subject import Subject
 from l0prune.training.looks import Looks
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
-USUAL, OF_BRANCHES = "fisher", "removal"
+OF_BRANCHES = "removal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,36 +74,40 @@ def begin(
     how = _wanted(model, settings, learning)
     if how == ALIKE:
         return Beginning()
+    auto = settings.start == AUTO
     gates = gates_of(model)
     switches = switches_of(gates.plan)
     size = settings.batch_size
     looks = Looks.of(learning, size, int(switches.sum()))
     asked = {how: (min(steps, looks.slots), size)}
-    if settings.start == AUTO and switches.any():
+    if auto and switches.any():
         most = math.ceil(steps * size / looks.few)
         asked = ({} if switches.all() else asked) | {
             OF_BRANCHES: (min(most, looks.branches), looks.few)
         }
     tell = partial(score, model, data=task, device=device, seed=settings.seed)
+    subject = Subject(*holder(model), task, max(1, looks.ways), size, device, settings.seed)
 
     def lean() -> Beginning:
         try:
-            found = [tell(name, batches=n, batch_size=each) for name, (n, each) in asked.items()]
+            names = {name: usual(subject) if name == AUTO else name for name in asked}
+            found = [
+                tell(names[name], batches=n, batch_size=each) for name, (n, each) in asked.items()
+            ]
         except (UsageError, DataError) as error:
-            if settings.start != AUTO:
+            if not auto:
                 raise
             return Beginning(f"start: the gates start alike: {error}")
         scores = torch.where(switches, found[-1], found[0])
         gates.lean(scores)
-        told = (f"{name} of {n} batch{'es' * (n > 1)}" for name, (n, _) in asked.items())
+        told = (f"{names[name]} of {n} batch{'es' * (n > 1)}" for name, (n, _) in asked.items())
         said = f"start: gates as their scores say: {', '.join(told)}"
         if pruner.budget is None or not settings.at_once:
             return Beginning(said)
-        subject = Subject(*holder(model), task, max(1, looks.ways), size, device, settings.seed)
         cut = _cut(subject, pruner.budget, settings.at_once, scores)
         return replace(cut, said=f"{said}; {cut.said}")
 
-    with stage(f"the score {', '.join(asked)}, from which the gates start"):
+    with stage("the scores from which the gates start"):
         found = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return found or Beginning()
@@ -132,4 +136,4 @@ def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:
     if settings.start != AUTO:
         return settings.start
     starts = settings.budget is not None and gates_of(model).stand_alike()
-    return USUAL if starts else ALIKE
+    return AUTO if starts else ALIKE

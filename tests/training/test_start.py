@@ -80,6 +80,19 @@ def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
     torch.testing.assert_close(found, leaned(scores, before))
 
 
+def test_of_own_answers_whose_loss_says_nothing_they_start_from_outputs(monkeypatch, capsys):
+    model = gated()
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    own = l0prune.answered(data(), network())
+    assert l0prune.evaluate(network(), own)["test_loss"] < 1e-12
+    scores = l0prune.score(model, "outputs", own, batches=6, batch_size=40)
+    auto = l0prune.score(model, "auto", own, batches=6, batch_size=40)
+    torch.testing.assert_close(auto, scores)
+    found = start_of(model, monkeypatch, own, budget="params=0.5", at_once=0.0)
+    assert "gates as their scores say: outputs of 6 batches" in capsys.readouterr().err
+    torch.testing.assert_close(found, leaned(scores, before))
+
+
 def test_half_of_the_way_the_scores_go_at_once(monkeypatch, capsys):
     model = gated()
     gates, before = l0prune.gates(model), l0prune.gates(model).log_alpha.detach().clone()
