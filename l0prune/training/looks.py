@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from l0prune.selection.at_once import tried
 from l0prune.selection.scores import FORWARDS
 
-_PART = 0.05  # of the steps in which gates learn, for each of three: a score's batch costs a step
+# Of the steps in which gates learn: a batch of a score costs about as much as one.
+_SCORES, _TRIES = 0.05, 0.025
 _FORWARD = 1 / 3  # of a step
 _OF_SLOTS = range(10, 101)  # batches
 _EXAMPLES = range(8, 33)  # of such a batch: few tell branches apart
@@ -41,10 +42,10 @@ class Looks:
             size: of their batches.
             branches: how many there are.
         """
-        bear = _PART * learning
-        slots = _within(_OF_SLOTS, bear)
+        slots = _within(_OF_SLOTS, _SCORES * learning)
         if not branches:
             return cls(slots, 0, 0, 0, slots)
+        bear = _TRIES * learning
         examples = bear * size / (FORWARDS * _FORWARD * branches)
         few = min(size, _within(_EXAMPLES, examples))
         batches = max(1, round(examples / few))
