@@ -101,8 +101,9 @@ def fit(
     target = output_path(out, str(path), ".fit.pt")
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
-    met = ", ".join(f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
-    emit({"file": str(target), "counts": counts, "open": axes}, json, f"{target} written; {met}")
+    met = (f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
+    said = "; ".join(filter(None, (f"{target} written", ", ".join(met))))
+    emit({"file": str(target), "counts": counts, "open": axes}, json, said)
 
 
 def _shown(limit: str, amount: float) -> str:
