@@ -22,7 +22,6 @@ from l0prune.plan.switches import switches_of, without_idle
 from l0prune.selection.fitting import Fitting, Movable
 from l0prune.selection.subject import Subject
 
-HALF = 0.5
 _TRIED = 12  # ways beside widths alone, at most: each costs a forward
 
 
@@ -40,7 +39,7 @@ class AtOnce:
     wanted: Sequence[Bound]
     blocks: Sequence[int]
     scores: Tensor
-    part: float = HALF
+    part: float = 0.5
 
     def left(self, subject: Subject) -> tuple[Tensor, bool]:
         """The gates that are open at its end, and whether a loss told how many branches are.
@@ -100,8 +99,7 @@ class AtOnce:
         Raises:
             UsageError: no choice of slots is as small as that.
         """
-        switches = switches_of(plan)
-        movable = Movable(~switches, start & switches)
+        movable = Movable.of(~switches_of(plan), start)
         fitting = Fitting(plan, self.scores, self.wanted, self.blocks, movable)
         for bound in self.wanted:
             fitting.most[bound] = bound.dense * bound.share**self.part

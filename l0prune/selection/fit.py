@@ -106,14 +106,20 @@ def fit(
                 "and no kinds, or no data"
             )
         blocks = blocks_for(gates.plan, wanted, round_to, latency)
-        subject = Subject(*holder(model), Task.of(data, loss), *LOOKS, "auto", seed=0)
-        left, is_told = AtOnce(wanted, blocks, worth).left(subject)
-        if is_told:
-            switches = switches_of(gates.plan)
-            open_ = torch.where(switches, left, open_)
-            movable = Movable(~switches, left & switches)
+        told = _told(model, AtOnce(wanted, blocks, worth), Task.of(data, loss))
+        if told is not None:
+            open_, movable = told, Movable.of(~switches_of(gates.plan), told)
     blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
     return meet(model, wanted, worth, blocks, fill=fill, movable=movable, start=open_)
+
+
+def _told(model: nn.Module, half: AtOnce, task: Task) -> Tensor | None:
+    """The gates that are open once branches are gone by the loss; None where it does not tell."""
+    subject = Subject(*holder(model), task, *LOOKS, "auto", seed=0)
+    left, is_told = half.left(subject)
+    if not is_told:
+        return None
+    return torch.where(switches_of(subject.plan), left, subject.gates.open().cpu())
 
 
 def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
@@ -127,7 +133,7 @@ def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
     gates = torch.zeros(plan.size, dtype=torch.bool)
     for axis in plan.axes:
         gates[axis.slice] = not kinds or axis.kind in kinds
-    return Movable(gates, open_ & ~gates)
+    return Movable.of(gates, open_)
 
 
 def blocks_for(

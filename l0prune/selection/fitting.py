@@ -57,6 +57,11 @@ class Movable(NamedTuple):
     gates: Tensor
     held: Tensor
 
+    @classmethod
+    def of(cls, gates: Tensor, open_: Tensor) -> Movable:
+        """These gates, where of all others those stay open that are."""
+        return cls(gates, open_ & ~gates)
+
 
 class Fitting:
     """The choice of slots for one plan, one score per gate and some bounds.
