@@ -52,7 +52,7 @@ from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.plan import Plan
-from l0prune.training.start import FORWARDS
+from l0prune.selection.removal import FORWARDS
 
 WIDTHS = {"branches": False}
 BRANCHES = {"branches": True, "exclude": "*"}

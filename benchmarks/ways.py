@@ -22,9 +22,8 @@ import l0prune
 from benchmarks import depgraph
 from l0prune.data import Data
 from l0prune.plan.switches import switches_of
-from l0prune.selection.at_once import tried
 from l0prune.selection.fit import LOOKS
-from l0prune.selection.scores import FORWARDS, TRIED
+from l0prune.selection.scores import TRIED
 from l0prune.training.looks import Looks
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -176,7 +175,7 @@ def _looked(model: nn.Module, first: int, job: Job) -> float:
     """What scores, and what goes at once by them, cost before gates learn, in dense epochs."""
     learning = round((1 - SETTLE) * first * job.steps)
     switches = int(switches_of(l0prune.gates(model).plan).sum())
-    return Looks.of(learning, BATCH, switches).steps / job.steps
+    return Looks.of(learning, BATCH, switches).steps(BATCH, switches) / job.steps
 
 
 def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0) -> Cut:
@@ -198,11 +197,11 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
     l0prune.gate(model, (job.example(),), branches=None if is_auto else False)
     scores = l0prune.score(model, how, job.data, **job.looks)
     l0prune.fit(model, f"macs={share}", scores, data=job.data if is_auto else None)
-    looked = job.looked if how in ("taylor", "fisher", "outputs", "auto") else 0.0
+    looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
     if is_auto:
+        looks = Looks(job.looks["batches"], *TRIED, LOOKS[0])
         switches = int(switches_of(l0prune.gates(model).plan).sum())
-        removals = TRIED[0] * TRIED[1] / BATCH * FORWARDS * switches
-        looked += (removals + LOOKS[0] * tried(switches)) / 3 / job.steps
+        looked = looks.steps(BATCH, switches) / job.steps
     left = job.left(share, spent=looked)
     l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))
     return Cut(l0prune.export(model).module, left * job.cost(share) + looked)

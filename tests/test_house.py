@@ -11,6 +11,7 @@ import pytest
 import l0prune
 
 ROOT = Path(l0prune.__file__).parent
+BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "cost", "gating", "files", "data", "running", "selection",
@@ -54,6 +55,17 @@ def test_documented_modules_have_an_import_path():
     assert l0prune.measures is importlib.import_module("l0prune.cost.measures")
     for name in ("errors", "infer.registry", "gating.kinds.base", "selection.scores"):
         importlib.import_module(f"l0prune.{name}")
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_is_there(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune"):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(
+                    f"{node.module}.{alias.name}"
+                )
 
 
 def test_all_errors_are_in_errors():

@@ -7,9 +7,9 @@ as pruning without learning does. A new score is one function under ``@register`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,17 +24,16 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import Task
-from l0prune.selection.subject import Subject, tensor_of
+from l0prune.selection.removal import in_turns
+from l0prune.selection.subject import Subject, mean_over_examples, tensor_of
 
 Normalise = Literal["axis-mean", "none"]
 
-_ROUND = 0.25  # of the branches that are left go in a round of ``removal``
 _AUTO = 100  # batches of ``auto``
 # A loss is at its least if its squared slope at z = 1 is less than this part of that nearby: of a
 # trained ResNet-20 it is 1.2, of its own answers 0, of those in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
 TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
-FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
 
 
@@ -109,9 +108,7 @@ def score(
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
     task = None if data is None else Task.of(data, loss)
-    values = _scores[how](Subject(root, gates, task, batches, batch_size, device, seed))
-    if not bool(torch.isfinite(values).all()):
-        raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
+    values = told(how, Subject(root, gates, task, batches, batch_size, device, seed)).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
 
 
@@ -136,6 +133,56 @@ def register(name: str) -> Callable[[Score], Score]:
         return function
 
     return known
+
+
+class Told(NamedTuple):
+    """What a score said, as it comes.
+
+    Attributes:
+        how: its name.
+        of: the network, and what of the data was looked at.
+        values: 0 or more, and finite; float64, shape ``(plan.size,)``, on the CPU.
+    """
+
+    how: str
+    of: Subject
+    values: Tensor
+
+
+def told(how: str, of: Subject, by: Callable[[Subject], Tensor] | None = None) -> Told:
+    """Ask a score that is known, or this function in its place.
+
+    Raises:
+        UsageError: it needs data, or a loss.
+        DataError: the data is empty, does not fit the model, or its loss is nan or inf.
+    """
+    values = (by or _scores[how])(of)
+    if not bool(torch.isfinite(values).all()):
+        raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
+    return Told(how, of, values)
+
+
+def told_best(slots: Subject, branches: Subject) -> list[Told]:
+    """Ask for each kind of axis what tells it best: ``usual`` of slots, ``removal`` of branches.
+
+    Args:
+        slots: the network, and what of the data is looked at for its slots.
+        branches: the same for its branches, of which a few examples tell more.
+
+    Returns:
+        For each kind that the network has; 0 for the other kind.
+
+    Raises:
+        UsageError: there is no data, or no loss.
+        DataError: the data is empty, does not fit the model, or its loss is nan or inf.
+    """
+    switches, found = switches_of(slots.plan), []
+    if not switches.all():
+        how, of, values = told(usual(slots), slots)
+        found.append(Told(how, of, values.masked_fill(switches, 0)))
+    if switches.any():
+        found.append(told("removal", branches, in_turns))
+    return found
 
 
 @register("magnitude")
@@ -186,13 +233,13 @@ def bn_scale(of: Subject) -> Tensor:
 @register("taylor")
 def taylor(of: Subject) -> Tensor:
     """(dL/dz)² with L the mean loss over all examples."""
-    return _mean_over_examples(of.gradients()).square()
+    return mean_over_examples(of.gradients()).square()
 
 
 @register("fisher")
 def fisher(of: Subject) -> Tensor:
     """The mean over the examples of their batch's (dL/dz)²."""
-    return _mean_over_examples((slope.square(), length) for slope, length in of.gradients())
+    return mean_over_examples((slope.square(), length) for slope, length in of.gradients())
 
 
 @register("outputs")
@@ -214,25 +261,8 @@ def outputs(of: Subject) -> Tensor:
 def removal(of: Subject) -> Tensor:
     """How far outputs move without a branch, smallest first in the order in which they may go."""
     switches = switches_of(of.plan)
-    moved = _in_turns(of)
+    moved = in_turns(of)
     return moved if switches.all() else torch.where(switches, moved, outputs(of))
-
-
-def _in_turns(of: Subject) -> Tensor:
-    """Of switches, how far outputs move without them, in the order in which they may go; else 0."""
-    switches = switches_of(of.plan)
-    result = torch.zeros_like(switches, dtype=torch.float64)
-    left: list[int] = switches.nonzero().flatten().tolist()
-    gone: list[int] = []
-    alone = _moved(of, gone, left)
-    moved = alone
-    while left:
-        left.sort(key=moved.__getitem__)
-        count = math.ceil(_ROUND * len(left))
-        gone, left = gone + left[:count], left[count:]
-        moved = _moved(of, gone, left) if len(left) > 1 else moved
-    result[gone] = alone[switches].sort().values
-    return result
 
 
 def usual(of: Subject) -> str:
@@ -244,7 +274,7 @@ def usual(of: Subject) -> str:
 
     def slope(at: float) -> float:
         found = replace(of, batches=1).gradients(at)
-        return float(_mean_over_examples((each.square(), n) for each, n in found).mean())
+        return float(mean_over_examples((each.square(), n) for each, n in found).mean())
 
     return "outputs" if slope(1.0) <= _LEAST * slope(_NEARBY) else "fisher"
 
@@ -252,34 +282,10 @@ def usual(of: Subject) -> str:
 @register("auto")
 def auto(of: Subject) -> Tensor:
     """What each kind of axis is told best by."""
-    switches = switches_of(of.plan)
     most = _AUTO if of.batches is None else of.batches
-    slots = torch.zeros(of.plan.size, dtype=torch.float64)
-    if not switches.all():
-        slots = _scores[usual(of)](replace(of, batches=most))
-    if not switches.any():
-        return slots
     few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
-    return torch.where(switches, _in_turns(few), slots)
-
-
-def _moved(of: Subject, gone: Sequence[int], switches: Sequence[int]) -> Tensor:
-    """The mean over the examples of ‖o − o'‖², o' the outputs without this switch and those gone.
-
-    Shape: ``(plan.size,)``, float64; 0 but for these switches.
-    """
-    open_ = torch.ones_like(of.gates.log_alpha)
-
-    def found() -> Iterator[tuple[Tensor, int]]:
-        for run, length in of.answers():
-            whole, values = run(open_), torch.zeros(of.plan.size, dtype=torch.float64)
-            for number in switches:
-                closed = torch.tensor([*gone, number], device=open_.device)
-                without = run(open_.index_fill(0, closed, 0))
-                values[number] = float((without - whole).square().sum()) / length
-            yield values, length
-
-    return _mean_over_examples(found())
+    found = told_best(replace(of, batches=most), few)
+    return sum((each.values for each in found), torch.zeros(of.plan.size, dtype=torch.float64))
 
 
 @register("random")
@@ -317,13 +323,3 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
         for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)
     return total[:-1]
-
-
-def _mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """The mean of what is given for each batch, weighted by its number of examples."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for values, examples in batches:
-        total, count = total + values * examples, count + examples
-    if not count:
-        raise UsageError("there is no batch to look at; batches must be at least 1")
-    return total / count

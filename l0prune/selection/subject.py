@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -166,3 +166,17 @@ def tensor_of(outputs: Any) -> Tensor:
             f"are a {type(outputs).__name__}"
         )
     return found
+
+
+def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:
+    """The mean of what is given for each batch, weighted by its number of examples.
+
+    Raises:
+        UsageError: there is no batch.
+    """
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for values, examples in batches:
+        total, count = total + values * examples, count + examples
+    if not count:
+        raise UsageError("there is no batch to look at; batches must be at least 1")
+    return total / count

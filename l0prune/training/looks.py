@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from l0prune.selection.at_once import tried
-from l0prune.selection.scores import FORWARDS
+from l0prune.selection.removal import FORWARDS
 
 # Of the steps in which gates learn: a batch of a score costs about as much as one.
 _SCORES, _TRIES = 0.05, 0.025
@@ -24,14 +24,12 @@ class Looks:
         branches: batches on which branches are tried.
         few: examples of each of these.
         ways: batches on which the ways to cut at once are compared.
-        steps: what all of them cost together, in steps of training.
     """
 
     slots: int
     branches: int
     few: int
     ways: int
-    steps: float
 
     @classmethod
     def of(cls, learning: int, size: int, branches: int) -> Looks:
@@ -44,15 +42,22 @@ class Looks:
         """
         slots = _within(_OF_SLOTS, _SCORES * learning)
         if not branches:
-            return cls(slots, 0, 0, 0, slots)
+            return cls(slots, 0, 0, 0)
         bear = _TRIES * learning
         examples = bear * size / (FORWARDS * _FORWARD * branches)
         few = min(size, _within(_EXAMPLES, examples))
-        batches = max(1, round(examples / few))
-        forwards = tried(branches)
-        ways = _within(_OF_WAYS, bear / (forwards * _FORWARD))
-        trying = batches * few / size * branches * FORWARDS
-        return cls(slots, batches, few, ways, slots + (trying + forwards * ways) * _FORWARD)
+        ways = _within(_OF_WAYS, bear / (tried(branches) * _FORWARD))
+        return cls(slots, max(1, round(examples / few)), few, ways)
+
+    def steps(self, size: int, branches: int) -> float:
+        """What all of them cost together, in steps of training.
+
+        Args:
+            size: of its batches.
+            branches: how many there are.
+        """
+        trying = self.branches * self.few / size * branches * FORWARDS
+        return self.slots + (trying + tried(branches) * self.ways) * _FORWARD
 
 
 def _within(limits: range, number: float) -> int:

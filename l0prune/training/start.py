@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,12 @@ from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce
-from l0prune.selection.scores import score, usual
+from l0prune.selection.scores import Told, over_axis_mean, told, told_best
 from l0prune.selection.subject import Subject
 from l0prune.training.looks import Looks
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
-
-OF_BRANCHES = "removal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,43 +71,37 @@ def begin(
     how = _wanted(model, settings, learning)
     if how == ALIKE:
         return Beginning()
-    auto = settings.start == AUTO
-    gates = gates_of(model)
-    switches = switches_of(gates.plan)
-    size = settings.batch_size
-    looks = Looks.of(learning, size, int(switches.sum()))
-    asked = {how: (min(steps, looks.slots), size)}
-    if auto and switches.any():
-        most = math.ceil(steps * size / looks.few)
-        asked = ({} if switches.all() else asked) | {
-            OF_BRANCHES: (min(most, looks.branches), looks.few)
-        }
-    tell = partial(score, model, data=task, device=device, seed=settings.seed)
-    subject = Subject(*holder(model), task, max(1, looks.ways), size, device, settings.seed)
+    gates, size = gates_of(model), settings.batch_size
+    looks = Looks.of(learning, size, int(switches_of(gates.plan).sum()))
+    subject = Subject(*holder(model), task, None, size, device, settings.seed)
+    slots = replace(subject, batches=min(steps, looks.slots))
+    most = math.ceil(steps * size / max(1, looks.few))
+    branches = replace(subject, batches=min(most, looks.branches), batch_size=looks.few)
+    ways = replace(subject, batches=max(1, looks.ways))
 
     def lean() -> Beginning:
         try:
-            names = {name: usual(subject) if name == AUTO else name for name in asked}
-            found = [
-                tell(names[name], batches=n, batch_size=each) for name, (n, each) in asked.items()
-            ]
+            found = told_best(slots, branches) if how == AUTO else [told(how, slots)]
         except (UsageError, DataError) as error:
-            if not auto:
+            if how != AUTO:
                 raise
             return Beginning(f"start: the gates start alike: {error}")
-        scores = torch.where(switches, found[-1], found[0])
+        scores = over_axis_mean(gates.plan, torch.stack([each.values for each in found]).sum(0))
         gates.lean(scores)
-        told = (f"{names[name]} of {n} batch{'es' * (n > 1)}" for name, (n, _) in asked.items())
-        said = f"start: gates as their scores say: {', '.join(told)}"
+        said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
         if pruner.budget is None or not settings.at_once:
             return Beginning(said)
-        cut = _cut(subject, pruner.budget, settings.at_once, scores)
+        cut = _cut(ways, pruner.budget, settings.at_once, scores)
         return replace(cut, said=f"{said}; {cut.said}")
 
     with stage("the scores from which the gates start"):
         found = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return found or Beginning()
+
+
+def _said(told: Told) -> str:
+    return f"{told.how} of {told.of.batches} batch{'es' * (told.of.batches != 1)}"
 
 
 def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Beginning:

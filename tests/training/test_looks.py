@@ -22,4 +22,4 @@ def test_ways_take_half_as_much():
 def test_what_all_cost():
     looks = Looks.of(2000, 32, 30)  # 100 batches; 30 branches in 5 forwards; 11 ways on 8 batches
     assert (looks.branches, looks.few, looks.ways) == (1, 32, 8)
-    assert looks.steps == pytest.approx(100 + (30 * 5 + 11 * 8) / 3)
+    assert looks.steps(32, 30) == pytest.approx(100 + (30 * 5 + 11 * 8) / 3)
