@@ -48,6 +48,7 @@ import copy
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -236,7 +237,9 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.epochs < 2:
         parser.error("--epochs must be 2 or more: sparsity learning has two phases")
     limit = getattr(options, "training_macs", None) or options.epochs
-    if options.gate_epochs is not None and not 1 <= options.gate_epochs < limit:
+    # Those of a fixed cost may be more than epochs of the dense network: what is closed is cut.
+    most = limit if limit == options.epochs else math.inf
+    if options.gate_epochs is not None and not 1 <= options.gate_epochs < most:
         parser.error(f"--gate-epochs must be 1 or more, and less than all there are ({limit:g})")
     if limit <= 0:
         parser.error("--training-macs must be above 0: epochs of the dense network")

@@ -1,7 +1,7 @@
 """What a whole fine-tuning run under a budget costs, beside dense training of the same epochs.
 
     python -m benchmarks.compaction [--networks resnet56 …] [--compact auto settle never]
-        [--gates widths branches both]
+        [--gates widths branches both] [--epochs 30]
     python -m benchmarks.compaction --errors 5
 
 Each network learns noisy pictures of ten classes, made from a seed: dense, by a bare loop of
@@ -9,7 +9,8 @@ PyTorch, and by ``finetune`` under ``macs=0.5`` and ``0.25`` with its default ph
 the gates. There is no test data, no average and no recalibration, which the bare loop has not
 either. Gates are on widths, on whole branches, or on both. Seconds are those of the CPU, of one
 thread, so that other programs disturb little, all in one process. *Training MACs* is the share that
-the steps had at the sizes that the network had then.
+the steps had at the sizes that the network had then. An epoch is some thirty steps: in few of them
+what a run costs once (looks at the data, proofs of cuts) weighs more.
 *Memory* is what a training step needs at the last size, as a share of what it needs at the first:
 weights, gradients, Adam's two moments, and all that the forward keeps for the backward.
 
@@ -40,14 +41,14 @@ from l0prune.training.compaction import Compaction
 from l0prune.training.run import train_dense
 
 PATH = ROOT / "runs" / "compaction.jsonl"
-EPOCHS, CLASSES = 10, 10
+CLASSES = 10
 BUDGETS = (0.5, 0.25)
 GATES: dict[str, dict[str, Any]] = {
     "widths": {"branches": False},
     "branches": {"branches": True, "exclude": "*"},
     "both": {},
 }
-KEY = ("network", "gates", "budget", "compact")
+KEY = ("network", "gates", "budget", "compact", "epochs")
 
 
 def mobilenet() -> nn.Module:
@@ -80,12 +81,12 @@ def pictures(side: int, count: int) -> Tensors:
     return Tensors(clean[targets] + noise, targets)
 
 
-def bare(model: nn.Module, data: Tensors, batch: int) -> float:
+def bare(model: nn.Module, data: Tensors, batch: int, epochs: int) -> float:
     """CPU seconds of a loop without anything of l0prune's."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     began = time.process_time()
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for chosen in torch.randperm(len(data), generator=generator).split(batch):
             loss = nn.functional.cross_entropy(model(data.inputs[chosen]), data.targets[chosen])
             loss.backward()
@@ -94,13 +95,15 @@ def bare(model: nn.Module, data: Tensors, batch: int) -> float:
     return time.process_time() - began
 
 
-def gated(model: nn.Module, data: Tensors, batch: int, budget: float, compact: str) -> Row:
+def gated(
+    model: nn.Module, data: Tensors, batch: int, epochs: int, budget: float, compact: str
+) -> Row:
     """The run under a budget."""
     began = time.process_time()
     history = l0prune.finetune(
         model,
         data,
-        epochs=EPOCHS,
+        epochs=epochs,
         batch_size=batch,
         budget=f"macs={budget}",
         compact=compact,  # type: ignore[arg-type]
@@ -130,18 +133,18 @@ def memory(model: nn.Module, data: Tensors, batch: int) -> float:
     return activations + 4 * sum(weights.values())
 
 
-def steps(name: str, gates: str, modes: list[str]) -> Iterator[Row]:
+def steps(name: str, gates: str, modes: list[str], epochs: int) -> Iterator[Row]:
     """Rows of one network with gates on these."""
     make, side, count, batch = NETWORKS[name]
     data, example = pictures(side, count), torch.zeros(2, 3, side, side)
     torch.manual_seed(0)
-    dense = bare(make().train(), data, batch)
+    dense = bare(make().train(), data, batch, epochs)
     for budget in BUDGETS:
         for mode in modes:
             torch.manual_seed(0)
             model = l0prune.gate(make(), example, **GATES[gates])
             whole = memory(model, data, batch)
-            row = gated(model, data, batch, budget, mode)
+            row = gated(model, data, batch, epochs, budget, mode)
             small = Compaction(model)
             l0prune.gates(model).fixed = True
             small.begin()
@@ -152,6 +155,7 @@ def steps(name: str, gates: str, modes: list[str]) -> Iterator[Row]:
                 "gates": gates,
                 "budget": budget,
                 "compact": mode,
+                "epochs": epochs,
                 "dense": dense,
                 "ratio": row["seconds"] / dense,
                 **row,
@@ -192,15 +196,11 @@ def errors(modes: list[str], seeds: int) -> str:
 
 def table() -> str:
     """All rows, in markdown."""
-    lines = [
-        "| network | gates | budget | compact | seconds / dense | training MACs | memory |",
-        "|---" * 7 + "|",
-    ]
+    columns = (*KEY, "seconds / dense", "training MACs", "memory")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows(PATH, KEY):
-        lines.append(
-            f"| {row['network']} | {row['gates']} | {row['budget']} | {row['compact']} | "
-            f"{row['ratio']:.2f} | {row['training_macs']:.2f} | {row['memory']:.2f} |"
-        )
+        found = (f"{row[name]:.2f}" for name in ("ratio", "training_macs", "memory"))
+        lines.append(f"| {' | '.join([*(str(row[name]) for name in KEY), *found])} |")
     return "\n".join(lines)
 
 
@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--compact", nargs="+", default=["auto", "never"])
     parser.add_argument("--gates", nargs="+", choices=GATES, default=["widths"])
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--errors", type=int, default=0, metavar="SEEDS")
     options = parser.parse_args()
@@ -221,8 +222,9 @@ def main() -> None:
     if not options.table:
         for name, gates in product(options.networks, options.gates):
             known = {tuple(map(row.get, KEY)) for row in rows(PATH, KEY)}
-            left = [m for m in options.compact if (name, gates, BUDGETS[-1], m) not in known]
-            for row in steps(name, gates, left) if left else ():
+            last, epochs = BUDGETS[-1], options.epochs
+            left = [m for m in options.compact if (name, gates, last, m, epochs) not in known]
+            for row in steps(name, gates, left, epochs) if left else ():
                 append(PATH, row)
     print(table())
 

@@ -22,7 +22,9 @@ from l0prune.plan.plan import Plan, Site
 # P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
 OPENED = 0.75
 CLOSED = 1e-3
-FOR_GOOD = 1e-2  # twice in a row below it: none was seen to come back, nor below ten times it
+# Below it twice in a row a gate is closed for good: one in a hundred is open in the end, as it is
+# of those below a tenth of it, since a budget leaves room for it.
+FOR_GOOD = 0.1
 # Log odds of gates that are put on alike differ by their jitter, …
 _ALIKE = 0.5
 # … and are moved by a score by so much at most.

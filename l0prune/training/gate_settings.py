@@ -107,7 +107,7 @@ class GateSettings(BaseModel):
         "auto",
         description="When the network is trained at the size that its gates leave, which takes "
         "less time and memory: auto, as soon as gates are closed for good (probability of being "
-        "open below 0.01, twice in a row; while it is compiled as settle); settle, from when the "
+        "open below 0.1, twice in a row; while it is compiled as settle); settle, from when the "
         "gates stand; never. Only where that is shown to compute the same; in the end the model "
         "has its own size. A loop of your own that has a ``Pruner`` asks for it.",
     )
