@@ -24,7 +24,7 @@ has ``--epochs``, over all of its phases:
 
 With ``--training-macs 4.2`` in the place of ``--epochs`` each way has so many as cost what 4.2
 epochs of the dense network do, by the MACs of its steps and of a score's looks at the data: cutting
-at once buys more epochs. ``--gate-epochs`` says how many of them have gates.
+at once buys more epochs. Gates then have about half of these MACs, or ``--gate-epochs``.
 
 All are trained by the same loop at batch 128 with the same augmentation, averaging and BatchNorm
 recalibration, and with what Torch-Pruning's authors recommend (``benchmarks.depgraph``): SGD with

@@ -48,7 +48,7 @@ class Job:
     Attributes:
         epochs: of a way, over all of its phases, unless ``training_macs`` says how many.
         training_macs: what all training of a way may cost, in epochs of the dense network.
-        gate_epochs: of these with gates; None for half.
+        gate_epochs: of these with gates; None for half of what they cost.
         distill: how much of the loss is from the dense network, of all ways alike.
         teacher: that network, if it is more than nothing.
         folder: of this way's checkpoints, one for each phase.
@@ -89,12 +89,17 @@ class Job:
     def example(self) -> Tensor:
         return self.data.train.example(2)
 
-    @property
-    def first(self) -> int:
-        """Epochs of the first of two phases."""
+    def first(self, share: float = 1.0) -> int:
+        """Epochs of the first of two phases: by default half of them, or of what they may cost.
+
+        Args:
+            share: of the MACs of the dense network, what one of them has, about.
+        """
         if self.gate_epochs is not None:
             return self.gate_epochs
-        return max(1, int(self.epochs if self.training_macs is None else self.training_macs) // 2)
+        if self.training_macs is None:
+            return max(1, self.epochs // 2)
+        return max(1, round(self.training_macs / 2 / self.cost(share)))
 
     def left(self, share: float, epochs: int = 0, spent: float = 0.0) -> int:
         """Epochs that are left for a network of this share of the MACs.
@@ -157,12 +162,13 @@ def learned(
     model: nn.Module, share: float, job: Job, branches: bool | None = None, **others: Any
 ) -> Cut:
     l0prune.gate(model, (job.example(),), branches=branches)
-    return with_gates(model, job, budget=f"macs={share}", **others)
+    begins = 1.0 if others.get("start") == "alike" else share**0.5  # half of the way goes at once
+    return with_gates(model, job, (begins + share) / 2, budget=f"macs={share}", **others)
 
 
-def with_gates(model: nn.Module, job: Job, **settings: Any) -> Cut:
-    """Half of the epochs with gates, or as many as the job says, the rest for what is left."""
-    first = job.first
+def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) -> Cut:
+    """Epochs with gates, of about this share of the MACs, and the rest for what is left."""
+    first = job.first(share)
     whole = macs(model, job.example())
     settings |= {"settle": SETTLE * first, "schedule": "settle"}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
@@ -215,10 +221,11 @@ def group_norm(model: nn.Module, share: float, job: Job, uniform: bool = False) 
 def group_sl(model: nn.Module, share: float, job: Job) -> Cut:
     pruner = depgraph.pruner(model, job.example(), classifier(model), sparse=True)
     optimizer = depgraph.sparse_sgd(pruner, model, job.optimizer["lr"])
-    settings = job.settings("sparse", job.first, optimizer=optimizer, weight_decay=0.0)
+    first = job.first()
+    settings = job.settings("sparse", first, optimizer=optimizer, weight_decay=0.0)
     l0prune.train_dense(model, job.data, **settings)
-    spent = job.first * job.cost(1.0)
-    return _cut_and_trained(pruner, model, share, job, job.first, spent)
+    spent = first * job.cost(1.0)
+    return _cut_and_trained(pruner, model, share, job, first, spent)
 
 
 def _cut_and_trained(
