@@ -236,9 +236,10 @@ def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
     options = parser.parse_args()
     if options.epochs < 2:
         parser.error("--epochs must be 2 or more: sparsity learning has two phases")
-    limit = getattr(options, "training_macs", None) or options.epochs
+    given = getattr(options, "training_macs", None)
+    limit = options.epochs if given is None else given
     # Those of a fixed cost may be more than epochs of the dense network: what is closed is cut.
-    most = limit if limit == options.epochs else math.inf
+    most = limit if given is None else math.inf
     if options.gate_epochs is not None and not 1 <= options.gate_epochs < most:
         parser.error(f"--gate-epochs must be 1 or more, and less than all there are ({limit:g})")
     if limit <= 0:

@@ -89,7 +89,7 @@ def finetune(
             )
         source = world.first_then_all(lambda: l0prune.load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
-        table = latency_table(latency, path, settings.get("budget"))
+        table = latency_table(latency, path, chosen_settings.get("budget"))
         if table is not None:
             chosen_settings["latency"] = table
         live = live_page(folder, path.name) if report else nullcontext()

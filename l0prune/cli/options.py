@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,7 +114,7 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
     return as_arguments(example(Task.of(data), 2))
 
 
-def latency_table(given: Path | None, path: Path, budget: list[str] | None) -> Any:
+def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
     """The latency table that is given, or that lies here where a budget needs one; else None.
 
     Raises:
@@ -121,7 +122,8 @@ def latency_table(given: Path | None, path: Path, budget: list[str] | None) -> A
     """
     if given is None:
         beside = output_path(None, str(path), LATENCY)
-        is_needed = any(l0prune.LatencyTable.name in text for text in budget or ())
+        texts = (budget,) if isinstance(budget, str) else budget or ()
+        is_needed = any(l0prune.LatencyTable.name in text for text in texts)
         given = beside if is_needed and beside.exists() else None
     return None if given is None else l0prune.LatencyTable.load(given)
 

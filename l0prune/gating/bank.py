@@ -198,7 +198,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def closed_for_good(self) -> Tensor:
-        """Which gates are closed, and so likely stay so that a forward never sees them open.
+        """Which gates are closed, and next to never open in a sample.
 
         Shape: bool, ``(plan.size,)``.
         """

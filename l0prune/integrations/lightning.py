@@ -47,7 +47,8 @@ class L0Callback(Callback):
         """After accumulation: move the gates, before the first optimizer of a step."""
         if not self._is_due:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self.pruner.before_step(optimizer, scale=1.0 if scaler is None else scaler.get_scale())
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            self.pruner.before_step(*trainer.optimizers, scale=scale)
             self._is_due = True
 
     def on_train_batch_end(

@@ -28,8 +28,10 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.balance import Balance
 from l0prune.objective.together import Together
+from l0prune.plan.switches import switches_of
 from l0prune.selection.blocks import Widths
-from l0prune.selection.fit import blocks_for, meet
+from l0prune.selection.fit import blocks_for, meet, unmet
+from l0prune.selection.fitting import Movable
 
 # The rate of ascent, times the steps that there are.
 RATE = 500.0
@@ -193,14 +195,18 @@ class Budget:
     def fit(self, *, fill: bool = True) -> dict[str, float]:
         """Open and close the last gates so that an export just meets the budget (``l0prune.fit``).
 
+        Branches stand as they were decided, unless no choice of slots meets the budget so.
+
         Args:
             fill: open more where there is room; else a network that is smaller may stay so.
 
         Returns:
             The amounts of the exported model, for each limit by its text.
         """
-        worth = self._gates.log_alpha.detach()
-        return meet(self._model, self.bounds, worth, self.blocks, fill=fill)
+        plan, worth = self._gates.plan, self._gates.log_alpha.detach()
+        slots = Movable.of(~switches_of(plan), self._gates.open().cpu())
+        movable = slots if unmet(plan, self.bounds, self.blocks, slots) is None else None
+        return meet(self._model, self.bounds, worth, self.blocks, fill=fill, movable=movable)
 
     def report(self, open_: Tensor) -> dict[str, dict[str, float]]:
         """For each limit: its share of the dense count, the target now, the real share of an

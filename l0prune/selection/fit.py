@@ -98,7 +98,8 @@ def fit(
             f"these have the shape {tuple(worth.shape)}"
         )
     open_ = gates.open().cpu()
-    movable = _movable(gates.plan, open_, asked)
+    movable: Movable | None
+    movable = widths = _movable(gates.plan, open_, asked)
     if data is not None:
         if scores is None or kinds or not wanted:
             raise UsageError(
@@ -106,20 +107,28 @@ def fit(
                 "and no kinds, or no data"
             )
         blocks = blocks_for(gates.plan, wanted, round_to, latency)
-        told = _told(model, AtOnce(wanted, blocks, worth), Task.of(data, loss))
-        if told is not None:
-            open_, movable = told, Movable.of(~switches_of(gates.plan), told)
+        open_, movable = _told(model, AtOnce(wanted, blocks, worth), Task.of(data, loss), widths)
     blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
     return meet(model, wanted, worth, blocks, fill=fill, movable=movable, start=open_)
 
 
-def _told(model: nn.Module, half: AtOnce, task: Task) -> Tensor | None:
-    """The gates that are open once branches are gone by the loss; None where it does not tell."""
+def _told(
+    model: nn.Module, half: AtOnce, task: Task, widths: Movable
+) -> tuple[Tensor, Movable | None]:
+    """The gates that are open once branches are gone by the loss, and those that may move then.
+
+    Args:
+        widths: all but branches, which move where the loss does not tell.
+    """
     subject = Subject(*holder(model), task, *LOOKS, "auto", seed=0)
+    plan, open_ = subject.plan, subject.gates.open().cpu()
     left, is_told = half.left(subject)
-    if not is_told:
-        return None
-    return torch.where(switches_of(subject.plan), left, subject.gates.open().cpu())
+    if is_told:
+        told = torch.where(switches_of(plan), left, open_)
+        return told, Movable.of(~switches_of(plan), told)
+    if unmet(plan, half.wanted, half.blocks, widths) is not None:
+        return left, None  # branches have to go for the rest of the way, too
+    return open_, widths
 
 
 def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
@@ -164,14 +173,14 @@ def blocks_for(
         smaller.append([max(1, block // 2) for block in smaller[-1]])
     refusals = []
     for tried in smaller:
-        unmet = _unmet(plan, wanted, tried, movable)
-        if unmet is None:
+        missed = unmet(plan, wanted, tried, movable)
+        if missed is None:
             return tried
-        refusals.append(_refusal(*unmet, max(tried, default=1)))
+        refusals.append(_refusal(*missed, max(tried, default=1)))
     raise refusals[0]
 
 
-def _unmet(
+def unmet(
     plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
 ) -> tuple[Bound, Tensor] | None:
     """A bound that is exceeded with every gate closed that may be, and what is open then."""
@@ -216,8 +225,13 @@ def meet(
         return observed(model, wanted)
 
     fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
-    choice, tried = corrected(fitting, start, observe, fill=fill)
-    put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+    try:
+        choice, tried = corrected(fitting, start, observe, fill=fill)
+        put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+    except BaseException:
+        with torch.no_grad():
+            gates.log_alpha.copy_(before)
+        raise
     filling = {
         axis.name: count
         for axis in gates.plan.axes

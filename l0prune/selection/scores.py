@@ -107,6 +107,8 @@ def score(
         raise UsageError(f"there is no score {how!r}; there are {', '.join(names())}")
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
+    if batches is not None and batches < 1:
+        raise UsageError(f"batches must be at least 1, not {batches}")
     task = None if data is None else Task.of(data, loss)
     values = told(how, Subject(root, gates, task, batches, batch_size, device, seed)).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -154,18 +154,27 @@ class Subject:
 
 
 def tensor_of(outputs: Any) -> Tensor:
-    """The tensor of a model's outputs that a score is of.
+    """The tensor of a model's outputs that a score is of: its scores, or all numbers of a row.
+
+    Shape: of several tensors ``(examples, numbers)``.
 
     Raises:
-        UsageError: there is none, or several.
+        UsageError: there is none.
     """
     found = tensor_in(outputs)
-    if found is None:
+    if found is not None:
+        return found
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    each = values if isinstance(values, (list, tuple, ValuesView)) else ()
+    tensors = [t for t in each if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+    if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         raise UsageError(
-            f"this score is of a tensor, or of one that the model's outputs have as .logits; these "
-            f"are a {type(outputs).__name__}"
+            f"a score of what the model gives wants a tensor, or some with a row for each example; "
+            f"this model gives a {type(outputs).__name__}. Take a score of the loss, such as "
+            "fisher; those of branches are of the outputs, too: gate without them (branches=False, "
+            "--no-branches)"
         )
-    return found
+    return torch.cat([tensor.reshape(len(tensor), -1) for tensor in tensors], 1)
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:

@@ -64,15 +64,17 @@ class Compaction:
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """From here on the states of these optimizers follow, what they save is of the whole."""
-        found = tuple(map(bare, optimizers))
-        if [*map(id, found)] == [*map(id, self._optimizers)]:
+        """From here on the states of these optimizers follow, too, and what they save is of the
+        whole. Others that followed before may step again."""
+        known = {*map(id, self._optimizers)}
+        new = tuple(each for each in map(bare, optimizers) if id(each) not in known)
+        if not new:
             return
-        self._optimizers = found
-        for hook in self._hooks:
-            hook.remove()
+        self._optimizers = (*self._optimizers, *new)
         if self.cut is not None:
-            cut_states(self._optimizers, self.cut.by_id())
+            cut_states(new, self.cut.by_id())
+            for hook in self._hooks:
+                hook.remove()
             self._hook()
 
     def hindrance(self, own_loop: bool = False) -> str:

@@ -202,6 +202,8 @@ class Pruner:
     def branches_stand(self) -> None:
         """Before the first step: branches that are open stay, those that are closed are gone."""
         self._decision.first = 0
+        if self.step == 0:
+            self._decision.hold(0)
 
     def look_ahead(self, hindrance: str = "") -> None:
         """Before the first step: say so if it is known that the network cannot be cut.

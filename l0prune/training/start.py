@@ -122,7 +122,7 @@ def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Begin
 
 def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:
     """The name of the score, or ``ALIKE``."""
-    if not learning:
+    if not learning or not gates_of(model).log_alpha.requires_grad:
         return ALIKE
     if settings.start != AUTO:
         return settings.start

@@ -6,6 +6,7 @@ import l0prune
 from l0prune.errors import UsageError
 from l0prune.objective.budget import Budget
 from l0prune.objective.together import Together
+from l0prune.plan.switches import switches_of
 
 
 def gated():
@@ -234,3 +235,44 @@ def test_a_loop_of_ones_own_learns_which_slots_matter():
     (count,) = budget.fit().values()
     assert l0prune.export(model).params == count <= 29
     assert count > 29 - 7
+
+
+class Beside(nn.Module):
+    """A wide layer, and a narrow branch."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.branch = nn.Linear(4, 40), nn.Linear(2, 2, bias=False)
+        self.narrow, self.head = nn.Linear(40, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = self.narrow(self.wide(x).relu()).relu()
+        return self.head(x + self.branch(x).relu())
+
+
+def test_a_branch_that_was_decided_does_not_come_back_where_there_is_room():
+    torch.manual_seed(0)
+    model = l0prune.gate(Beside(), torch.zeros(2, 4), branches=True)
+    gates = l0prune.gates(model)
+    switches = switches_of(gates.plan)
+    with torch.no_grad():  # slots of the wide layer that are closed are further so than the branch
+        gates.log_alpha.fill_(-12.0)
+        gates.log_alpha[: len(switches) // 2] = 5.0
+        gates.log_alpha[switches] = -8.0
+    before = gates.open().cpu()
+    whole = sum(p.numel() for p in Beside().parameters())
+    ((_, amount),) = Budget(model, f"params={whole - 1}", steps=10).fit().items()
+    assert 0.9 * whole < amount < whole
+    assert bool(switches.any())
+    assert not bool((gates.open().cpu() & switches).any())
+    assert bool((gates.open().cpu() & ~before).any())
+
+
+def test_it_comes_back_where_the_rest_cannot_meet_the_budget():
+    torch.manual_seed(0)
+    model = l0prune.gate(Beside(), torch.zeros(2, 4), branches=True, exclude=["wide*", "narrow*"])
+    gates = l0prune.gates(model)
+    whole = sum(p.numel() for p in Beside().parameters())
+    counts = Budget(model, f"params={whole - 4}", steps=10).fit()  # all but the branch
+    assert list(counts.values()) == [whole - 4]
+    assert not bool((gates.open().cpu() & switches_of(gates.plan)).any())

@@ -229,3 +229,14 @@ def test_a_run_starts_so(batch_size, capsys):
     assert "cut at once: macs=0.3: 5" in capsys.readouterr().err
     exported = l0prune.export(model)
     assert exported.macs <= 0.3 * exported.macs_before
+
+
+def test_where_widths_alone_cannot_meet_a_budget_branches_go_for_the_rest():
+    torch.manual_seed(0)
+    example = (clouds().inputs[:2],)
+    few = l0prune.gate(Blocks(), example, branches=True, include=["branches.0.0*"])
+    scores = l0prune.score(few, "auto", data(), batches=2)
+    with pytest.raises(UsageError, match="cannot be met"):
+        l0prune.fit(few, "params=0.3", scores)
+    ((_, amount),) = l0prune.fit(few, "params=0.3", scores, data=data()).items()
+    assert amount <= 0.3 * sum(p.numel() for p in Blocks().parameters())

@@ -143,3 +143,16 @@ def test_a_choice_that_was_lucky_once_is_not_taken():
     assert 1.08 * bound.actual(choice.open_) == pytest.approx(choice.seen[bound])
     assert 0.97 * bound.most <= choice.seen[bound] <= bound.most
     assert all(looked.count(bound.actual(each.open_)) in (1, 3) for each in tried)
+
+
+def test_what_fails_leaves_the_gates_as_they_were(observed, monkeypatch):
+    def failing(*_):
+        raise KeyboardInterrupt
+
+    observed(1.0)
+    monkeypatch.setattr(Stairs, "observed", failing)
+    model = gated(random_scores(2, SIZE))
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        l0prune.fit(model, "stairs=0.5")
+    assert torch.equal(l0prune.gates(model).log_alpha.detach(), before)

@@ -99,14 +99,41 @@ def test_a_network_that_learns_its_own_answers_has_no_slopes_but_moving_outputs(
     assert as_they_come(model, "outputs", task).min() > 1e-6
 
 
-def test_outputs_that_are_no_tensor_have_no_such_score():
-    class Two(nn.Linear):
-        def forward(self, x):
-            return (super().forward(x),) * 2
+class Giving(nn.Linear):
+    """What ``made`` makes of its outputs."""
 
+    def __init__(self, made):
+        super().__init__(5, 4)
+        self.made = made
+
+    def forward(self, x):
+        return self.made(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y: (y[:, :1], y[:, 1:]),
+        lambda y: {"out": y[:, :1, None], "aux": y[:, 1:], "n": 4},
+        lambda y: [y[:, 0], y[:, 1:]],
+    ],
+    ids=["tuple", "dict", "list"],
+)
+def test_outputs_of_several_tensors_are_all_their_numbers(made):
+    found = []
+    for each in (lambda y: y, made):
+        torch.manual_seed(0)
+        x = torch.randn(3, 5)
+        model = l0prune.gate(Giving(each), x)
+        found.append(l0prune.score(model, "outputs", [(x, x)]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("made", [lambda y: (y, y[:1]), lambda y: {"loss": y.sum()}])
+def test_outputs_without_rows_have_no_such_score(made):
     x = torch.randn(3, 5)
-    model = l0prune.gate(Two(5, 4), x)
-    with pytest.raises(UsageError, match="these are a tuple"):
+    model = l0prune.gate(Giving(made), x)
+    with pytest.raises(UsageError, match=r"a row for each example.*such as fisher"):
         l0prune.score(model, "outputs", [(x, x)])
 
 
