@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import l0prune
 from benchmarks import cifar, depgraph
 from benchmarks.isolation import Row, append
-from benchmarks.ways import Cut, Job, classifier, macs, trained, with_gates
+from benchmarks.ways import Cut, Job, branches_of, classifier, macs, trained, with_gates
 from l0prune.cost.bounds import bounds
 from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
@@ -151,7 +151,7 @@ def looked(
     looks, cost = job.looks, 1.0
     if how == "removal":  # some forwards for each branch; a step takes three
         looks |= {"batches": max(1, looks["batches"] // 50)}
-        cost = FORWARDS * sum(axis.kind == "branch" for axis in l0prune.gates(model).plan.axes) / 3
+        cost = FORWARDS * branches_of(model) / 3
     scores = l0prune.score(model, how, job.data, **looks)
     return scores, cost * looks["batches"] / job.steps
 

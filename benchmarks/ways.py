@@ -177,10 +177,15 @@ def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) 
     return trained(l0prune.export(model).module, whole, job, first, spent)
 
 
+def branches_of(model: nn.Module) -> int:
+    """How many branches of a gated model can go."""
+    return int(switches_of(l0prune.gates(model).plan).sum())
+
+
 def _looked(model: nn.Module, first: int, job: Job) -> float:
     """What scores, and what goes at once by them, cost before gates learn, in dense epochs."""
     learning = round((1 - SETTLE) * first * job.steps)
-    switches = int(switches_of(l0prune.gates(model).plan).sum())
+    switches = branches_of(model)
     return Looks.of(learning, BATCH, switches).steps(BATCH, switches) / job.steps
 
 
@@ -206,7 +211,7 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
     looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
     if is_auto:
         looks = Looks(job.looks["batches"], *TRIED, LOOKS[0])
-        switches = int(switches_of(l0prune.gates(model).plan).sum())
+        switches = branches_of(model)
         looked = looks.steps(BATCH, switches) / job.steps
     left = job.left(share, spent=looked)
     l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))

@@ -7,7 +7,8 @@ in the order of their scores, until that amount is right.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def fit(
             f"these have the shape {tuple(worth.shape)}"
         )
     open_ = gates.open().cpu()
+    blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
     if data is not None:
@@ -106,19 +108,23 @@ def fit(
                 "data tells how many branches go when scores and a budget say what goes: give both "
                 "and no kinds, or no data"
             )
-        blocks = blocks_for(gates.plan, wanted, round_to, latency)
-        open_, movable = _told(model, AtOnce(wanted, blocks, worth), Task.of(data, loss), widths)
-    blocks = blocks_for(gates.plan, wanted, round_to, latency, movable)
-    return meet(model, wanted, worth, blocks, fill=fill, movable=movable, start=open_)
+        half = AtOnce(wanted, blocks(), worth)
+        open_, movable = _told(model, half, Task.of(data, loss), widths, blocks)
+    return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
 
 
 def _told(
-    model: nn.Module, half: AtOnce, task: Task, widths: Movable
+    model: nn.Module,
+    half: AtOnce,
+    task: Task,
+    widths: Movable,
+    blocks: Callable[[Movable], list[int]],
 ) -> tuple[Tensor, Movable | None]:
     """The gates that are open once branches are gone by the loss, and those that may move then.
 
     Args:
         widths: all but branches, which move where the loss does not tell.
+        blocks: raises UsageError where these gates alone cannot meet what is wanted.
     """
     subject = Subject(*holder(model), task, *LOOKS, "auto", seed=0)
     plan, open_ = subject.plan, subject.gates.open().cpu()
@@ -126,7 +132,9 @@ def _told(
     if is_told:
         told = torch.where(switches_of(plan), left, open_)
         return told, Movable.of(~switches_of(plan), told)
-    if unmet(plan, half.wanted, half.blocks, widths) is not None:
+    try:
+        blocks(widths)
+    except UsageError:
         return left, None  # branches have to go for the rest of the way, too
     return open_, widths
 
@@ -215,9 +223,12 @@ def meet(
     if start is None:
         start = gates.open().cpu()
 
-    def put(open_: Tensor) -> None:
+    def restore() -> None:
         with torch.no_grad():
             gates.log_alpha.copy_(before)
+
+    def put(open_: Tensor) -> None:
+        restore()
         gates.put(open_)
 
     def observe(open_: Tensor) -> dict[Bound, float]:
@@ -229,8 +240,7 @@ def meet(
         choice, tried = corrected(fitting, start, observe, fill=fill)
         put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
     except BaseException:
-        with torch.no_grad():
-            gates.log_alpha.copy_(before)
+        restore()
         raise
     filling = {
         axis.name: count

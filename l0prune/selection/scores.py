@@ -187,6 +187,11 @@ def told_best(slots: Subject, branches: Subject) -> list[Told]:
     return found
 
 
+def together(plan: Plan, found: Iterable[Told]) -> Tensor:
+    """What was told of each kind of axis, in one vector."""
+    return sum((each.values for each in found), torch.zeros(plan.size, dtype=torch.float64))
+
+
 @register("magnitude")
 def magnitude(of: Subject) -> Tensor:
     """‖W − W⊙z‖₂ where this gate alone is closed, over all sites of the gate."""
@@ -286,8 +291,7 @@ def auto(of: Subject) -> Tensor:
     """What each kind of axis is told best by."""
     most = _AUTO if of.batches is None else of.batches
     few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
-    found = told_best(replace(of, batches=most), few)
-    return sum((each.values for each in found), torch.zeros(of.plan.size, dtype=torch.float64))
+    return together(of.plan, told_best(replace(of, batches=most), few))
 
 
 @register("random")

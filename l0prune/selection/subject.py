@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -164,8 +164,8 @@ def tensor_of(outputs: Any) -> Tensor:
     found = tensor_in(outputs)
     if found is not None:
         return found
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    each = values if isinstance(values, (list, tuple, ValuesView)) else ()
+    each = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
+    each = each if isinstance(each, (list, tuple)) else ()
     tensors = [t for t in each if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
     if not tensors or len({len(tensor) for tensor in tensors}) > 1:
         raise UsageError(

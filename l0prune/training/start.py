@@ -20,7 +20,7 @@ from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce
-from l0prune.selection.scores import Told, over_axis_mean, told, told_best
+from l0prune.selection.scores import Told, over_axis_mean, together, told, told_best
 from l0prune.selection.subject import Subject
 from l0prune.training.looks import Looks
 from l0prune.training.pruner import Pruner
@@ -86,7 +86,7 @@ def begin(
             if how != AUTO:
                 raise
             return Beginning(f"start: the gates start alike: {error}")
-        scores = over_axis_mean(gates.plan, torch.stack([each.values for each in found]).sum(0))
+        scores = over_axis_mean(gates.plan, together(gates.plan, found))
         gates.lean(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
         if pruner.budget is None or not settings.at_once:

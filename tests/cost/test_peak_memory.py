@@ -146,9 +146,9 @@ def test_its_gradient_is_that_of_the_fullest_step(peak):
         assert float(gradient[gate]) == pytest.approx(difference / 1e-4, rel=1e-6)
 
 
-def test_gates_learn_under_it(peak, tmp_path):
-    # Without the branch its input need not wait for it: less than this measure of an example says.
-    model, x = gated(residual, branches=False)
+@pytest.mark.parametrize("branches", [False, True])
+def test_gates_learn_under_it(peak, tmp_path, branches):
+    model, x = gated(residual, branches=branches)
     inputs, targets = torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,))
     data = torch.utils.data.TensorDataset(inputs, targets)
     history = l0prune.finetune(
@@ -156,5 +156,9 @@ def test_gates_learn_under_it(peak, tmp_path):
     )
     last = history.last
     assert last["memory"] <= 0.7 * last["dense_memory"]
-    assert round(1000 * last["memory"]) == filled(l0prune.export(model).program, x)
+    exported = l0prune.export(model)
+    found, said = filled(exported.program, x), round(1000 * last["memory"])
+    # Without its branch the stream need not wait for it: less than this measure of an example says.
+    assert found < said if exported.gone else found == said
+    assert bool(exported.gone) == branches
     assert "peak activation memory " in repr(history)

@@ -1,5 +1,7 @@
 """What goes before the first step goes in the way that leaves the least loss."""
 
+from functools import partial
+
 import pytest
 import torch
 from small_task import CLASSES, FEATURES, clouds, data
@@ -14,6 +16,8 @@ from l0prune.recipes.run import _fit
 from l0prune.recipes.schema import FitSection
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce, tried
+from l0prune.selection.fit import _told, blocks_for, unmet
+from l0prune.selection.fitting import Movable
 from l0prune.selection.subject import Subject
 
 
@@ -240,3 +244,20 @@ def test_where_widths_alone_cannot_meet_a_budget_branches_go_for_the_rest():
         l0prune.fit(few, "params=0.3", scores)
     ((_, amount),) = l0prune.fit(few, "params=0.3", scores, data=data()).items()
     assert amount <= 0.3 * sum(p.numel() for p in Blocks().parameters())
+
+
+def test_branches_stay_where_widths_alone_meet_a_budget_in_smaller_blocks():
+    torch.manual_seed(0)
+    model = gated(Blocks())
+    plan = l0prune.gates(model).plan
+    task = Task.of([(clouds().inputs, clouds().targets)], lambda outputs, y: None)
+    budget = Budget(model, "params=0.5", steps=10)
+    coarse = AtOnce(budget.bounds, [12] * len(plan.axes), torch.rand(plan.size))
+    open_ = l0prune.gates(model).open().cpu()
+    widths = Movable.of(~switches_of(plan), open_)
+    blocks = partial(blocks_for, plan, budget.bounds, 1, None)
+    assert unmet(plan, budget.bounds, coarse.blocks, widths) is not None
+    assert unmet(plan, budget.bounds, blocks(widths), widths) is None
+    start, movable = _told(model, coarse, task, widths, blocks)
+    assert movable is widths
+    assert torch.equal(start, open_)

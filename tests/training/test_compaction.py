@@ -500,9 +500,9 @@ def finetuned(make, compact, **settings):
         history = l0prune.finetune(model, task(doubled()), **own, compact=compact)
     assert all(p.grad is None for p in model.parameters())
     state = l0prune.export(model).module.state_dict()
-    idle = unread(model)  # a closed branch that is passed by counts no batches
-    left = {name: t for name, t in state.items() if name.rpartition(".")[0] not in idle}
-    return left, history.last["training_macs"]
+    for path in unread(model):  # a closed branch that is passed by counts no batches
+        state.pop(f"{path}.num_batches_tracked", None)
+    return state, history.last["training_macs"]
 
 
 # said by Dynamo alone, which looks at all that a forward reads
