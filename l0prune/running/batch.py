@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.data.dataset import Share, examples_in, share_of
 from l0prune.errors import DataError
-from l0prune.running.task import batch_length
+from l0prune.running.task import are_lists, batch_length
 
 
 class Batch(NamedTuple):
@@ -43,6 +44,9 @@ class Batch(NamedTuple):
             return self
         length = batch_length(self.inputs, self.targets)
         where = share_of(length, part)
+        weight = self.weight * weight_of(length, part)
+        if are_lists(self.inputs, self.targets):
+            return Batch(self.inputs[where], self.targets[where], weight)
 
         def cut(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -57,11 +61,19 @@ class Batch(NamedTuple):
             return leaf[where]
 
         inputs, targets = pytree.tree_map(cut, (self.inputs, self.targets))
-        return Batch(inputs, targets, self.weight * weight_of(length, part))
+        return Batch(inputs, targets, weight)
 
     def parts(self, count: int) -> Iterator[Batch]:
         """It in so many parts, one after another."""
         return (self.part((number, count)) for number in range(count))
+
+    def begin(self, most: int) -> Batch:
+        """About so many of its examples and no more, the first; all where it cannot be divided."""
+        length = batch_length(self.inputs, self.targets)
+        try:
+            return self.part((0, max(1, math.ceil(length / most))))
+        except DataError:
+            return self
 
 
 def weight_of(length: int, part: Share) -> float:

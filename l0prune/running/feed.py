@@ -50,6 +50,17 @@ class Feed:
             return max(1, len(self.task.train) // self.batch_size)
         return _length(self.task.train, "Task(…, steps=…)")
 
+    @property
+    def length(self) -> int:
+        """Examples a batch of all processes, as the source makes them."""
+        source = self.task.train
+        if is_split(source):
+            return self.batch_size
+        own = getattr(source, "batch_size", None)
+        if isinstance(own, int):
+            return own * (self.part[1] if _is_shared_out(source) else 1)
+        return max(1, round(self.size / self.steps))
+
     def train(self, epoch: int, device: torch.device) -> Iterator[Batch]:
         """The batches of an epoch."""
         source = self.task.train

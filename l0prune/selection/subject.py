@@ -16,6 +16,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
+from l0prune.running.batch import Batch
 from l0prune.running.calling import call
 from l0prune.running.classes import tensor_in
 from l0prune.running.device import choose, on_device
@@ -88,12 +89,14 @@ class Subject:
     def answers(self) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
         """For each batch what gives the outputs under gates of these values, and its length.
 
+        Of a batch that the source made, no more than ``batch_size`` examples are looked at.
+
         Raises:
             UsageError: there is no data, or the outputs hold no tensor.
             DataError: the data is empty or does not fit the model.
         """
         with self._looking() as (_, batches), torch.no_grad():
-            for inputs, targets in batches:
+            for inputs, targets, _ in (Batch(*each).begin(self.batch_size) for each in batches):
 
                 def under(z: Tensor, inputs: Any = inputs) -> Tensor:
                     with self.gates.using(z):

@@ -16,6 +16,7 @@ from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
+from l0prune.running.feed import Feed
 from l0prune.running.processes import World
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
@@ -46,7 +47,7 @@ def begin(
     task: Task,
     settings: Settings,
     pruner: Pruner,
-    steps: int,
+    feed: Feed,
     device: torch.device,
     world: World,
 ) -> Beginning:
@@ -59,8 +60,8 @@ def begin(
         task: the data and the loss.
         settings: of the run; ``start`` and ``at_once`` are what is wanted.
         pruner: of the run; its budget says what is closed at once.
-        steps: batches in a pass over the data.
-        device: where to look at them.
+        feed: the batches that it trains on.
+        device: where to look at such.
         world: the processes that train.
 
     Raises:
@@ -71,11 +72,11 @@ def begin(
     how = _wanted(model, settings, learning)
     if how == ALIKE:
         return Beginning()
-    gates, size = gates_of(model), settings.batch_size
+    gates, size = gates_of(model), feed.length
     looks = Looks.of(learning, size, int(switches_of(gates.plan).sum()))
-    subject = Subject(*holder(model), task, None, size, device, settings.seed)
-    slots = replace(subject, batches=min(steps, looks.slots))
-    most = math.ceil(steps * size / max(1, looks.few))
+    subject = Subject(*holder(model), task, None, feed.batch_size, device, settings.seed)
+    slots = replace(subject, batches=min(feed.steps, looks.slots))
+    most = math.ceil(feed.steps * size / max(1, looks.few))
     branches = replace(subject, batches=min(most, looks.branches), batch_size=looks.few)
     ways = replace(subject, batches=max(1, looks.ways))
 

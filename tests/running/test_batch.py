@@ -53,3 +53,22 @@ def test_an_example_that_is_borrowed_counts_for_nothing():
 def test_tensors_of_other_lengths_cannot_be_divided():
     with pytest.raises(DataError, match="5 examples also holds a tensor of 9"):
         Batch(torch.zeros(9, 2), torch.zeros(5)).part((0, 2))
+
+
+def test_its_beginning_is_no_longer_than_asked():
+    batch = Batch(torch.arange(100), (torch.arange(100), torch.tensor(1.0)))
+    assert batch.begin(32).inputs.tolist() == list(range(25))
+    assert batch.begin(16).targets[0].tolist() == list(range(14))
+    assert batch.begin(100) is batch
+    assert batch.begin(500) is batch
+    odd = Batch(torch.zeros(9, 2), torch.zeros(5))
+    assert odd.begin(2) is odd  # which cannot be divided
+
+
+def test_lists_of_a_detector_are_divided_by_image():
+    images, found = [torch.rand(3, 8, 8) for _ in range(3)], [{"boxes": torch.rand(3, 4)}] * 3
+    first, second = Batch(images, found).parts(2)
+    assert [each.shape for each in (*first.inputs, *second.inputs)] == [(3, 8, 8)] * 3
+    assert (len(first.targets), len(second.targets)) == (1, 2)
+    assert (first.examples, second.examples) == (1, 2)
+    assert (first.weight, second.weight) == (2 / 3, 4 / 3)

@@ -59,6 +59,14 @@ def test_a_list_of_batches_is_counted():
     assert (one.size, one.steps) == (100, 3)
 
 
+@pytest.mark.parametrize(
+    ("source", "length"),
+    [(SPLIT, 16), (loader(), 30), ([(torch.zeros(25, 2), torch.zeros(25))] * 3, 25)],
+)
+def test_how_long_batches_are_is_for_the_source_to_say(source, length):
+    assert feed(source, batch_size=16).length == length
+
+
 def test_a_stream_must_say_what_it_holds():
     class Stream:
         def __iter__(self):

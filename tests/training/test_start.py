@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_task import CLASSES, FEATURES, clouds, data, gated, network, tensors
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
 from l0prune.errors import UsageError
@@ -160,6 +161,23 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
     torch.testing.assert_close(found, leaned(scores, before))
     told = "removal of 1 batch" if only else "fisher of 6 batches, removal of 1 batch"
     assert f"gates as their scores say: {told}" in capsys.readouterr().err
+
+
+def test_branches_are_told_from_a_few_examples_of_each_batch_of_a_loader():
+    torch.manual_seed(0)
+    model = l0prune.gate(Residual(), (clouds().inputs[:2],), branches=True)
+    loader = DataLoader(TensorDataset(clouds().inputs, clouds().targets), batch_size=48)
+    seen = []
+    handle = model.stem.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    found = l0prune.score(model, "removal", loader, batch_size=8, batches=2)
+    handle.remove()
+    switches = switches_of(l0prune.gates(model).plan)
+    tried = [length for length in seen if length != 48]  # slots are told from whole batches
+    assert set(tried) == {8}
+    few = [(clouds().inputs[start : start + 8], clouds().targets[:8]) for start in (0, 48)]
+    torch.testing.assert_close(
+        found[switches], l0prune.score(model, "removal", few, batch_size=8)[switches]
+    )
 
 
 def chances(monkeypatch, **settings):
