@@ -14,6 +14,8 @@ has ``--epochs``, over all of its phases:
 - ``dense``: nothing is cut; how much is due to training on?
 - ``l0prune``: half of them with gates that learn under ``budget="macs=…"``, at a constant rate (the
   default), cut, the other half;
+- ``l0prune-alone``: one run of ``finetune`` with its defaults, of which gates learn for 70 %, and
+  nothing after it;
 - ``tp-group-norm``: cut at once, then all epochs;
 - ``tp-group-norm-uniform``: the same, with as large a share of each layer;
 - ``tp-group-sl``: sparsity learning for half of them, cut, the other half (its authors: 100 + 100);

@@ -24,6 +24,7 @@ from l0prune.data import Data
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
+from l0prune.training import phases
 from l0prune.training.looks import Looks
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
@@ -162,8 +163,26 @@ def learned(
     model: nn.Module, share: float, job: Job, branches: bool | None = None, **others: Any
 ) -> Cut:
     l0prune.gate(model, (job.example(),), branches=branches)
-    begins = 1.0 if others.get("start") == "alike" else share**0.5  # half of the way goes at once
+    begins = 1.0 if others.get("start") == "alike" else _at_once(share)
     return with_gates(model, job, (begins + share) / 2, budget=f"macs={share}", **others)
+
+
+def _at_once(share: float) -> float:
+    """Half of the way to a share of the MACs, which goes before gates learn."""
+    return share**0.5
+
+
+def alone(model: nn.Module, share: float, job: Job) -> Cut:
+    """One run of ``finetune`` with its own defaults, and nothing after it."""
+    l0prune.gate(model, (job.example(),))
+    # Most of what learns is cut near the end of learning.
+    epochs = job.left((1 - phases.SETTLE) * _at_once(share) + phases.SETTLE * share)
+    learning = round((1 - phases.SETTLE) * epochs * job.steps)
+    looked = _looked(model, learning, job)
+    settings = job.settings("finetune", epochs, schedule="settle", budget=f"macs={share}")
+    run = l0prune.finetune(model, job.data, **settings)
+    spent = epochs * job.cost(run.records[-1]["training_macs"]) + looked
+    return Cut(l0prune.export(model).module, spent)
 
 
 def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) -> Cut:
@@ -172,7 +191,8 @@ def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) 
     whole = macs(model, job.example())
     settings |= {"settle": SETTLE * first, "schedule": "settle"}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
-    looked = _looked(model, first, job) if settings.get("start", "auto") != "alike" else 0.0
+    learning = round((1 - SETTLE) * first * job.steps)
+    looked = _looked(model, learning, job) if settings.get("start", "auto") != "alike" else 0.0
     spent = first * job.cost(run.records[-1]["training_macs"]) + looked
     return trained(l0prune.export(model).module, whole, job, first, spent)
 
@@ -182,9 +202,12 @@ def branches_of(model: nn.Module) -> int:
     return int(switches_of(l0prune.gates(model).plan).sum())
 
 
-def _looked(model: nn.Module, first: int, job: Job) -> float:
-    """What scores, and what goes at once by them, cost before gates learn, in dense epochs."""
-    learning = round((1 - SETTLE) * first * job.steps)
+def _looked(model: nn.Module, learning: int, job: Job) -> float:
+    """What scores, and what goes at once by them, cost before gates learn, in dense epochs.
+
+    Args:
+        learning: steps in which they learn.
+    """
     switches = branches_of(model)
     return Looks.of(learning, BATCH, switches).steps(BATCH, switches) / job.steps
 
@@ -251,6 +274,7 @@ Way = Callable[[nn.Module, float, Job], Cut]
 WAYS: dict[str, Way] = {
     "dense": dense,
     "l0prune": learned,
+    "l0prune-alone": alone,
     "l0prune-widths": partial(learned, branches=False),
     "l0prune-alike": partial(learned, branches=False, start="alike"),
     "l0prune-at-once": partial(scored, how="auto"),
