@@ -205,17 +205,20 @@ class Compaction:
             return dict(tensors)
         return {n: cut.in_whole(n, t) for n, t in tensors.items() if n not in cut.gained}
 
-    def state_dict(self) -> dict[str, Tensor | None]:
-        """``kept``, the slots that are left, None while the model is whole; and the last look."""
-        return {"kept": None if self.cut is None else self.cut.kept, "closed": self._closed}
+    def state_dict(self) -> dict[str, Any]:
+        """``kept``, the slots that are left, None while the model is whole; what the last look
+        saw; and whether there may be a way around branches that are gone."""
+        kept = None if self.cut is None else self.cut.kept
+        return {"kept": kept, "closed": self._closed, "goes_around": self._goes_around}
 
-    def load_state_dict(self, state: Mapping[str, Tensor | None]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Cut the model, which has the tensors of the whole one, as it was then.
 
         Raises:
             L0pruneError: it cannot be cut so.
         """
         kept, self._closed = state["kept"], state["closed"]
+        self._goes_around = state.get("goes_around", True)  # states of before have none
         now = None if self.cut is None else self.cut.kept
         if now is not None and kept is not None and torch.equal(now, kept):
             return

@@ -351,7 +351,7 @@ class Pruner:
             "doctor": self.doctor.state_dict(),
             "fitted": self._terms.fitted,
             "work": self._work,
-            "cut": self.compaction.state_dict(),
+            "cut": self._shrinking.state_dict(),
             "decided": self._decision.first,
         }
 
@@ -377,7 +377,7 @@ class Pruner:
         self._decision.first = state.get("decided", self._decision.first)
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
-        self._shrinking.load(state["cut"])
+        self._shrinking.load_state_dict(state["cut"])
 
     def _axes(self) -> list[list[Any]]:
         return [[axis.name, axis.size] for axis in self.gates.plan.axes]

@@ -22,6 +22,7 @@ class Shrinking:
 
     def __init__(self, compaction: Compaction, when: Compact, say: Callable[[str], None]) -> None:
         self._compaction, self._when, self._say = compaction, when, say
+        self._has_failed = False
 
     def look_ahead(self, hindrance: str) -> None:
         """Before the first step: is it known that the network cannot be cut?"""
@@ -38,8 +39,15 @@ class Shrinking:
         if self._when == "auto":
             self._attempt(partial(self._compaction.look, begins=begins))
 
-    def load(self, state: dict[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """How the model is cut, and whether that has failed."""
+        return {**self._compaction.state_dict(), "failed": self._has_failed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Be cut as a run was that goes on."""
+        self._has_failed = state.get("failed", False)  # states of before have none
+        if self._has_failed:
+            self.stop()
         self._attempt(partial(self._compaction.load_state_dict, state))
 
     def stop(self) -> None:
@@ -50,6 +58,7 @@ class Shrinking:
         try:
             cut()
         except L0pruneError as error:
+            self._has_failed = True
             self._keep_whole(str(error))
 
     def _keep_whole(self, reason: str) -> None:

@@ -26,6 +26,7 @@ from l0prune.exporting import in_place
 from l0prune.exporting.place import Place
 from l0prune.running.task import Task
 from l0prune.training.compaction import Compaction
+from l0prune.training.shrinking import Shrinking
 
 EXACT = 1e-10
 OPTIMIZERS = {
@@ -305,6 +306,29 @@ def test_a_closed_branch_that_the_class_computes_itself_is_as_narrow_as_can_be()
     small.begin()
     assert model.inner.weight.shape[0] == 1
     small.end()
+
+
+def test_a_run_that_goes_on_knows_what_could_not_be_cut(monkeypatch):
+    def in_vain(*_):
+        tried.append(1)
+        raise UsageError("in vain")
+
+    tried, said = [], []
+    monkeypatch.setattr(Compaction, "_cut_to", in_vain)
+    model = without(Inline(), "inner")
+    before = Shrinking(Compaction(model), "auto", said.append)
+    before.to_what_stands()
+    assert len(tried) == 2  # there may be no way around what is gone
+    state = before.state_dict()
+    assert (state["failed"], state["goes_around"]) == (True, False)
+    after = Shrinking(Compaction(model), "auto", said.append)
+    after.load_state_dict(state)
+    after.to_what_stands()
+    assert len(tried) == 2
+    assert after.state_dict() == state
+    assert said == ["compact: the network keeps its size while it trains: in vain"]
+    after.load_state_dict({"kept": None, "closed": None})  # of a version that did not note it
+    assert not after.state_dict()["failed"]
 
 
 def test_channels_last_stays(model):
