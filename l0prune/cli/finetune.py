@@ -25,6 +25,7 @@ from l0prune.cli.report import NoReport
 from l0prune.cli.setting_options import with_settings
 from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
+from l0prune.files.atomic import check_writable
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -76,6 +77,7 @@ def finetune(
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
+    check_writable(target)
     from l0prune.report.live import live_page  # loads torch, as does the next one
     from l0prune.running.processes import joined
 

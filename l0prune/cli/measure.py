@@ -15,6 +15,7 @@ from l0prune.cli.options import LATENCY, Json, TrustPickle
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
+from l0prune.files.atomic import check_writable
 
 
 def measure(
@@ -68,6 +69,7 @@ def measure(
         _write_bundle(model, bundle, batch, samples, seed, json)
         return
     target = output_path(out, str(path), LATENCY)
+    check_writable(target)
     if results:
         from l0prune.timing.results import read_results, table_of
 

@@ -28,7 +28,7 @@ from l0prune.files.pretrained.layers import become, tensors_of
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.current import LINK
-from l0prune.gating.gated_class import CHILD, gated_class, original_class
+from l0prune.gating.gated_class import CHILD, gated_class, gating_of, original_class
 from l0prune.gating.link import Link, Scale
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import size_of
@@ -100,10 +100,11 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module was beside its tensors."""
+    """What a module was beside its tensors; of its class what can be pickled."""
 
     module: nn.Module
     kind: type[nn.Module]
+    gating: tuple[Any, ...] | None
     link: Link | None
     attributes: dict[str, Any]
     gained: tuple[str, ...]
@@ -210,7 +211,8 @@ class Cut:
             self._before.append(
                 _Before(
                     module,
-                    type(module),
+                    original_class(module),
+                    gating_of(module),
                     module.__dict__.get(LINK),
                     {name: vars(module).get(name, _MISSING) for name in attributes},
                     gained,
@@ -302,7 +304,9 @@ def _restore(before: _Before) -> None:
             module.__dict__.pop(name, None)
         else:
             setattr(module, name, value)
-    module.__class__ = before.kind
+    module.__class__ = (
+        before.kind if before.gating is None else gated_class(before.kind, *before.gating)
+    )
     if before.link is None:
         module.__dict__.pop(LINK, None)
     else:

@@ -241,5 +241,5 @@ def _gates_or_none(model: nn.Module) -> Gates | None:
             "this module only wraps the gated model; save the gated model itself (the .module of "
             "a DataParallel or DistributedDataParallel)"
         )
-    gates.check_whole()
+    gates.make_whole()
     return gates

@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,11 +37,7 @@ def replacement(path: PathLike) -> Iterator[Path]:
     Raises:
         FileError: as ``atomic_write``.
     """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        kind = "a folder" if target.is_dir() else "no ordinary file"
-        raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    target, temporary = _target(path)
     try:
         with writing(path):
             yield temporary
@@ -50,7 +46,29 @@ def replacement(path: PathLike) -> Iterator[Path]:
             os.replace(temporary, target)
             sync_folder(target.parent)
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # such as where the folder is a file, which is said above
+            temporary.unlink()
+
+
+def check_writable(path: PathLike) -> None:
+    """Before long work whose result is to be written there.
+
+    Raises:
+        FileError: as ``atomic_write``.
+    """
+    _, temporary = _target(path)
+    with writing(path):
+        temporary.touch(exist_ok=False)
+        temporary.unlink()
+
+
+def _target(path: PathLike) -> tuple[Path, Path]:
+    """The file that a path leads to, and one beside it that is to be renamed to that."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "no ordinary file"
+        raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
+    return target, target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
 
 
 def write_whole(path: PathLike, content: str | bytes) -> None:

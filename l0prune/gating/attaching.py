@@ -63,10 +63,10 @@ def detach(model: nn.Module) -> Gates:
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: it is cut while it trains.
+        UsageError: it is cut, and nobody knows any more what was cut off.
     """
     root, gates = holder(model)
-    gates.check_whole()
+    gates.make_whole()
     _undo(root)
     return gates
 
@@ -81,9 +81,12 @@ def gates_of(model: nn.Module) -> Gates:
 
 
 def check_intact(model: nn.Module) -> None:
-    """Raise UsageError where a module that carried gates has been replaced since, or is cut."""
+    """Raise UsageError where a module that carried gates has been replaced since.
+
+    A model that is cut while it trains is whole then.
+    """
     root, gates = holder(model)
-    gates.check_whole()
+    gates.make_whole()
     for site in gates.plan.sites:
         path, _, leaf = site.tensor.rpartition(".")
         try:

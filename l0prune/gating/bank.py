@@ -73,10 +73,12 @@ class Gates(nn.Module):
         bypassed: the model reads its plain parameters, as if it had no gates.
         kept: the slots that are left while the model trains cut, bool, flat; None while it is
             whole.
+        made_whole_by: what undoes that; None while it is whole.
     """
 
     log_alpha: nn.Parameter
     kept: Tensor | None = None
+    made_whole_by: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -144,9 +146,9 @@ class Gates(nn.Module):
             open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``.
 
         Raises:
-            UsageError: the model is cut while it trains.
+            UsageError: the model is cut, and nobody knows any more what was cut off.
         """
-        self.check_whole()
+        self.make_whole()
         now, wanted = self.open(), open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)
@@ -170,10 +172,10 @@ class Gates(nn.Module):
             scores: what ``l0prune.score`` gives; 0 or more, shape ``(plan.size,)``.
 
         Raises:
-            UsageError: they are not of this shape, or not all 0 or more; or the model is cut while
-                it trains.
+            UsageError: they are not of this shape, or not all 0 or more; or the model is cut, and
+                nobody knows any more what was cut off.
         """
-        self.check_whole()
+        self.make_whole()
         if scores.shape != (self.plan.size,) or not bool((scores >= 0).all()):
             raise UsageError(
                 f"scores are {self.plan.size} numbers of 0 or more, one for each gate, as "
@@ -187,13 +189,18 @@ class Gates(nn.Module):
         """log P/(1−P) of each gate's chance to be open, float64."""
         return self.gate.open_probability(self.log_alpha.double()).clamp(*_CHANCES).logit()
 
-    def check_whole(self) -> None:
-        """Raise UsageError for a model that is cut while it trains."""
+    def make_whole(self) -> None:
+        """Make a model that is cut while it trains whole; a ``Pruner`` may go on with it.
+
+        Raises:
+            UsageError: nobody knows any more what was cut off.
+        """
+        if self.kept is not None and self.made_whole_by is not None:
+            self.made_whole_by()
         if self.kept is not None:
             raise UsageError(
-                "this model is trained at the size that its gates leave (compact), and parts of it "
-                "are set aside. At the end of the training it is whole again; before that, call "
-                "make_whole() of the l0prune.Pruner that trains it"
+                "this is part of a model that is trained at the size that its gates leave "
+                "(compact), and what was cut off is not here: take the model itself"
             )
 
     @torch.no_grad()

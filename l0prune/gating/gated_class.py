@@ -46,6 +46,11 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_l0prune_original", type(module))
 
 
+def gating_of(module: nn.Module) -> tuple[_Names, _Names, bool] | None:
+    """What ``gated_class`` was given with the original class of a module; None where it is that."""
+    return getattr(type(module), "_l0prune_arguments", None)
+
+
 def is_gated(module: nn.Module) -> bool:
     """Does this very module read gated parameters, or hold the bank?"""
     return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
@@ -231,7 +236,8 @@ class _Gating:
     @classmethod
     def of(cls, module: nn.Module) -> _Gating:
         hooks = {name: getattr(module, name)[CHILD] for name in HOOKS if CHILD in module._modules}
-        arguments = type(module)._l0prune_arguments  # type: ignore[attr-defined]
+        arguments = gating_of(module)
+        assert arguments is not None
         return cls(arguments, module.__dict__.get(LINK), hooks)
 
     def put_on(self, module: nn.Module) -> None:

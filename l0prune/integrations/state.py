@@ -35,7 +35,8 @@ def read(pruner: Pruner, folder: Path) -> None:
     except FileNotFoundError as error:
         raise FileError(
             f"{folder} has no {NAME}, in which the gates' part of a checkpoint is kept: it was "
-            "written without l0prune's callback. Start from a checkpoint that has one"
+            "written without l0prune's callback, or the Trainer goes on from a checkpoint of "
+            "another output_dir: then name it in TrainingArguments(resume_from_checkpoint=…), too"
         ) from error
     except Exception as error:
         raise FileError(f"{path} cannot be read: {error}") from error

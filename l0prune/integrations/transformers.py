@@ -47,7 +47,7 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
         check_belongs(self.pruner, given["model"], state.max_steps)
         self.pruner.take_gates()
         if state.global_step:
-            files.read(self.pruner, _folder(args, state.global_step))
+            files.read(self.pruner, _resumed_from(args, state.global_step))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -96,6 +96,12 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
 
 def _config(pruner: Pruner) -> Any:
     return getattr(pruner.model, "config", None)
+
+
+def _resumed_from(args: TrainingArguments, step: int) -> Path:
+    """The checkpoint that the Trainer goes on from, of which it tells a callback only the step."""
+    named = args.resume_from_checkpoint
+    return Path(named) if named and Path(named).is_dir() else _folder(args, step)
 
 
 def _folder(args: TrainingArguments, step: int) -> Path:

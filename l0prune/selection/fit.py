@@ -87,6 +87,7 @@ def fit(
         DataError: the data is empty or does not fit the model.
     """
     gates = gates_of(model)
+    gates.make_whole()
     sources = () if latency is None else (latency,)
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
     asked = (kinds,) if isinstance(kinds, str) else kinds

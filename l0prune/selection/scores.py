@@ -103,6 +103,7 @@ def score(
         DataError: the data is empty, does not fit the model, or its loss is nan or inf.
     """
     root, gates = holder(model)
+    gates.make_whole()
     if how not in _scores:
         raise UsageError(f"there is no score {how!r}; there are {', '.join(names())}")
     if normalise not in ("axis-mean", "none"):

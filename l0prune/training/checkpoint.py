@@ -24,8 +24,9 @@ from l0prune.training.settings import Settings
 NAME = "checkpoint.pt"
 _FORMAT = 4
 
-# What a run may change when it goes on after a stop: how fast it learns, not what it was asked for.
-CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast"})
+# What a run may change when it goes on after a stop: how fast it learns, at which sizes its steps
+# are computed, not what it was asked for.
+CHANGEABLE = frozenset({"lr", "gate_lr", "clip", "autocast", "compact"})
 # What has no bearing on the numbers, beyond how they are rounded.
 IRRELEVANT = frozenset({
     "device", "out", "resume", "progress", "tensorboard", "compile", "channels_last",

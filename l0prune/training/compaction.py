@@ -48,10 +48,14 @@ class Compaction:
         share: of the whole model's MACs, those that the model has now.
         average: that follows, if there is one.
         let_go: called before the sizes change: whoever holds on to tensors as they are drops them.
+
+    Args:
+        model: gated.
+        own_loop: the loop is the user's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, own_loop: bool = False) -> None:
+        self._model, self._own_loop = model, own_loop
         self._root, self._gates = holder(model)
         self.cut: Cut | None = None
         self.share = 1.0
@@ -77,25 +81,28 @@ class Compaction:
                 hook.remove()
             self._hook()
 
-    def hindrance(self, own_loop: bool = False) -> str:
-        """Why the model could not be cut, as far as that is known beforehand; else empty.
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy of the model: nobody trains it, and its graph is captured anew if need be."""
+        alone = {"_optimizers": (), "average": None, "let_go": _nothing, "_graph": Graph()}
+        return {**self.__dict__, **alone, "_loaded": {}}
 
-        Args:
-            own_loop: the loop is the user's.
-        """
+    def hindrance(self) -> str:
+        """Why the model could not be cut, as far as that is known beforehand; else empty."""
         if any(map(is_sharded, self._model.parameters())):
             return "its weights are in shards (FSDP)"
         if self._gates.plan.parts != ("",):
             return "it was captured in parts"
-        if own_loop and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self._own_loop and is_shared:
             return "several processes train it, and what joins them is made for the whole network"
-        return ""
+        return _watched(self._root)
 
-    def begin(self, kept: Tensor | None = None) -> None:
+    def begin(self, kept: Tensor | None = None, *, resumes: bool = False) -> None:
         """Cut slots of the model; all or nothing.
 
         Args:
             kept: the slots that are left, bool, flat; by default those that an export would keep.
+            resumes: a loop goes on, whose optimizers are not known yet.
 
         Raises:
             L0pruneError: the model cannot be cut so, or an optimizer could not follow; it is
@@ -105,18 +112,20 @@ class Compaction:
             kept = self._left(self._gates.open())
         self.end()
         try:
-            self._cut_to(kept)
+            self._cut_to(kept, resumes)
         except L0pruneError:
             with_zeros = with_all_branches(self._gates.plan, kept)
             if torch.equal(with_zeros, kept):
                 raise
             # There is no way around branches that are gone: from here on they stay, as zeros.
             self._goes_around = False
-            self._cut_to(with_zeros)
+            self._cut_to(with_zeros, resumes)
 
-    def _cut_to(self, kept: Tensor) -> None:
+    def _cut_to(self, kept: Tensor, resumes: bool) -> None:
         if bool(kept.all()):
             return
+        if reason := _watched(self._root):
+            raise UsageError(reason)
         form = self._form(kept)
         self.let_go()
         cut = Cut(self._model, form)
@@ -124,6 +133,8 @@ class Compaction:
             if form.emptied:
                 self._check_runs()
             check_states(self._optimizers, cut.by_id())
+            if self._own_loop and not resumes:
+                self._check_followed(cut)
         except BaseException:
             cut.undo()
             raise
@@ -131,7 +142,19 @@ class Compaction:
         if self.average is not None:
             self.average.resize(cut.left)
         self.cut, self.share = cut, self._share_of(kept)
+        self._gates.made_whole_by = self.end
         self._hook()
+
+    def _check_followed(self, cut: Cut) -> None:
+        """Raise UsageError if what is cut may learn by an optimizer that is not known here."""
+        known = {id(p) for each in self._optimizers for g in each.param_groups for p in g["params"]}
+        places = cut.by_id()
+        for name, parameter in self._root.named_parameters():
+            if parameter.requires_grad and id(parameter) in places.keys() - known:
+                raise UsageError(
+                    f"no optimizer that before_step(optimizer, …) was given holds {name}: give it "
+                    "all that step"
+                )
 
     def _check_runs(self) -> None:
         """Raise UsageError if the model, cut past its branches, does not take its example.
@@ -189,6 +212,7 @@ class Compaction:
         if self.cut is None:
             return
         cut, self.cut, self.share = self.cut, None, 1.0
+        self._gates.made_whole_by = None
         for hook in self._hooks:
             hook.remove()
         self.let_go()
@@ -225,7 +249,7 @@ class Compaction:
         self.end(self._loaded)
         self._loaded = {}
         if kept is not None and not self.hindrance():
-            self.begin(kept)
+            self.begin(kept, resumes=True)
 
     def _hook(self) -> None:
         """Let what is saved be of the whole model, and what is loaded."""
@@ -268,6 +292,32 @@ class Compaction:
     def _take_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         assert self.cut is not None
         self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
+
+
+def _watched(root: nn.Module) -> str:
+    """Why hooks forbid a cut; else empty.
+
+    The model's own outputs stay as they are, but not what is within. A module of a branch that is
+    gone is not called at all.
+    """
+    for path, module in root.named_modules():
+        if path and any(map(_is_users, _hooks_of(module))):
+            return (
+                f"{path} has hooks, which would see fewer channels, or nothing where a branch is "
+                "gone"
+            )
+    return ""
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        yield from getattr(module, name, {}).values()
+
+
+def _is_users(hook: Any) -> bool:
+    """weight_norm and the like of torch.nn.utils are part of what the model computes."""
+    made_by = getattr(hook, "__module__", None) or type(hook).__module__
+    return not str(made_by).startswith("torch.nn.")
 
 
 def _nothing() -> None:

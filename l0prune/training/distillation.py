@@ -66,6 +66,11 @@ class Teacher:
         if not settings.distill:
             return None
         network = settings.teacher
+        if network is model or (network is not None and network is origin):
+            raise UsageError(
+                "the teacher is the model itself, which is to learn from it: leave teacher out, and "
+                "it is the model without its gates, or give a copy (copy.deepcopy)"
+            )
         if network is None:
             network = _dense(model if origin is None else origin)
         return Teacher(network, model, settings)

@@ -26,6 +26,8 @@ def bare(optimizer: Optimizer) -> Optimizer:
 def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
     """Raise UsageError where a state is not of its parameter's shape, nor a single number.
 
+    An optimizer may keep what it knows of all of its parameters with one that is not cut.
+
     Args:
         optimizers: before the cut.
         places: by the parameter's id, where it is to be cut.
@@ -35,14 +37,16 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
 
 
 def _check(optimizer: Optimizer, places: Places) -> None:
-    for _, place, state in _states([optimizer], places):
-        for name, value in state.items():
+    parameters = list(_parameters(optimizer))
+    if not any(id(parameter) in places for parameter in parameters):
+        return
+    for parameter in parameters:
+        place = places.get(id(parameter))
+        # A checkpoint from after the cut has it as it is then.
+        shapes = (parameter.shape,) if place is None else (place.shape, place.small)
+        for name, value in optimizer.state.get(parameter, {}).items():
             is_number = value is None or isinstance(value, bool | int | float)
-            is_like = isinstance(value, Tensor) and value.shape in (
-                place.shape,
-                place.small,  # as a checkpoint from after the cut has it
-                torch.Size([]),
-            )
+            is_like = isinstance(value, Tensor) and value.shape in (*shapes, torch.Size([]))
             if not (is_number or is_like):
                 raise UsageError(
                     f"{type(optimizer).__name__} keeps {name!r} in a shape that does not follow "

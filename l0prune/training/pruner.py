@@ -88,13 +88,14 @@ class Pruner:
     ) -> None:
         self.model, self.say = model, say or _warned
         self.gates = gates_of(model)
+        self.gates.make_whole()
         self._settings = GateSettings.of(settings)
         self._drives_itself = not isinstance(steps, Phases)
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
         self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
         self.budget = self._terms.budget
         is_asked = not self._drives_itself or "compact" in settings
-        self.compaction = Compaction(model)
+        self.compaction = Compaction(model, own_loop=self._drives_itself)
         self._shrinking = Shrinking(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
@@ -194,7 +195,10 @@ class Pruner:
         self.gates.fixed = self.phase == "settle"
         if settles:
             self._shrinking.to_what_stands()
-        elif self.phase != "settle" and self._is_time_to_look:
+        elif self._is_time_to_look and self.phase == "settle":
+            if self.compaction.cut is None:  # it was made whole in between
+                self._shrinking.to_what_stands()
+        elif self._is_time_to_look:
             # Before the first step of a loop of your own the model may still be moved.
             begins = self.step == 0 and not self._drives_itself
             self._shrinking.to_what_is_open(begins=begins)
@@ -213,22 +217,32 @@ class Pruner:
         Args:
             hindrance: what else there is that needs the whole network.
         """
-        self._shrinking.look_ahead(hindrance or self.compaction.hindrance(self._drives_itself))
+        self._shrinking.look_ahead(hindrance or self.compaction.hindrance())
 
     def make_whole(self) -> None:
         """Give a model that is trained at the size that its gates leave its own size back.
 
         What was cut off has its last values, and its gates are closed. After the last step of a
-        loop of your own this is done.
+        loop of your own this is done; before it, the model is cut again at the next look.
         """
         self.compaction.end()
+
+    def keep_whole(self, reason: str) -> None:
+        """Make the model whole, and cut nothing from here on, which is said.
+
+        Args:
+            reason: why.
+        """
+        self.make_whole()
+        self._shrinking.fail(reason)
 
     def before_step(self, *optimizers: Optimizer, scale: float | Tensor = 1.0) -> Tensor | None:
         """Once a step, after backward, accumulation and clipping: add the penalty's gradient.
 
         Args:
             *optimizers: those that step next; what is wrong with how they treat the gates is
-                said once.
+                said once. With ``compact`` all that are to follow a cut have to be given: else the
+                network keeps its size, which is said.
             scale: by which the gradients are multiplied now, where a loss scaler has not yet
                 been undone (``scaler.get_scale()``).
 

@@ -69,7 +69,7 @@ def _train_in(
     else:
         phases = _phases(settings, feed.steps)
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
-    folder = None if settings.out is None else Path(settings.out)
+    folder = None if settings.out is None else _possible(Path(settings.out))
     interrupt = Interrupt(world)
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
@@ -209,6 +209,13 @@ def _prepare(
     if not finished:
         changes = f", with changes: {', '.join(changed)}" if changed else ""
         loop.note(f"resuming in epoch {state.epoch + 1}, step {state.step} from {folder}{changes}")
+
+
+def _possible(folder: Path) -> Path:
+    """It, unless it is known before all work that it cannot be made."""
+    if folder.exists() and not folder.is_dir():
+        raise FileError(f"the folder {folder} cannot be made: a file of this name is there")
+    return folder
 
 
 def _made(folder: Path) -> Path:

@@ -48,6 +48,8 @@ class Shrinking:
         self._has_failed = state.get("failed", False)  # states of before have none
         if self._has_failed:
             self.stop()
+        if self._when == "never":
+            state = {**state, "kept": None}
         self._attempt(partial(self._compaction.load_state_dict, state))
 
     def stop(self) -> None:
@@ -58,8 +60,12 @@ class Shrinking:
         try:
             cut()
         except L0pruneError as error:
-            self._has_failed = True
-            self._keep_whole(str(error))
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """The model cannot be cut after all: nothing is, from here on, also after a stop."""
+        self._has_failed = True
+        self._keep_whole(reason)
 
     def _keep_whole(self, reason: str) -> None:
         self.stop()

@@ -21,6 +21,9 @@ from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 
+# What torch, or a check of the user's, raises where sizes do not fit.
+_OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
+
 
 class Stepper:
     """Everything that a step changes beside the model.
@@ -44,6 +47,7 @@ class Stepper:
         world: World,
     ) -> None:
         self._settings, self._pruner, self.phases = settings, pruner, phases
+        self._world = world
         self.teacher = teacher
         gates = None if pruner is None else pruner.gates.log_alpha
         self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
@@ -99,9 +103,7 @@ class Stepper:
         self._schedule.set(step)
         if self._pruner is not None:
             self._begin(self._pruner)
-        if self._losses is None:
-            self._losses = self._new_losses()
-        loss = self._losses.backward(batch, self._scaled)
+        loss = self._backward(batch)
         self._clip()
         extra = None if self._pruner is None else self._add_penalty(self._pruner)
         self._apply_gradients()
@@ -110,6 +112,29 @@ class Stepper:
         if self._pruner is not None:
             self._pruner.advance()
         return loss, extra
+
+    def _backward(self, batch: Batch) -> Tensor:
+        """Add the gradients of a batch; returns the loss.
+
+        A loss or a hook of the user's may know the network at its own sizes alone: then it keeps
+        them. Processes that train together would have to fail together.
+        """
+        if self._losses is None:
+            self._losses = self._new_losses()
+        pruner = self._pruner
+        if pruner is None or pruner.compaction.cut is None or self._world.is_shared:
+            return self._losses.backward(batch, self._scaled)
+        try:
+            return self._losses.backward(batch, self._scaled)
+        except Exception as error:
+            if type(error) not in _OF_SIZES:
+                raise
+            self.zero_grad()
+            pruner.make_whole()
+            self._losses = self._new_losses()
+            loss = self._losses.backward(batch, self._scaled)  # or it fails for another reason
+            pruner.keep_whole(f"the loss or the model fails at the sizes that are left: {error}")
+            return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

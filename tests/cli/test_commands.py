@@ -320,6 +320,21 @@ def test_a_budget_that_cannot_be_met(command, tmp_path):
         assert "Traceback" not in err
 
 
+def test_where_results_go_is_looked_at_before_training(command, tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    assert command(*GATE)[0] == 0
+    (tmp_path / "taken").write_text("")
+    short = ["finetune", "--data", "digits", "--epochs", "99999"]
+    for given, message in (
+        (["--out", "missing/x.pt"], "missing/x.pt was not written"),
+        (["--run", "taken"], "the folder taken cannot be made"),
+    ):
+        code, out, err = command(*short, *given)
+        assert (code, out) == (1, "")
+        assert message in " ".join(err.split())
+    assert not (tmp_path / "model.run").exists()
+
+
 @pytest.mark.parametrize("lam", ["-1/N", "0.1/M", "nothing=1"])
 def test_a_lambda_that_makes_no_sense(command, tmp_path, lam):
     pytest.importorskip("sklearn")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from l0prune.errors import FileError
-from l0prune.files.atomic import atomic_write
+from l0prune.files.atomic import atomic_write, check_writable
 from l0prune.files.loading import load_bytes, load_pickle
 
 
@@ -172,6 +172,18 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 def test_a_write_into_no_folder(tmp_path):
     with pytest.raises(FileError, match="was not written"):
         atomic_write(tmp_path / "missing" / "file", lambda file: None)
+
+
+def test_what_cannot_be_written_is_known_before(tmp_path):
+    (tmp_path / "file").write_text("there")
+    for path in (tmp_path, tmp_path / "missing" / "file", tmp_path / "file" / "within"):
+        for attempt in (check_writable, lambda path: atomic_write(path, lambda file: None)):
+            with pytest.raises(FileError, match="was not written"):
+                attempt(path)
+    check_writable(tmp_path / "file")
+    check_writable(tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "there"
 
 
 def test_an_atomic_write_replaces(tmp_path):

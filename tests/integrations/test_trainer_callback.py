@@ -203,6 +203,18 @@ def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, 
         assert (pruner.record()["training_macs"] < 1) == (compact == "settle")
 
 
+def test_a_run_goes_on_from_a_checkpoint_of_another_folder_that_is_named(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    whole, _, _ = trained(first, gated(bert), save_steps=5)
+    start = str(first / "checkpoint-10")
+    with pytest.raises(FileError, match="name it in TrainingArguments"):
+        trained(second, gated(bert), save_steps=5, resume=start)
+    again, _, _ = trained(
+        second, gated(bert), save_steps=5, resume=start, resume_from_checkpoint=start
+    )
+    assert differing(tensors(whole), tensors(again)) == []
+
+
 def test_a_language_model_is_exported_as_it_was_gated(tmp_path):
     """The Trainer switches its cache off, which would make another graph."""
     model, _, made = trained(tmp_path, gated(llama), data=TEXTS, save_strategy="no")

@@ -19,6 +19,12 @@ def test_no_teacher_unless_asked_for():
     assert Teacher.of(gated(), Settings()) is None
 
 
+def test_a_model_does_not_teach_itself():
+    model = gated()
+    with pytest.raises(UsageError, match="the teacher is the model itself"):
+        l0prune.finetune(model, data(), distill=0.5, teacher=model, **QUIET)
+
+
 def test_the_loss_is_hintons():
     model, network_ = gated().eval(), network(norm=False)
     settings = Settings(distill=0.25, temperature=2.0, teacher=network_)

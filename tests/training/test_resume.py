@@ -15,6 +15,7 @@ from l0prune.errors import FileError, Interrupted, TrainingError, UsageError
 from l0prune.running.evaluate import evaluate
 from l0prune.running.task import Task
 from l0prune.training import checkpoint
+from l0prune.training.compaction import Compaction
 from l0prune.training.run import finetune, train_dense
 
 KINDS = ["split", "loader", "own generator", "budget"]
@@ -89,6 +90,18 @@ def test_a_stop_between_two_steps_changes_nothing(whole, tmp_path, step):
     model, history = run(tmp_path, kind, resume=True)
     assert differing(expected, tensors(model)) == []
     assert measured(history) == records
+
+
+def test_compact_may_change_on_the_way(monkeypatch, tmp_path):
+    with pytest.raises(Interrupted):
+        run(tmp_path, "split", SETTLES + 2, signal.SIGINT)
+    assert checkpoint.read(tmp_path).pruner["cut"]["kept"] is not None
+    begun = []
+    monkeypatch.setattr(Compaction, "begin", lambda *_, **__: begun.append(1))
+    settings = {**SETTINGS, "out": tmp_path, "resume": True}
+    history = finetune(gated(dropout=0.3), task("split"), **settings, compact="never")
+    assert begun == []
+    assert len(history.records) == EPOCHS
 
 
 def test_a_dense_run_goes_on_whatever_it_noted_of_gates(tmp_path):
