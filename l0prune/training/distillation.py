@@ -68,8 +68,8 @@ class Teacher:
         network = settings.teacher
         if network is model or (network is not None and network is origin):
             raise UsageError(
-                "the teacher is the model itself, which is to learn from it: leave teacher out, and "
-                "it is the model without its gates, or give a copy (copy.deepcopy)"
+                "the teacher is the model itself, which is to learn from it: leave teacher out, "
+                "and it is the model without its gates, or give a copy (copy.deepcopy)"
             )
         if network is None:
             network = _dense(model if origin is None else origin)

@@ -56,7 +56,7 @@ class Pruner:
         gates: its bank.
         phases: where each phase ends, in steps.
         step: optimizer steps that are done.
-        compaction: the cut of the model while its gates stand.
+        compaction: the cut of the model, while its gates stand or learn.
         say: what is called with the text of a warning.
         doctor: says what is wrong with the gates.
 
@@ -290,7 +290,7 @@ class Pruner:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
 
     def finish(self) -> None:
-        """Where a loop ends before its last step: fit and fix the gates as if they had stood."""
+        """Where a loop ends before its last step: fit the gates to the budget, and let them stand."""
         self.make_whole()
         if self.phase != "settle":
             self._shrinking.stop()
