@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, err
+from l0prune.cli.edge import emit, err, say
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
@@ -81,6 +81,8 @@ def fit(
     if score != _GATES:
         source = l0prune.load_data(spec, root) if spec else None
         how = "magnitude" if score == _AUTO and source is None else score
+        if how != score:
+            say(f"no data is named (--data), so that {_AUTO} is {how}")
         scores = l0prune.score(
             model, how, source, batches=batches, seed=seed, loss=settings.get("loss")
         )

@@ -290,7 +290,7 @@ class Pruner:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
 
     def finish(self) -> None:
-        """Where a loop ends before its last step: fit the gates to the budget, and let them stand."""
+        """Where a loop ends before its last step: fit the gates to the budget; they stand then."""
         self.make_whole()
         if self.phase != "settle":
             self._shrinking.stop()
