@@ -177,8 +177,7 @@ def alone(model: nn.Module, share: float, job: Job) -> Cut:
     l0prune.gate(model, (job.example(),))
     # Most of what learns is cut near the end of learning.
     epochs = job.left((1 - phases.SETTLE) * _at_once(share) + phases.SETTLE * share)
-    learning = round((1 - phases.SETTLE) * epochs * job.steps)
-    looked = _looked(model, learning, job)
+    looked = _looked(model, (1 - phases.SETTLE) * epochs, job)
     settings = job.settings("finetune", epochs, schedule="settle", budget=f"macs={share}")
     run = l0prune.finetune(model, job.data, **settings)
     spent = epochs * job.cost(run.records[-1]["training_macs"]) + looked
@@ -191,8 +190,8 @@ def with_gates(model: nn.Module, job: Job, share: float = 1.0, **settings: Any) 
     whole = macs(model, job.example())
     settings |= {"settle": SETTLE * first, "schedule": "settle"}
     run = l0prune.finetune(model, job.data, **job.settings("finetune", first, **settings))
-    learning = round((1 - SETTLE) * first * job.steps)
-    looked = _looked(model, learning, job) if settings.get("start", "auto") != "alike" else 0.0
+    is_leaned = settings.get("start", "auto") != "alike"
+    looked = _looked(model, (1 - SETTLE) * first, job) if is_leaned else 0.0
     spent = first * job.cost(run.records[-1]["training_macs"]) + looked
     return trained(l0prune.export(model).module, whole, job, first, spent)
 
@@ -202,14 +201,14 @@ def branches_of(model: nn.Module) -> int:
     return int(switches_of(l0prune.gates(model).plan).sum())
 
 
-def _looked(model: nn.Module, learning: int, job: Job) -> float:
+def _looked(model: nn.Module, learning: float, job: Job) -> float:
     """What scores, and what goes at once by them, cost before gates learn, in dense epochs.
 
     Args:
-        learning: steps in which they learn.
+        learning: epochs in which they learn.
     """
     switches = branches_of(model)
-    return Looks.of(learning, BATCH, switches).steps(BATCH, switches) / job.steps
+    return Looks.of(round(learning * job.steps), BATCH, switches).steps(BATCH, switches) / job.steps
 
 
 def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0) -> Cut:

@@ -104,7 +104,7 @@ class _Before:
 
     module: nn.Module
     kind: type[nn.Module]
-    gating: tuple[Any, ...] | None
+    gating: tuple[Any, ...]
     link: Link | None
     attributes: dict[str, Any]
     gained: tuple[str, ...]
@@ -304,9 +304,7 @@ def _restore(before: _Before) -> None:
             module.__dict__.pop(name, None)
         else:
             setattr(module, name, value)
-    module.__class__ = (
-        before.kind if before.gating is None else gated_class(before.kind, *before.gating)
-    )
+    module.__class__ = gated_class(before.kind, *before.gating)
     if before.link is None:
         module.__dict__.pop(LINK, None)
     else:

@@ -46,9 +46,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return getattr(type(module), "_l0prune_original", type(module))
 
 
-def gating_of(module: nn.Module) -> tuple[_Names, _Names, bool] | None:
-    """What ``gated_class`` was given with the original class of a module; None where it is that."""
-    return getattr(type(module), "_l0prune_arguments", None)
+def gating_of(module: nn.Module) -> tuple[_Names, _Names, bool]:
+    """What makes the class of a module of its original one: ``gated_class`` takes it after that."""
+    return getattr(type(module), "_l0prune_arguments", ((), (), False))
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -236,9 +236,7 @@ class _Gating:
     @classmethod
     def of(cls, module: nn.Module) -> _Gating:
         hooks = {name: getattr(module, name)[CHILD] for name in HOOKS if CHILD in module._modules}
-        arguments = gating_of(module)
-        assert arguments is not None
-        return cls(arguments, module.__dict__.get(LINK), hooks)
+        return cls(gating_of(module), module.__dict__.get(LINK), hooks)
 
     def put_on(self, module: nn.Module) -> None:
         module.__class__ = gated_class(original_class(module), *self.arguments)

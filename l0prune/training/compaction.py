@@ -27,12 +27,14 @@ from l0prune.training.averages import Average
 from l0prune.training.optimizer_states import (
     States,
     bare,
+    check_held,
     check_states,
     cut_states,
     saved_cut,
     saved_whole,
     whole_states,
 )
+from l0prune.training.watchers import watched
 
 _LESS = 0.9  # of the MACs: so few are to be left by another cut
 
@@ -95,7 +97,7 @@ class Compaction:
         is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._own_loop and is_shared:
             return "several processes train it, and what joins them is made for the whole network"
-        return _watched(self._root)
+        return watched(self._root)
 
     def begin(self, kept: Tensor | None = None, *, resumes: bool = False) -> None:
         """Cut slots of the model; all or nothing.
@@ -124,37 +126,27 @@ class Compaction:
     def _cut_to(self, kept: Tensor, resumes: bool) -> None:
         if bool(kept.all()):
             return
-        if reason := _watched(self._root):
+        if reason := watched(self._root):
             raise UsageError(reason)
         form = self._form(kept)
         self.let_go()
         cut = Cut(self._model, form)
+        places = cut.by_id()
         try:
             if form.emptied:
                 self._check_runs()
-            check_states(self._optimizers, cut.by_id())
+            check_states(self._optimizers, places)
             if self._own_loop and not resumes:
-                self._check_followed(cut)
+                check_held(self._optimizers, places, self._root.named_parameters())
         except BaseException:
             cut.undo()
             raise
-        cut_states(self._optimizers, cut.by_id())
+        cut_states(self._optimizers, places)
         if self.average is not None:
             self.average.resize(cut.left)
         self.cut, self.share = cut, self._share_of(kept)
         self._gates.made_whole_by = self.end
         self._hook()
-
-    def _check_followed(self, cut: Cut) -> None:
-        """Raise UsageError if what is cut may learn by an optimizer that is not known here."""
-        known = {id(p) for each in self._optimizers for g in each.param_groups for p in g["params"]}
-        places = cut.by_id()
-        for name, parameter in self._root.named_parameters():
-            if parameter.requires_grad and id(parameter) in places.keys() - known:
-                raise UsageError(
-                    f"no optimizer that before_step(optimizer, …) was given holds {name}: give it "
-                    "all that step"
-                )
 
     def _check_runs(self) -> None:
         """Raise UsageError if the model, cut past its branches, does not take its example.
@@ -292,32 +284,6 @@ class Compaction:
     def _take_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
         assert self.cut is not None
         self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
-
-
-def _watched(root: nn.Module) -> str:
-    """Why hooks forbid a cut; else empty.
-
-    The model's own outputs stay as they are, but not what is within. A module of a branch that is
-    gone is not called at all.
-    """
-    for path, module in root.named_modules():
-        if path and any(map(_is_users, _hooks_of(module))):
-            return (
-                f"{path} has hooks, which would see fewer channels, or nothing where a branch is "
-                "gone"
-            )
-    return ""
-
-
-def _hooks_of(module: nn.Module) -> Iterator[Any]:
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        yield from getattr(module, name, {}).values()
-
-
-def _is_users(hook: Any) -> bool:
-    """weight_norm and the like of torch.nn.utils are part of what the model computes."""
-    made_by = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(made_by).startswith("torch.nn.")
 
 
 def _nothing() -> None:

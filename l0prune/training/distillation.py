@@ -66,7 +66,7 @@ class Teacher:
         if not settings.distill:
             return None
         network = settings.teacher
-        if network is model or (network is not None and network is origin):
+        if network is not None and (network is model or network is origin):
             raise UsageError(
                 "the teacher is the model itself, which is to learn from it: leave teacher out, "
                 "and it is the model without its gates, or give a copy (copy.deepcopy)"

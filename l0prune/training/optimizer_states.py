@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,25 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
     """
     for optimizer in optimizers:
         _check(optimizer, places)
+
+
+def check_held(
+    optimizers: Sequence[Optimizer], places: Places, named: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise UsageError where a parameter that is cut may learn by none of these optimizers.
+
+    Args:
+        optimizers: those that a loop of the user's was seen to step.
+        places: by the parameter's id, where it is cut.
+        named: the model's parameters, with their names.
+    """
+    held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
+    for name, parameter in named:
+        if parameter.requires_grad and id(parameter) in places and id(parameter) not in held:
+            raise UsageError(
+                f"no optimizer that before_step(optimizer, …) was given holds {name}: give it all "
+                "that step"
+            )
 
 
 def _check(optimizer: Optimizer, places: Places) -> None:

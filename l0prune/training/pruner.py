@@ -193,10 +193,9 @@ class Pruner:
             self._terms.fit()
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
-        if settles:
-            self._shrinking.to_what_stands()
-        elif self._is_time_to_look and self.phase == "settle":
-            if self.compaction.cut is None:  # it was made whole in between
+        if self.gates.fixed:
+            made_whole = self._is_time_to_look and self.compaction.cut is None  # in between
+            if settles or made_whole:
                 self._shrinking.to_what_stands()
         elif self._is_time_to_look:
             # Before the first step of a loop of your own the model may still be moved.

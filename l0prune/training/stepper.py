@@ -119,22 +119,25 @@ class Stepper:
         A loss or a hook of the user's may know the network at its own sizes alone: then it keeps
         them. Processes that train together would have to fail together.
         """
-        if self._losses is None:
-            self._losses = self._new_losses()
         pruner = self._pruner
-        if pruner is None or pruner.compaction.cut is None or self._world.is_shared:
-            return self._losses.backward(batch, self._scaled)
         try:
-            return self._losses.backward(batch, self._scaled)
+            return self._add_gradients(batch)
         except Exception as error:
-            if type(error) not in _OF_SIZES:
+            is_cut = pruner is not None and pruner.compaction.cut is not None
+            if not is_cut or self._world.is_shared or type(error) not in _OF_SIZES:
                 raise
+            assert pruner is not None
             self.zero_grad()
             pruner.make_whole()
-            self._losses = self._new_losses()
-            loss = self._losses.backward(batch, self._scaled)  # or it fails for another reason
+            loss = self._add_gradients(batch)  # or it fails for another reason
             pruner.keep_whole(f"the loss or the model fails at the sizes that are left: {error}")
             return loss
+
+    def _add_gradients(self, batch: Batch) -> Tensor:
+        """The same, of the model at the size that it has now."""
+        if self._losses is None:
+            self._losses = self._new_losses()
+        return self._losses.backward(batch, self._scaled)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
