@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import l0prune
 from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.step import seconds, stepper
 from l0prune.data import Tensors
 from l0prune.recipes.builtin.models import digits_lenet, resnet56
 from l0prune.training.compaction import Compaction
@@ -51,7 +52,12 @@ GATES: dict[str, dict[str, Any]] = {
     "branches": {"branches": True, "exclude": "*"},
     "both": {},
 }
-NUMBERS = ("ratio", "training_macs", "last_step", "memory")
+NUMBERS = {
+    "ratio": "seconds / dense",
+    "training_macs": "training MACs",
+    "last_step": "last step",
+    "memory": "memory",
+}
 KEY = ("network", "gates", "budget", "compact", "epochs")
 
 
@@ -115,8 +121,8 @@ def gated(
         recalibrate=0,
         progress=False,
     )
-    seconds = time.process_time() - began
-    return {"seconds": seconds, "training_macs": history.last["training_macs"]}
+    taken = time.process_time() - began
+    return {"seconds": taken, "training_macs": history.last["training_macs"]}
 
 
 def memory(model: nn.Module, data: Tensors, batch: int) -> float:
@@ -139,17 +145,10 @@ def memory(model: nn.Module, data: Tensors, batch: int) -> float:
 
 def last_step(small: nn.Module, dense: nn.Module, data: Tensors, batch: int) -> float:
     """CPU seconds of a step of the first as a share of the other's."""
-    taken: list[list[float]] = [[], []]
-    models = [model.train() for model in (small, dense)]
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.0) for model in models]
     inputs, targets = data.inputs[:batch], data.targets[:batch]
-    for _, which in product(range(12), range(2)):
-        began = time.process_time()
-        nn.functional.cross_entropy(models[which](inputs), targets).backward()
-        optimizers[which].step()
-        optimizers[which].zero_grad()
-        taken[which].append(time.process_time() - began)
-    mine, its = map(median, taken)
+    both = [stepper(model.train(), inputs, targets, "plain") for model in (small, dense)]
+    turns = [[seconds(step) for step in both] for _ in range(12)]
+    mine, its = map(median, zip(*turns, strict=True))
     return mine / its
 
 
@@ -217,7 +216,7 @@ def errors(modes: list[str], seeds: int) -> str:
 
 def table() -> str:
     """All rows, in markdown."""
-    columns = (*KEY, "seconds / dense", "training MACs", "last step", "memory")
+    columns = (*KEY, *NUMBERS.values())
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in rows(PATH, KEY):
         found = (f"{row.get(name, nan):.2f}" for name in NUMBERS)

@@ -14,11 +14,13 @@ import l0prune
 from l0prune.running.task import Task
 from l0prune.training.compaction import Compaction
 
+HALF = {**COMMON, "budget": "params=0.5", "lam": None, "gate_lr": None}
+
 
 def finetuned(make, compact, **settings):
-    """What is left of a model that was pruned to half of its parameters, and what was said."""
+    """What is left of a model that was pruned to half of its parameters, and its training MACs."""
     model = make()
-    own = {**COMMON, "lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6, **settings}
+    own = {**HALF, "epochs": 6, **settings}
     with torch.random.fork_rng():
         history = l0prune.finetune(model, task(doubled()), **own, compact=compact)
     assert all(p.grad is None for p in model.parameters())
@@ -66,9 +68,8 @@ def test_what_raises_leaves_the_model_whole():
             raise ZeroDivisionError
         return loss(outputs, targets)
 
-    settings = {**COMMON, "lam": None, "budget": "params=0.5", "gate_lr": None, "epochs": 6}
     with pytest.raises(ZeroDivisionError):
-        l0prune.finetune(model, Task(doubled(), loss=failing), **settings)
+        l0prune.finetune(model, Task(doubled(), loss=failing), **HALF | {"epochs": 6})
     assert calls[-1] < calls[0]
     assert [p.shape for p in model.parameters()] == shapes
 
@@ -89,8 +90,7 @@ def test_hooks_keep_the_size_of_the_network(capsys):
     width = model[0].out_features
     model[0].register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
     assert "0 has hooks" in Compaction(model).hindrance()
-    settings = {**COMMON, "budget": "params=0.5", "lam": None, "gate_lr": None}
-    history = l0prune.finetune(model, task(doubled()), **settings | {"progress": True})
+    history = l0prune.finetune(model, task(doubled()), **HALF | {"progress": True})
     assert set(seen) == {width}
     assert history.last["training_macs"] == 1
     assert "keeps its size while it trains: 0 has hooks" in capsys.readouterr().err
@@ -103,9 +103,8 @@ def test_a_loss_that_knows_the_whole_sizes_keeps_the_network_whole(capsys):
     def near(outputs, targets):
         return loss(outputs, targets) + sum(((p - was) ** 2).sum() for p, was in kept)
 
-    settings = {**COMMON, "budget": "params=0.5", "lam": None, "gate_lr": None}
     near_task = Task(doubled(), loss=near)
-    history = l0prune.finetune(model, near_task, **settings | {"progress": True})
+    history = l0prune.finetune(model, near_task, **HALF | {"progress": True})
     assert history.last["training_macs"] == 1
     said = " ".join(capsys.readouterr().err.split())
     assert "the loss or the model fails at the sizes that are left: The size of tensor" in said
