@@ -144,6 +144,10 @@ class Plan:
     activations: tuple[Activation, ...] = ()
     branches: tuple[Branch, ...] = ()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> Plan:
+        """Itself: nothing in it changes, and copies of a model are made at every cut."""
+        return self
+
     @property
     def size(self) -> int:
         """Number of gates."""

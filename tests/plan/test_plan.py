@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -75,6 +76,11 @@ def test_selection_without_fine_gates_keeps_the_map():
     plan = lenet_head()
     plan = plan.select([name for name in plan.names if not name.endswith(".in")])
     assert plan.tensors["fc1.weight"][1] == Prod((Slots(0, 0, 2), Const(3)))
+
+
+def test_copies_of_a_model_share_its_plan():
+    plan = lenet_head()
+    assert copy.deepcopy(plan) is plan
 
 
 def test_json_reads_back():
