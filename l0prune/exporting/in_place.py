@@ -68,7 +68,8 @@ class Graph:
             L0pruneError: it can no longer be captured.
         """
         if self._parts is None:
-            self._parts = surveyed(subject)
+            # what is gone of a graph does not depend on the batch
+            self._parts = surveyed(subject, frees_batch=False)
             for part in self._parts.found:
                 part.analysis.captured.program.state_dict.clear()
         return self._parts

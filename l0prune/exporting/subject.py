@@ -107,8 +107,12 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 @stage("capturing the model")
-def surveyed(subject: Subject) -> Parts:
+def surveyed(subject: Subject, *, frees_batch: bool = True) -> Parts:
     """The model's parts, the whole with a free batch size where that finds the same plan.
+
+    Args:
+        subject: the model.
+        frees_batch: whether a free batch size is tried, which takes twice as long and more.
 
     Raises:
         CaptureError: torch.export can no longer follow it.
@@ -116,8 +120,13 @@ def surveyed(subject: Subject) -> Parts:
     """
     plain, example, gated_by = subject.plain, subject.example, subject.plan
     if gated_by.parts == ("",):
-        for captured in (with_free_batch(plain, example, subject.free), None):
-            analysis = with_code(analyse(captured or capture(plain, *example)), plain)
+        for is_free in (True, False) if frees_batch else (False,):
+            captured = (
+                with_free_batch(plain, example, subject.free)
+                if is_free
+                else capture(plain, *example)
+            )
+            analysis = with_code(analyse(captured), plain)
             analysis = _analysed_as_gated(analysis, gated_by)
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused

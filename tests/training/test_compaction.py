@@ -119,7 +119,9 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
 
 def test_of_a_closed_branch_one_capture_is_enough_and_what_is_frozen_stays_so(monkeypatch):
     captured, surveyed = [], in_place.surveyed
-    monkeypatch.setattr(in_place, "surveyed", lambda of: captured.append(of) or surveyed(of))
+    monkeypatch.setattr(
+        in_place, "surveyed", lambda of, **how: captured.append(of) or surveyed(of, **how)
+    )
     model = without(Side(), "down")
     model.down.bias.requires_grad_(False)
     small = Compaction(model.train())
