@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ class Compaction:
         self._root, self._gates = holder(model)
         self.cut: Cut | None = None
         self.share = 1.0
-        self._optimizers: Sequence[Optimizer] = ()
+        self._following: list[ref[Optimizer]] = []
         self.average: Average | None = None
         self.let_go: Callable[[], None] = _nothing
         self._closed: Tensor | None = None
@@ -69,14 +70,19 @@ class Compaction:
         self._hooks: list[Any] = []
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        """Those that follow; one that the loop has let go of is not kept for it."""
+        return [found for each in self._following if (found := each()) is not None]
+
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """From here on the states of these optimizers follow, too, and what they save is of the
-        whole. Others that followed before may step again."""
-        known = {*map(id, self._optimizers)}
-        new = tuple(each for each in map(bare, optimizers) if id(each) not in known)
+        whole. Others that followed before may step again, as long as the loop has them."""
+        known = self._optimizers
+        new = [each for each in map(bare, optimizers) if not any(each is one for one in known)]
         if not new:
             return
-        self._optimizers = (*self._optimizers, *new)
+        self._following = [*map(ref, [*known, *new])]
         if self.cut is not None:
             cut_states(new, self.cut.by_id())
             for hook in self._hooks:
@@ -85,7 +91,12 @@ class Compaction:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the model: nobody trains it, and its graph is captured anew if need be."""
-        alone = {"_optimizers": (), "average": None, "let_go": _nothing, "_graph": Graph()}
+        alone: dict[str, Any] = {
+            "_following": [],
+            "average": None,
+            "let_go": _nothing,
+            "_graph": Graph(),
+        }
         return {**self.__dict__, **alone, "_loaded": {}}
 
     def hindrance(self) -> str:

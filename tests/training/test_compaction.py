@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -246,6 +248,22 @@ def test_optimizers_that_come_one_after_the_other_all_follow(model):
         model.zero_grad(), twin.zero_grad()
     assert small.cut is not None
     assert max(differences(small, model, twin).values()) <= EXACT
+
+
+def test_an_optimizer_that_a_loop_replaces_is_let_go(model):
+    small = Compaction(model)
+    optimizer = OPTIMIZERS["adam"](weights(model))
+    small.follow((optimizer,))
+    small.begin()
+    gone = weakref.ref(optimizer)
+    optimizer = OPTIMIZERS["momentum"](weights(model))
+    small.follow((optimizer,))
+    gc.collect()
+    assert gone() is None
+    steps(model, optimizer, IMAGES, 1)
+    small.end()
+    velocity = optimizer.state[model.stem.weight]["momentum_buffer"]
+    assert velocity.shape == model.stem.weight.shape
 
 
 def test_its_state_is_that_of_the_whole_model(model):
