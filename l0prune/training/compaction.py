@@ -91,13 +91,8 @@ class Compaction:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy of the model: nobody trains it, and its graph is captured anew if need be."""
-        alone: dict[str, Any] = {
-            "_following": [],
-            "average": None,
-            "let_go": _nothing,
-            "_graph": Graph(),
-        }
-        return {**self.__dict__, **alone, "_loaded": {}}
+        none: dict[str, Any] = {"_following": [], "average": None, "_loaded": {}}
+        return {**self.__dict__, **none, "let_go": _nothing, "_graph": Graph()}
 
     def hindrance(self) -> str:
         """Why the model could not be cut, as far as that is known beforehand; else empty."""
