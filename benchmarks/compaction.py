@@ -167,8 +167,8 @@ def steps(name: str, gates: str, modes: list[str], epochs: int) -> Iterator[Row]
             small = Compaction(model)
             l0prune.gates(model).fixed = True
             small.begin()
-            row |= {"memory": memory(model, data, batch) / whole}
-            row |= {"last_step": last_step(model, make(), data, batch)}
+            row["memory"] = memory(model, data, batch) / whole
+            row["last_step"] = last_step(model, make(), data, batch)
             small.end()
             yield {
                 "network": name,

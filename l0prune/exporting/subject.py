@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.capture import capture
+from l0prune.capture.capture import Captured, capture
 from l0prune.capture.copying import copied_around
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.modes import evaluating
@@ -120,12 +121,7 @@ def surveyed(subject: Subject, *, frees_batch: bool = True) -> Parts:
     """
     plain, example, gated_by = subject.plain, subject.example, subject.plan
     if gated_by.parts == ("",):
-        for is_free in (True, False) if frees_batch else (False,):
-            captured = (
-                with_free_batch(plain, example, subject.free)
-                if is_free
-                else capture(plain, *example)
-            )
+        for captured in _captures(subject, frees_batch):
             analysis = with_code(analyse(captured), plain)
             analysis = _analysed_as_gated(analysis, gated_by)
             if _same_gates(analysis.plan, gated_by):
@@ -145,6 +141,13 @@ def surveyed(subject: Subject, *, frees_batch: bool = True) -> Parts:
         "model by a global or another object, where a copy still finds the original: let it use "
         "self, or what self holds."
     )
+
+
+def _captures(subject: Subject, frees_batch: bool) -> Iterator[Captured]:
+    """Those of the whole model to try, one after the other."""
+    if frees_batch:
+        yield with_free_batch(subject.plain, subject.example, subject.free)
+    yield capture(subject.plain, *subject.example)
 
 
 def _analysed_as_gated(analysis: Analysis, gated_by: Plan) -> Analysis:

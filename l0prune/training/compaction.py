@@ -79,7 +79,7 @@ class Compaction:
         """From here on the states of these optimizers follow, too, and what they save is of the
         whole. Others that followed before may step again, as long as the loop has them."""
         known = self._optimizers
-        new = [each for each in map(bare, optimizers) if not any(each is one for one in known)]
+        new = [each for each in map(bare, optimizers) if each not in known]
         if not new:
             return
         self._following = [*map(ref, [*known, *new])]
