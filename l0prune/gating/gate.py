@@ -114,7 +114,7 @@ def gate(
     if isinstance(kind, type) or not isinstance(kind, Gate):
         raise UsageError(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
-            "your own needs all that l0prune.gates.Gate has"
+            "your own needs all that l0prune.Gate has"
         )
     found = inferred(model, args, kwargs) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)

@@ -45,7 +45,7 @@ def penalty(
 
     With ``prior`` it is the variational penalty of eq. 21: Σ KL(q(z)‖p(z))/N is added, over all
     gates, for a prior p(z) that is a gate of the same kind which is open with that probability
-    (eq. 27, 28). λ·N is then the code length of a weight in nats; ``l0prune.variational`` has the
+    (eq. 27, 28). λ·N is then the code length of a weight in nats; docs/objective.md has the
     whole objective.
 
     Args:

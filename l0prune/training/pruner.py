@@ -197,8 +197,9 @@ class Pruner:
             made_whole = self._is_time_to_look and self.compaction.cut is None  # in between
             if settles or made_whole:
                 self._shrinking.to_what_stands()
-        elif self._is_time_to_look:
-            # Before the first step of a loop of your own the model may still be moved.
+        elif self._is_time_to_look or (self._drives_itself and self.step == 1):
+            # Before the first step of a loop of your own the model may still be moved: what is
+            # closed then goes after it.
             begins = self.step == 0 and not self._drives_itself
             self._shrinking.to_what_is_open(begins=begins)
 

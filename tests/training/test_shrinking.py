@@ -96,6 +96,15 @@ def test_what_wants_the_whole_model_makes_a_cut_one_whole(model, action):
     assert run[1].compaction.cut is None
 
 
+def test_what_is_closed_before_the_first_step_of_an_own_loop_goes_after_it(model):
+    pruner = l0prune.Pruner(model, steps=1000, compact="auto", lam=0.0, say=quiet)
+    optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-3))
+    assert pruner.compaction.cut is None
+    trained(model, pruner, optimizer, 1)
+    assert pruner.compaction.cut is not None
+    assert pruner.compaction.share < 0.9
+
+
 def test_what_was_made_whole_is_cut_again_at_the_next_look(model):
     pruner = l0prune.Pruner(
         model, steps=100, warmup=0, settle=60, compact="settle", say=quiet, lam=0.0
