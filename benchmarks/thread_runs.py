@@ -88,7 +88,7 @@ def learned(of: Model, model: nn.Module, example: Example) -> Prepared:
     model.load_state_dict(dense)
     l0prune.finetune(model, data, budget=budget, round_to=of.round_to, epochs=10, lr=2e-3, **quiet)
     losses["learned"] = loss_of(model, unseen)
-    return model.eval(), {"losses": {"of no use": math.log(WORDS), **losses}}
+    return model.eval(), {"losses": {"uniform guess": math.log(WORDS), **losses}}
 
 
 def made_up(count: int, seed: int) -> Tensor:

@@ -51,7 +51,7 @@ TP, OTO, NNCF, MODELOPT = "Torch-Pruning", "OTO", "NNCF", "ModelOpt"
 CASES = (
     Case(
         f"{TP} 147, 503",
-        "YOLOv8: C2f splits what one convolution made into two halves; index 768 of 384",
+        "YOLOv8: C2f splits what one convolution made into two halves; index 768 is out of range",
         {"yolov8n": Model(lambda: make.yolo("yolov8n.yaml"), "ultralytics, `yolov8n.yaml`")},
     ),
     Case(
@@ -165,8 +165,8 @@ CASES = (
     ),
     Case(
         f"{NNCF} 851, 1057, 1038",
-        "YOLOv5s: export and network disagree; a 3D U-Net, whose InstanceNorms stay at 128 of "
-        "120; counts stay what they were",
+        "YOLOv5s: export and network disagree; a 3D U-Net, whose InstanceNorms keep 128 "
+        "channels of 120; counts stay what they were",
         {
             "yolov5s": Model(lambda: make.yolo("yolov5s.yaml"), "ultralytics, `yolov5s.yaml`"),
             "unet_3d": Model(make.unet_3d, "MONAI"),

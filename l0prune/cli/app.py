@@ -22,7 +22,7 @@ from l0prune.cli.report import report
 from l0prune.cli.survey import survey
 
 _HELP = """\
-Cut a trained PyTorch network down to a smaller one that gives the same answers.
+Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
 
 \b
     l0prune gate model.pt --input 1x3x224x224

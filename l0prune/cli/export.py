@@ -46,7 +46,9 @@ def export(
         bool,
         typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's."),
     ] = True,
-    threads: Annotated[int, typer.Option(min=1, help="That a call may use when timed.")] = 1,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads that a call may use when timed.")
+    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
     ] = None,

@@ -47,7 +47,10 @@ def fit(
     ] = _AUTO,
     kind: Annotated[
         list[str] | None,
-        typer.Option(help="Close gates of this kind of axis alone, such as branch: whole layers."),
+        typer.Option(
+            help="Close gates of this kind of axis alone: channel, neuron, head, head_dim, group, "
+            "input or branch (whole layers)."
+        ),
     ] = None,
     latency: Latency = None,
     data: DataSpec = None,

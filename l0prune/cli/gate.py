@@ -52,13 +52,17 @@ def gate(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
-    include: Annotated[list[str] | None, typer.Option(help="Globs of what to gate.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Globs of what to leave whole.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Globs of axes and branches to gate.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Globs of those to leave whole.")
+    ] = None,
     open_probability: Annotated[
         float, typer.Option(help="How likely a gate is open at first.")
     ] = defaults.OPEN_PROBABILITY,
     jitter: Annotated[
-        float, typer.Option(help="Deviation of the noise on the gates' first log alpha.")
+        float, typer.Option(help="Deviation of the noise on the gates' log α at first.")
     ] = defaults.JITTER,
     kind: Annotated[
         str,
@@ -70,7 +74,7 @@ def gate(
             "--set", help="A setting of the gate as name=value, e.g. --set estimator=median."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of that noise.")] = defaults.SEED,
+    seed: Annotated[int, typer.Option(help="Seed of the noise (--jitter).")] = defaults.SEED,
     keep_class: Annotated[
         KeepClass,
         typer.Option(

@@ -22,14 +22,20 @@ def measure(
     file: Annotated[
         Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="That one call may use.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")] = 1,
     batch: Annotated[int, typer.Option(help="Examples in one call.")] = 1,
-    runtime: Annotated[str, typer.Option(help="What runs the network.")] = "onnxruntime",
+    runtime: Annotated[
+        str, typer.Option(help="What runs the network: onnxruntime, eager or compile (PyTorch).")
+    ] = "onnxruntime",
     provider: Annotated[
-        str | None, typer.Option(help="Of ONNX Runtime, such as CUDAExecutionProvider [the CPU's].")
+        str | None,
+        typer.Option(
+            help="ONNX Runtime's provider, such as CUDAExecutionProvider, or PyTorch's device, "
+            "such as cuda [the CPU]."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many networks are timed.")] = 48,
-    seed: Annotated[int, typer.Option(help="Of their widths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of their random widths.")] = 0,
     bundle: Annotated[
         Path | None,
         typer.Option(
@@ -53,7 +59,8 @@ def measure(
     A budget can then be in milliseconds. What was stopped goes on where it was. Example:
 
         l0prune measure model.gated.pt --threads 1 --batch 1
-        l0prune finetune --latency model.latency.json --budget latency=12ms
+
+        l0prune finetune --data mnist --latency model.latency.json --budget latency=12ms
 
     For another device: --bundle DIR here, `python DIR/run.py` there, --from results.json here.
     """

@@ -15,7 +15,9 @@ RUNS = ("*.run", "runs/*")  # where `finetune` and `run` leave theirs
 
 NoReport = Annotated[
     bool,
-    typer.Option("--report/--no-report", help="Write report.html, a page that shows what came."),
+    typer.Option(
+        "--report/--no-report", help="Write report.html, a page that shows what the run came to."
+    ),
 ]
 
 

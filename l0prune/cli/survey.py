@@ -35,7 +35,8 @@ def survey(
     data: DataSpec = None,
     data_root: DataRoot = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write this page of it, and its data as JSON beside it.")
+        Path | None,
+        typer.Option(help="Write the survey as this page, and its data as JSON beside it."),
     ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,

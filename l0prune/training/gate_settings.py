@@ -31,9 +31,9 @@ class GateSettings(BaseModel):
 
     lam: Any = Field(
         None,
-        description="λ in N training examples, the price of a parameter: 0.1/N, aic, bic, or "
-        "'conv*=10/N,*=0.1/N' by globs over axis names. A number, such a text or a mapping from "
-        "globs; None is 0.1/N, or 0 where there is a budget.",
+        description="λ, the price of a parameter in units of the loss; N is the number of training "
+        "examples: 0.1/N, aic, bic, or 'conv*=10/N,*=0.1/N' by globs over axis names. A number, "
+        "such a text or a mapping from globs; None is 0.1/N, or 0 where there is a budget.",
     )
     measures: Sequence[str] = Field(
         (),

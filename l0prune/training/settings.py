@@ -121,7 +121,7 @@ class Settings(GateSettings):
         AUTO,
         description="What the gates start from: alike, as they were put on, or a score such as "
         "fisher or outputs, told from a few batches: the more a slot matters the further open is "
-        "its gate. auto for fisher (outputs where the loss is at its least, as of a network's own "
+        "its gate. auto for fisher (outputs where the loss has no gradient, as of a network's own "
         "answers), and of branches for removal, where there is a budget and all gates stand alike; "
         "else as they are, as with alike.",
     )
@@ -173,7 +173,7 @@ class Settings(GateSettings):
     channels_last: bool = Field(
         False,
         description="Filters and images lie in memory with their channels last. GPUs like that in "
-        "half precision.",
+        "half precision. Not on a CPU, where torch's convolutions may crash with it.",
     )
     checkpointing: bool = Field(
         False,
