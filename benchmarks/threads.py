@@ -60,7 +60,7 @@ CASES = (
         {
             "mvitv2_tiny": Model(
                 lambda: make.timm("mvitv2_tiny", 96),
-                "timm, images of 96",
+                "timm, images of 96, attention stays whole",
                 exclude=("*.attn", "*.attn.branch"),  # it returns sizes, too: no class without it
             )
         },
@@ -161,7 +161,13 @@ CASES = (
     Case(
         f"{TP} 468",
         "a LLaMA at half the width: nothing is left of its quality",
-        {"llama": Model(lambda: make.language("llama", **SMALL), "transformers", "learned")},
+        {
+            "llama": Model(
+                lambda: make.language("llama", **SMALL),
+                "transformers, learned under params=0.27",
+                "learned",
+            )
+        },
     ),
     Case(
         f"{NNCF} 851, 1057, 1038",
@@ -178,7 +184,9 @@ CASES = (
         {
             "fastspeech2": Model(make.fast_speech, "transformers' FastSpeech2Conformer"),
             "resnet18_ddp": Model(
-                make.resnet18, "torchvision, CIFAR's size, two processes", "in_ddp"
+                make.resnet18,
+                "torchvision, CIFAR's size, learned by two processes under macs=0.3",
+                "in_ddp",
             ),
             "yolov8n_restored": Model(
                 lambda: make.yolo("yolov8n.yaml"), "ultralytics, `yolov8n.yaml`", "restored"

@@ -14,8 +14,7 @@ Printed by `python -m benchmarks.coverage --zoo threads` and `--zoo threads --pa
 Networks come from public packages, at small sizes and with random weights; *rebuilt* ones are
 written anew in `benchmarks/rebuilt.py`, after what the thread says of the code. Unless it says
 otherwise, half of the gates are closed at random (seed 0), and the widths that stay are multiples
-of 8, as `round_to=8` makes them. Exceptions: MViTv2 keeps its attention whole (*can be cut* is said
-without that), ResNet-18 under DDP and Llama learn their gates under a budget.
+of 8, as `round_to=8` makes them.
 
 - *can be cut*: the share of the MACs that some axis reaches. *params*, *MACs*: what is left.
 - *float64*: the largest difference between the gated and the exported model, relative to the
