@@ -1,4 +1,4 @@
-"""Learned L0 gates for any PyTorch network, cut into a smaller one that gives the same answers.
+"""Learned L0 gates for any PyTorch network, cut into a smaller one that computes the same.
 
 Names are loaded when they are first used: ``import l0prune`` itself costs next to nothing.
 """

@@ -16,7 +16,7 @@ Command = Callable[..., None]
 
 _FLAGS = {"lam": "--lambda", "measures": "--measure"}  # lambda is a keyword of Python
 _REPEATED = {"budget", "measures"}  # options that may be given again
-_MORE = {"budget": "Several: give it again. λ is 0 then unless --lambda is given"}
+_MORE = {"budget": "Several: give it again. With one λ is 0, unless --lambda is given"}
 
 
 def with_settings(*names: str) -> Callable[[Command], Command]:
