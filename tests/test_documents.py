@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import l0prune
+from l0prune.training.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -43,6 +44,30 @@ def test_every_file_and_benchmark_that_is_named_exists(page):
         assert importlib.util.find_spec(name), name
     for name in re.findall(r"`((?:tests|benchmarks|l0prune|docs)/[\w/]+\.(?:py|md|toml))`", text):
         assert (ROOT / name).is_file(), name
+
+
+def _table_of_defaults():
+    """The rows of docs/budgets.md: names of settings, and what is said of them."""
+    section = (ROOT / "docs/budgets.md").read_text().split("## Defaults")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`(\w+)`", names), said) for names, said in rows]
+
+
+DEFAULTS = [pytest.param(*row, id=" ".join(row[0])) for row in _table_of_defaults()]
+
+
+@pytest.mark.parametrize(("names", "said"), DEFAULTS)
+def test_the_table_of_defaults_is_that_of_the_settings(names, said):
+    found = re.findall(r"(\d+(?:\.\d+)?(?:e-?\d+)?)( %)?", said)
+    numbers = [float(number) / (100 if percent else 1) for number, percent in found]
+    for name in names:
+        default = Settings.model_fields[name].default
+        if isinstance(default, str):
+            assert default in said.lower()
+        elif isinstance(default, bool):
+            assert ("on" if default else "off") in said.split(", ")[-1]
+        elif default is not None:
+            assert default in numbers
 
 
 def _examples():

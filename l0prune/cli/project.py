@@ -9,21 +9,33 @@ from typing import Any
 from l0prune.errors import UsageError
 
 DEFAULTS_FILE = "l0prune.toml"
+_TEXTS = ("model", "input", "data", "data_root")
+_SETTINGS = "finetune"
 
 
 def defaults() -> dict[str, Any]:
     """Options given once for all commands in this folder.
 
     Raises:
-        UsageError: ``l0prune.toml`` is no TOML.
+        UsageError: ``l0prune.toml`` is no TOML, or says what is no default.
     """
     path = Path(DEFAULTS_FILE)
     if not path.exists():
         return {}
     try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{DEFAULTS_FILE} cannot be read: {error}") from error
+    for name, value in found.items():
+        if name not in (*_TEXTS, _SETTINGS):
+            raise UsageError(
+                f"{DEFAULTS_FILE} has {', '.join(_TEXTS)} and a table [{_SETTINGS}] of the "
+                f"settings of training, not {name}"
+            )
+        kind, what = (dict, "a table") if name == _SETTINGS else (str, "a text")
+        if not isinstance(value, kind):
+            raise UsageError(f"{name} in {DEFAULTS_FILE} is {what}, not {value!r}")
+    return found
 
 
 def chosen(given: Any, name: str, info: dict[str, Any] | None = None) -> Any:

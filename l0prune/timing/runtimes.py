@@ -101,7 +101,7 @@ class Torch:
         return lambda kept: collect.share(**turns.of_slots(kept, _SECONDS))
 
 
-_RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
+RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     "onnxruntime": OnnxRuntime,
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
@@ -114,6 +114,6 @@ def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runti
     Raises:
         UsageError: there is none of this name, or it is not installed, or has no such provider.
     """
-    if name not in _RUNTIMES:
-        raise UsageError(f"runtime is one of {', '.join(_RUNTIMES)}, not {name!r}")
-    return _RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))
+    if name not in RUNTIMES:
+        raise UsageError(f"runtime is one of {', '.join(RUNTIMES)}, not {name!r}")
+    return RUNTIMES[name]([providers] if isinstance(providers, str) else list(providers or ()))

@@ -1,6 +1,7 @@
 """The command line, driven as a user drives it: commands in a folder."""
 
 import json
+import re
 from dataclasses import asdict
 
 import onnxruntime
@@ -12,6 +13,8 @@ from torch import nn
 
 import l0prune
 from l0prune.cost import measures
+from l0prune.selection import scores
+from l0prune.timing.runtimes import RUNTIMES
 
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
 
@@ -213,6 +216,17 @@ def test_help_teaches_with_an_example(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
     assert f"l0prune {name} " in out
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"), [("measure", tuple(RUNTIMES)), ("fit", (*scores.names(), "gates", "auto"))]
+)
+def test_help_names_all_there_is_to_choose_from(command, name, choices):
+    """The help is written by hand, since it is to come without loading torch."""
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    words = re.sub(r"[^a-z-]+", " ", out).replace("- ", "-")  # a line may end at a hyphen
+    assert set(choices) <= set(words.split())
 
 
 def test_help_shows_the_main_job_a_line_each(command):

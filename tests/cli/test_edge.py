@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from l0prune.cli.edge import complain, say
-from l0prune.cli.project import newest
+from l0prune.cli.project import defaults, newest
 from l0prune.errors import UsageError
 
 
@@ -17,6 +17,29 @@ def test_the_newest_file_is_a_file(tmp_path, monkeypatch):
         newest("*.gated.pt", command="l0prune gate")
     (tmp_path / "c.gated.pt").touch()
     assert newest("*.gated.pt", command="l0prune gate").name == "c.gated.pt"
+
+
+def test_what_a_folder_knows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert defaults() == {}
+    (tmp_path / "l0prune.toml").write_text('data = "mnist"\n[finetune]\nbudget = "macs=0.5"\n')
+    assert defaults() == {"data": "mnist", "finetune": {"budget": "macs=0.5"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('budget = "macs=0.5"', r"a table \[finetune\] of the settings of training, not budget"),
+        ("data = 5", "data in l0prune.toml is a text, not 5"),
+        ("finetune = 3", "finetune in l0prune.toml is a table, not 3"),
+        ("data = ", "cannot be read"),
+    ],
+)
+def test_what_a_folder_cannot_say(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "l0prune.toml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        defaults()
 
 
 @pytest.mark.parametrize("tell", [say, complain])
