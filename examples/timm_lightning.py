@@ -68,13 +68,14 @@ def train(folder: Path, *others: lightning.Callback, resume: Path | None = None)
     network = timm.create_model("test_resnet", num_classes=4)
     l0prune.gate(network, torch.randn(2, 3, SIZE, SIZE))
     pruner = l0prune.Pruner(network, budget="macs=0.5", steps=STEPS, gate_lr=0.2, say=print)
+    batches = DataLoader(images(1024, seed=1), batch_size=16, shuffle=True)
+    pruner.start_from(batches)
     kept = ModelCheckpoint(folder, filename="last", every_n_train_steps=STOP)
     trainer = lightning.Trainer(
         accelerator="cpu", max_steps=STEPS, accumulate_grad_batches=2, gradient_clip_val=1.0,
         logger=False, enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=20,
         default_root_dir=folder, callbacks=[L0Callback(pruner), kept, *others],
     )  # fmt: skip
-    batches = DataLoader(images(1024, seed=1), batch_size=16, shuffle=True)
     trainer.fit(Classifier(network), batches, ckpt_path=resume)
     return network
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
+from l0prune.running.criteria import Loss
 from l0prune.training.compaction import Compaction
 from l0prune.training.decision import Decision
 from l0prune.training.doctor import Doctor
@@ -23,7 +25,9 @@ from l0prune.training.keywords import GateKeywords
 from l0prune.training.own_optimizer import OwnOptimizer
 from l0prune.training.phases import Phases
 from l0prune.training.pruner_state import FORMAT, check
+from l0prune.training.settings import AUTO
 from l0prune.training.shrinking import Shrinking
+from l0prune.training.start import begin_from
 
 # Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
 _BETAS = (0.9, 0.99)
@@ -92,22 +96,27 @@ class Pruner:
         self._settings = GateSettings.of(settings)
         self._drives_itself = not isinstance(steps, Phases)
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
-        self._terms = GateTerms(model, self.gates, self._settings, n, self.phases)
-        self.budget = self._terms.budget
+        self._n = n
+        self._set_out()
         is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model, own_loop=self._drives_itself)
         self._shrinking = Shrinking(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
-        learning = self.phases.learning
-        self._decision = Decision(self.gates, learning, self._settings.decide, self.budget)
         self.step = 0
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
-        self.doctor = Doctor(self._terms, self.phases)
         if self._drives_itself:
             self.begin_step()
+
+    def _set_out(self) -> None:
+        """From the gates as they are now."""
+        self._terms = GateTerms(self.model, self.gates, self._settings, self._n, self.phases)
+        self.budget = self._terms.budget
+        learning = self.phases.learning
+        self._decision = Decision(self.gates, learning, self._settings.decide, self.budget)
+        self.doctor = Doctor(self._terms, self.phases)
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
         for name, given in (("steps", steps), ("warmup", warmup), ("settle", settle)):
@@ -116,6 +125,57 @@ class Pruner:
         # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
         least = int(self._settings.budget is not None or self._settings.rounds)
         return Phases.plan(steps, warmup, settle, least)
+
+    def start_from(
+        self,
+        data: Any,
+        *,
+        start: str = AUTO,
+        at_once: float = 0.5,
+        loss: Loss | str | None = None,
+        batch_size: int = 100,
+        device: str | torch.device = "auto",
+        seed: int = 0,
+    ) -> str:
+        """Before the first step: let gates start from what some batches of data tell, in place.
+
+        What ``finetune`` does by itself: under a budget each gate starts the further open the more
+        its slot matters, and what matters least, half of the way to the budget, is closed at once.
+
+        Args:
+            data: what ``finetune`` takes; its training part is used.
+            start: a score, or alike; see ``Settings``, as of ``at_once``.
+            at_once: the part of the way to a budget that is cut at once, 0 to 1.
+            loss: see ``Task``; None for that of the data, or ``"auto"``.
+            batch_size: examples a batch, where the data lets us choose.
+            device: where to look at the data, as for ``finetune``.
+            seed: of its order.
+
+        Returns:
+            What was done, in words; empty where all stays as it was: as by default without a
+            budget, or where gates have moved before.
+
+        Raises:
+            UsageError: the run has begun, a setting makes no sense, the weights are in shards, or
+                a score that is named cannot be told of this data.
+            DataError: the data is empty, or nothing to learn from.
+        """
+        if self.step:
+            raise UsageError(
+                f"gates start before the first step, and {self.step} steps are done: call "
+                "start_from before the loop, and before the state of a run that goes on is loaded"
+            )
+        begun = begin_from(
+            self.model, data, self.phases.learning, self.budget,
+            start=start, at_once=at_once, loss=loss, batch_size=batch_size, device=device,
+            seed=seed,
+        )  # fmt: skip
+        if begun.said:
+            self._set_out()
+            if begun.decided and self._settings.decide is None:
+                self.branches_stand()
+            self._decision.hold(0)
+        return begun.said
 
     # --- optimizers ------------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ def _train_in(
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
         begun = start.Beginning()
         if pruner is not None and not world.from_first(goes_on):
-            begun = start.begin(model, task, settings, pruner, feed, device, world)
+            learning, budget = pruner.phases.learning, pruner.budget
+            begun = start.begin(model, settings, learning, budget, feed, device, world)
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,16 @@ from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
+from l0prune.running.criteria import Loss
 from l0prune.running.feed import Feed
-from l0prune.running.processes import World
+from l0prune.running.processes import World, joined
+from l0prune.running.shards import is_sharded
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce
 from l0prune.selection.scores import Told, over_axis_mean, together, told, told_best
 from l0prune.selection.subject import Subject
 from l0prune.training.looks import Looks
-from l0prune.training.pruner import Pruner
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
 
@@ -44,11 +46,11 @@ class Beginning:
 
 def begin(
     model: nn.Module,
-    task: Task,
     settings: Settings,
-    pruner: Pruner,
+    learning: int,
+    budget: Budget | None,
     feed: Feed,
-    device: torch.device,
+    device: str | torch.device,
     world: World,
 ) -> Beginning:
     """Let the gates start from the score that is wanted, in place.
@@ -57,9 +59,9 @@ def begin(
 
     Args:
         model: a gated model.
-        task: the data and the loss.
         settings: of the run; ``start`` and ``at_once`` are what is wanted.
-        pruner: of the run; its budget says what is closed at once.
+        learning: steps in which the gates learn.
+        budget: of the run, if it has one; it says what is closed at once.
         feed: the batches that it trains on.
         device: where to look at such.
         world: the processes that train.
@@ -68,13 +70,12 @@ def begin(
         UsageError: the score cannot be told of this data; where none was asked for by name, the
             gates start alike then, and it is said why. So it is with a DataError.
     """
-    learning = pruner.phases.learning
-    how = _wanted(model, settings, learning)
+    how = _wanted(model, settings.start, learning, budget)
     if how == ALIKE:
         return Beginning()
     gates, size = gates_of(model), feed.length
     looks = Looks.of(learning, size, int(switches_of(gates.plan).sum()))
-    subject = Subject(*holder(model), task, None, feed.batch_size, device, settings.seed)
+    subject = Subject(*holder(model), feed.task, None, feed.batch_size, device, settings.seed)
     slots = replace(subject, batches=min(feed.steps, looks.slots))
     most = math.ceil(feed.steps * size / max(1, looks.few))
     branches = replace(subject, batches=min(most, looks.branches), batch_size=looks.few)
@@ -90,15 +91,43 @@ def begin(
         scores = over_axis_mean(gates.plan, together(gates.plan, found))
         gates.lean(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
-        if pruner.budget is None or not settings.at_once:
+        if budget is None or not settings.at_once:
             return Beginning(said)
-        cut = _cut(ways, pruner.budget, settings.at_once, scores)
+        cut = _cut(ways, budget, settings.at_once, scores)
         return replace(cut, said=f"{said}; {cut.said}")
 
     with stage("the scores from which the gates start"):
         found = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return found or Beginning()
+
+
+def begin_from(
+    model: nn.Module,
+    data: Any,
+    learning: int,
+    budget: Budget | None,
+    *,
+    loss: Loss | str | None,
+    batch_size: int,
+    device: str | torch.device,
+    seed: int,
+    **wanted: Any,
+) -> Beginning:
+    """The same for a loop of the user's own: see ``Pruner.start_from``.
+
+    Raises:
+        UsageError: a setting makes no sense, the weights are in shards, or a score that is named
+            cannot be told of this data.
+        DataError: the data is empty, or nothing to learn from.
+    """
+    if any(map(is_sharded, model.parameters())):
+        raise UsageError("the weights are in shards (FSDP): call start_from before that")
+    root, _ = holder(model)
+    settings = Settings.of({**wanted, "batch_size": batch_size, "seed": seed})
+    feed = Feed(Task.of(data, loss), batch_size, seed, augment=False)
+    with joined() as world:
+        return begin(root, settings, learning, budget, feed, device, world)
 
 
 def _said(told: Told) -> str:
@@ -121,11 +150,11 @@ def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Begin
     return Beginning(f"cut at once: {', '.join(shares)} stays{without}", decided)
 
 
-def _wanted(model: nn.Module, settings: Settings, learning: int) -> str:
+def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:
     """The name of the score, or ``ALIKE``."""
     if not learning or not gates_of(model).log_alpha.requires_grad:
         return ALIKE
-    if settings.start != AUTO:
-        return settings.start
-    starts = settings.budget is not None and gates_of(model).stand_alike()
+    if start != AUTO:
+        return start
+    starts = budget is not None and gates_of(model).stand_alike()
     return AUTO if starts else ALIKE

@@ -50,7 +50,23 @@ def made(steps=STEPS, **settings):
     return model, pruner, torch.optim.Adam(pruner.param_groups(lr=1e-2))
 
 
-def test_a_loop_of_ones_own_is_finetune_to_the_bit():
+def started(model, pairs, **settings):
+    """A ``Pruner`` whose gates start as ``finetune`` has it."""
+    pruner = Pruner(model, **settings)
+    said = pruner.start_from(pairs)
+    assert said.startswith("start: gates as their scores say: fisher of 8 batches; cut at once")
+    return pruner
+
+
+def started_by_hand(model, pairs, **settings):
+    scores = l0prune.score(model, "fisher", pairs, batches=10)
+    l0prune.gates(model).lean(scores)
+    l0prune.fit(model, f"params={0.5**0.5}", scores, fill=False)
+    return Pruner(model, **settings)
+
+
+@pytest.mark.parametrize("start", [started, started_by_hand])
+def test_a_loop_of_ones_own_is_finetune_to_the_bit(start):
     """Eight batches of 30 an epoch, no average, no recalibration: what is left is the same."""
     pairs = [(x, y) for x, y in batches(8)]
     ours = gated()
@@ -61,10 +77,8 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit():
             **settings,
         )  # fmt: skip
     own = gated()
-    scores = l0prune.score(own, "fisher", pairs, batches=10)
-    l0prune.gates(own).lean(scores)
-    l0prune.fit(own, f"params={0.5**0.5}", scores, fill=False)
-    pruner = Pruner(own, steps=STEPS, warmup=8, settle=16, say=quiet, compact="settle", **SETTINGS)
+    settings = {"steps": STEPS, "warmup": 8, "settle": 16, "say": quiet, "compact": "settle"}
+    pruner = start(own, pairs, **settings, **SETTINGS)
     optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-2), fused=True)
     torch.manual_seed(0)  # as finetune seeds its run
     own_loop(own.train(), pruner, optimizer, STEPS)
@@ -134,10 +148,13 @@ def test_the_penalty_is_added_after_clipping_and_only_once():
     torch.testing.assert_close(value, penalty(model, 0.01).detach())
 
 
+@pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken):
+def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken, starts):
     whole = made()
     for model, pruner, optimizer in (whole,):
+        if starts:
+            assert pruner.start_from(list(batches(8)))
         if taken:
             pruner.take_gates()
         torch.manual_seed(1)

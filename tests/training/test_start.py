@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from processes import in_processes
 from small_task import CLASSES, FEATURES, clouds, data, gated, network, tensors
 from torch import nn
+from torch.distributed import is_available
 from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import DataError, UsageError
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.switches import switches_of
 from l0prune.training.loop import Loop
@@ -267,3 +269,80 @@ def test_an_unknown_score_leaves_the_model_as_it_was():
     ):
         l0prune.finetune(model, data(), budget="params=0.5", start="best", progress=False)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def residual():
+    torch.manual_seed(0)
+    return l0prune.gate(Residual(), (clouds().inputs[:2],), branches=True)
+
+
+BUDGET = {"steps": 6, "budget": "params=0.5"}  # an epoch of 40 examples a step
+
+
+def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
+    expected = start_of(residual(), monkeypatch, budget="params=0.5")
+    model = residual()
+    pruner = Pruner(model, **BUDGET)
+    params = list(pruner.param_groups())
+    said = pruner.start_from(data(), batch_size=40)
+    gates = l0prune.gates(model)
+    assert torch.equal(gates.log_alpha, expected)
+    assert "removal of 1 batch; cut at once: params=0.5: " in said
+    p = gates.open_probability().detach()[switches_of(gates.plan)]
+    assert bool(stand(p).all())
+    assert any(group["params"][0] is gates.log_alpha for group in params)
+    record = pruner.record()["budget"]["params=0.5"]
+    assert record["target"] == pytest.approx(record["share"])  # it falls from what is left
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [({"steps": 6, "lam": 0.1}, {}), (BUDGET, {"start": "alike"})],
+)
+def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
+    model = residual()
+    pruner = Pruner(model, **settings)
+    before = tensors(model)
+    assert pruner.start_from(data(), **asked) == ""
+    assert all(torch.equal(before[name], value) for name, value in tensors(model).items())
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "kind", "message"),
+    [
+        (data(), {"start": "best"}, UsageError, "start must be one of auto, alike"),
+        (data(), {"at_once": 2.0}, UsageError, "at_once must be a number from 0 to 1, not 2"),
+        (data(), {"loss": "sorcery"}, UsageError, "sorcery"),
+        (5, {}, DataError, "nothing to train on"),
+        ([], {}, DataError, "empty"),
+    ],
+)
+def test_what_a_start_of_ones_own_cannot_be(given, settings, kind, message):
+    model = residual()
+    pruner = Pruner(model, **BUDGET)
+    before = tensors(model)
+    with pytest.raises(kind, match=message):
+        pruner.start_from(given, **settings)
+    assert all(torch.equal(before[name], value) for name, value in tensors(model).items())
+
+
+def test_a_run_that_has_begun_does_not_start():
+    pruner = Pruner(residual(), **BUDGET)
+    pruner.advance()
+    with pytest.raises(UsageError, match="gates start before the first step"):
+        pruner.start_from(data())
+
+
+def start_of_own(rank):
+    """Each process has examples of its own."""
+    model = residual()
+    Pruner(model, **BUDGET).start_from(clouds(seed=rank), batch_size=40)
+    return l0prune.gates(model).log_alpha.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_available(), reason="torch without torch.distributed")
+def test_processes_that_train_together_start_from_the_same(tmp_path):
+    first, second = in_processes(start_of_own, folder=tmp_path)
+    assert torch.equal(first, second)
+    assert torch.equal(first, start_of_own(0))
