@@ -13,8 +13,10 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from l0prune.capture.own_forward import take_off
+from l0prune.errors import UsageError
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -25,9 +27,19 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
     Args:
         model: any module. What its code reaches by a global is not copied.
         replaced: by id, what stands in the copy for an object of the model.
+
+    Raises:
+        UsageError: it holds what cannot be copied, such as a lock or an open file.
     """
     memo: dict[int, Any] = dict(replaced or {})
-    result: Model = copy.deepcopy(model, memo)
+    try:
+        with _Detached():
+            result: Model = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(
+            f"the model cannot be copied, and its copies are what is worked on: {error}. Keep what "
+            "is no part of the network (locks, files) out of it, or give it a __deepcopy__"
+        ) from error
     renewal = _Renewal({id(module) for module in model.modules()}, memo)
     for module in result.modules():
         renewal.of(vars(module))
@@ -49,6 +61,22 @@ def _sharing(parameter: nn.Parameter) -> nn.Parameter:
     result = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
     vars(result).update(vars(parameter))
     return result
+
+
+class _Detached(TorchFunctionMode):
+    """Within it, tensors in the middle of a graph are copied, too, without their graph.
+
+    Models keep such of their last forward (a loss beside the output, the weight that torch's old
+    ``weight_norm`` computes), and torch refuses to copy them.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return function(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 class _Renewal:

@@ -95,6 +95,11 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
     (comparison,) = proven.comparisons.values()
     if comparison.training:
         raise UsageError(f"in training mode {comparison.training}")
+    if comparison.untried:
+        raise UsageError(
+            "whether it computes the same in training mode cannot be tried on its example "
+            f"({comparison.untried})"
+        )
     emptied = {name for name, tensor in proven.tensors.items() if not tensor.numel()}
     return Form(kept, proven.changes, proven.layers, proven.scales, emptied)
 

@@ -6,20 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured, capture
 from l0prune.capture.copying import copied_around
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
-from l0prune.capture.modes import evaluating
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.certify.sizes import Sizes, sizes_taken
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
-from l0prune.gating.attaching import check_intact, detach, gates_of
+from l0prune.gating.attaching import check_intact, detach
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
@@ -68,7 +65,7 @@ def subject_of(model: nn.Module) -> Subject:
     """
     _check_has_values(model)
     check_intact(model)
-    gated = _copy(model).eval()
+    gated = copied_around(model).eval()
     plain = copied_around(gated)
     bank = detach(plain)
     dtypes = Dtypes.of(plain)
@@ -88,23 +85,6 @@ def _check_has_values(model: nn.Module) -> None:
             "export. survey and gate take such a model. For export, build it on the CPU, gate it "
             "in the same way, and load the trained weights and gates: model.load_state_dict(...)."
         )
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A copy around its weights, also of a model that keeps tensors of its last forward.
-
-    The hook of torch's old ``weight_norm`` leaves the weight that it computed on the module, and
-    torch copies no tensor in the middle of a graph; a forward without gradients leaves another.
-    """
-    try:
-        return copied_around(model)
-    except RuntimeError:
-        args, kwargs = gates_of(model).example
-        place = next(model.parameters()).device
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(place), (args, kwargs))
-        with evaluating(model), torch.no_grad():
-            model(*args, **kwargs)
-        return copied_around(model)
 
 
 @stage("capturing the model")

@@ -37,7 +37,7 @@ def _along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
         values = values.unsqueeze(0)
     for _ in after:
         values = values.unsqueeze(-1)
-    if dim == 0 or prod(after) == 1 or not tensor.is_contiguous():
+    if dim == 0 or prod(after) == 1 or not tensor.numel() or not tensor.is_contiguous():
         return values
     one = tensor.detach()
     for before in range(dim):

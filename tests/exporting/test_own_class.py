@@ -11,7 +11,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
-from l0prune.exporting.own_class.comparison import InTraining, training_fault
+from l0prune.exporting.own_class.comparison import Expected
 
 
 class Attention(nn.Module):
@@ -305,6 +305,30 @@ def test_a_class_that_trains_on_something_else_says_so(rate):
     assert "it computes something else there" in dense.note
 
 
+class Keeping(nn.Module):
+    """It keeps a mean over what is cut, for a loss beside its output."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.last, self.where = nn.Linear(6, 8), nn.Linear(8, 3), where
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if self.training and self.where == "mean":
+            self.mean = 0.9 * self.mean + x.detach().mean()
+        elif self.training:
+            self.kept = [self.last(x).mean(), x.mean()]
+        return self.last(x)
+
+
+@pytest.mark.parametrize("where", ["mean", "kept[1]"])
+def test_a_class_that_keeps_something_else_of_a_forward_says_so(where):
+    _, dense = exported(Keeping(where), torch.randn(4, 6))
+    assert dense.rebuilt
+    assert f"{where} becomes something else there" in dense.note
+
+
 class Dropping(nn.Module):
     """So few numbers that two seeds often drop the same of them."""
 
@@ -350,9 +374,9 @@ def test_a_dropout_that_drops_what_is_closed_anyway_is_no_fault():
     module = l0prune.export(model).module
     for rate in torch.linspace(0.02, 0.6, 20):
         model.drop.p = module.drop.p = float(rate)
-        before = InTraining.of(model, ((x,), {}))
-        assert before is not None
-        assert training_fault(before, module) == ""
+        before = Expected.by(model, ((x,), {}))
+        assert before.of is not None
+        assert before.fault_of(module) == ""
 
 
 def test_of_the_guesses_only_those_that_are_needed_stay():

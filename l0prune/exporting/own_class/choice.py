@@ -15,11 +15,10 @@ from l0prune.exporting.own_class.cached_steps import CachedStep
 from l0prune.exporting.own_class.comparison import (
     SOMETHING_ELSE,
     Comparison,
-    InTraining,
+    Expected,
     compare_class,
     first_difference,
     has_gates,
-    training_fault,
 )
 from l0prune.exporting.own_class.layers import Layer, layers_for
 from l0prune.exporting.own_class.queries import query_scales
@@ -138,9 +137,11 @@ class Reference:
     is_trained: bool = True
 
     @cached_property
-    def in_training(self) -> InTraining | None:
-        """What has to come out in training mode; None where that cannot be tried."""
-        return InTraining.of(self.module, self.answers[0].inputs) if self.is_trained else None
+    def in_training(self) -> Expected:
+        """What has to come out in training mode."""
+        if not self.is_trained:
+            return Expected(None)
+        return Expected.by(self.module, self.answers[0].inputs)
 
     @cached_property
     def cached_step(self) -> CachedStep | None:
@@ -235,7 +236,9 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
         if not comparison.reason and each.cached_step is not None:
             comparison = replace(comparison, reason=each.cached_step.fault_of(new))
         if not comparison.reason:
-            comparison = replace(comparison, training=training_fault(each.in_training, new))
+            expected = each.in_training
+            training, untried = expected.fault_of(new), expected.untried
+            comparison = replace(comparison, training=training, untried=untried)
         comparisons[each.path] = comparison
     return Choice(module, changes, comparisons)
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.places import raised_at
+from l0prune.capture.provenance import within
 from l0prune.capture.recording import record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
@@ -37,11 +38,13 @@ class Comparison:
     Attributes:
         reason: why not, for the user; empty where it can.
         training: why it is not right in training mode, where the model was; empty else.
+        untried: why training mode could not be tried; empty else.
         checks: the comparisons that it passed.
     """
 
     reason: str = ""
     training: str = ""
+    untried: str = ""
     checks: tuple[Check, ...] = ()
 
 
@@ -91,53 +94,97 @@ class InTraining:
     Attributes:
         inputs: the input.
         output: the tensors that it returns.
+        left: by path, the tensors that its modules hold afterwards beside parameters: buffers, and
+            what code keeps of a forward, such as a loss of its own.
         draws: the random numbers that it drew.
-        is_gated: whether it carries gates, without which a smaller one computes something else.
     """
 
     inputs: Inputs
     output: list[Tensor]
+    left: dict[str, Tensor]
     draws: SteadyDraws
-    is_gated: bool
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Inputs) -> InTraining | None:
-        """None where it wants more than it is given here, such as targets."""
+    def of(cls, module: nn.Module, inputs: Inputs) -> InTraining:
+        """Run a copy of the module."""
+        again = lent(module, torch.float64).train()
+        for bank in again.modules():
+            if isinstance(bank, Gates):
+                bank.fixed = True
+        args, kwargs = cast(inputs, torch.float64)
+        in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
+        with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
+            warnings.simplefilter("ignore")
+            output = again(*args, **kwargs)
+        return cls(inputs, _tensors(output), _left_in(again), draws)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a resized module has to compute in training mode.
+
+    Attributes:
+        of: what the one before the cut does; None where that cannot be tried.
+        untried: why not; empty else.
+        is_gated: whether it carries gates, without which a smaller one computes something else.
+    """
+
+    of: InTraining | None
+    untried: str = ""
+    is_gated: bool = False
+
+    @classmethod
+    def by(cls, module: nn.Module, inputs: Inputs) -> Expected:
+        """Of a module that may want more than it is given here: targets, or a batch of two."""
+        untried = ""
+        for given in (inputs, _twice(inputs)):
+            try:
+                return cls(InTraining.of(module, given), is_gated=has_gates(module))
+            except Exception as error:
+                first = next(iter(str(error).splitlines()), "")
+                untried = untried or f"{type(error).__name__}: {first}"
+        return cls(None, untried)
+
+    def fault_of(self, module: nn.Module) -> str:
+        """Why the resized module is not to be trained on; empty if it is, or neither can be."""
+        if self.of is None:
+            return ""
         try:
-            return cls(inputs, *_in_training(module, inputs), has_gates(module))
-        except Exception:
-            return None
-
-
-def training_fault(expected: InTraining | None, module: nn.Module) -> str:
-    """Why the resized module is not to be trained on; empty if it is, or neither can be."""
-    if expected is None:
+            found = InTraining.of(module, self.of.inputs)
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), "")
+            return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
+        if [leaf.shape for leaf in found.output] != [leaf.shape for leaf in self.of.output]:
+            return "its output has another shape at these sizes"
+        if not self.is_gated or not found.draws.is_like(self.of.draws):
+            return ""
+        if difference(self.of.output, found.output) > _ROUNDING:
+            return "it computes something else there at these sizes"
+        for name, tensor in self.of.left.items():
+            other = found.left.get(name, tensor)
+            if other.shape == tensor.shape and difference(tensor, other) > _ROUNDING:
+                return f"{name} becomes something else there at these sizes"
         return ""
-    try:
-        found, draws = _in_training(module, expected.inputs)
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
-    if [leaf.shape for leaf in found] != [leaf.shape for leaf in expected.output]:
-        return "its output has another shape at these sizes"
-    is_exact = expected.is_gated and draws.is_like(expected.draws)
-    if is_exact and difference(expected.output, found) > _ROUNDING:
-        return "it computes something else there at these sizes"
-    return ""
 
 
-def _in_training(module: nn.Module, inputs: Inputs) -> tuple[list[Tensor], SteadyDraws]:
-    """The output's tensors in training mode, gates at their eval values; and what it drew."""
-    again = lent(module, torch.float64).train()
-    for bank in again.modules():
-        if isinstance(bank, Gates):
-            bank.fixed = True
-    args, kwargs = cast(inputs, torch.float64)
-    in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
-    with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
-        warnings.simplefilter("ignore")
-        output = again(*args, **kwargs)
-    return _tensors(output), draws
+def _twice(inputs: Inputs) -> Inputs:
+    """All examples twice: some layers cannot be trained on a single one."""
+
+    def doubled(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+
+    twice: Inputs = pytree.tree_map_only(Tensor, doubled, inputs)
+    return twice
+
+
+def _left_in(module: nn.Module) -> dict[str, Tensor]:
+    found = dict(module.named_buffers())
+    for path, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for number, tensor in enumerate(_tensors(value)):
+                    found[f"{within(path, name)}{f'[{number}]' if number else ''}"] = tensor
+    return found
 
 
 def _tensors(output: Any) -> list[Tensor]:
