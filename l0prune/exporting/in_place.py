@@ -251,7 +251,6 @@ class Cut:
     @torch.no_grad()
     def undo(self) -> None:
         """Make the model whole: what was cut off comes back as it was, its gates closed."""
-        self._gates.cut_to(None)
         for before in reversed(self._before):
             _restore(before)
         self._before = []
@@ -262,8 +261,9 @@ class Cut:
             if tensor.shape != self.places[name].shape:
                 whole, grad = self.in_whole(name, tensor.data), tensor.grad
                 if grad is not None:
-                    grad = self.places[name].put(grad, torch.zeros_like(whole))
+                    grad = _grad_of(self.places[name], grad, whole)
                 _put_data(tensor, whole, grad)
+        self._gates.cut_to(None)
 
     @torch.no_grad()
     def in_whole(self, name: str, small: Tensor) -> Tensor:
@@ -299,6 +299,14 @@ def _put_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = data
     tensor.grad = grad
+
+
+def _grad_of(place: Place, small: Tensor, whole: Tensor) -> Tensor:
+    """The gradient of a whole tensor, of which there is one of what is left."""
+    nothing = torch.zeros_like(whole)
+    if small.layout == torch.strided:
+        return place.put(small, nothing)
+    return place.put(small.to_dense(), nothing).to_sparse(small.sparse_dim())  # of an embedding
 
 
 def _restore(before: _Before) -> None:

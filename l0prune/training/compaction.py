@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -19,6 +20,7 @@ from l0prune.cost.model import cost_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
 from l0prune.gating.attaching import holder
+from l0prune.gating.gated_class import CHILD
 from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
 from l0prune.running.device import device_of
@@ -58,8 +60,11 @@ class Compaction:
     """
 
     def __init__(self, model: nn.Module, own_loop: bool = False) -> None:
-        self._model, self._own_loop = model, own_loop
+        self._own_loop = own_loop
         self._root, self._gates = holder(model)
+        # What is around it may use its layers, or hold its tensors under names of its own.
+        self._is_part = self._root is not model and not own_loop
+        self._is_joined = any(isinstance(each, DistributedDataParallel) for each in model.modules())
         self.cut: Cut | None = None
         self.share = 1.0
         self._following: list[ref[Optimizer]] = []
@@ -85,8 +90,6 @@ class Compaction:
         self._following = [*map(ref, [*known, *new])]
         if self.cut is not None:
             cut_states(new, self.cut.by_id())
-            for hook in self._hooks:
-                hook.remove()
             self._hook()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -96,12 +99,14 @@ class Compaction:
 
     def hindrance(self) -> str:
         """Why the model could not be cut, as far as that is known beforehand; else empty."""
-        if any(map(is_sharded, self._model.parameters())):
+        if any(map(is_sharded, self._root.parameters())):
             return "its weights are in shards (FSDP)"
+        if self._is_part:
+            return "it is a part of the module that is trained: give finetune the network itself"
         if self._gates.plan.parts != ("",):
             return "it was captured in parts"
         is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self._own_loop and is_shared:
+        if self._own_loop and (is_shared or self._is_joined):
             return "several processes train it, and what joins them is made for the whole network"
         return watched(self._root)
 
@@ -136,7 +141,7 @@ class Compaction:
             raise UsageError(reason)
         form = self._form(kept)
         self.let_go()
-        cut = Cut(self._model, form)
+        cut = Cut(self._root, form)
         places = cut.by_id()
         try:
             if form.emptied:
@@ -183,6 +188,9 @@ class Compaction:
     def look(self, *, begins: bool = False) -> None:
         """Cut what was closed for good at the last look and is so still, where it saves enough.
 
+        A slot that is cut and whose gate has opened since, by a prior or the user's own hand, is
+        there again.
+
         Args:
             begins: no step was done yet, so that what is closed never was open in one.
 
@@ -194,12 +202,16 @@ class Compaction:
         if before is None:
             return
         kept = self._left(~(closed & before))
-        if self._share_of(kept) <= _LESS * self.share:
+        if self._lacks(self._gates.open()) or self._share_of(kept) <= _LESS * self.share:
             self.begin(kept)
 
+    def _lacks(self, open_: Tensor) -> bool:
+        """Was something cut that belongs to these open gates?"""
+        return self.cut is not None and bool((self._left(open_) & ~self.cut.kept).any())
+
     def _form(self, kept: Tensor) -> Form:
-        with rng.undisturbed(device_of(self._model)):
-            return of_first(lambda: smaller_form(self._model, kept, self._graph))
+        with rng.undisturbed(device_of(self._root)):
+            return of_first(lambda: smaller_form(self._root, kept, self._graph))
 
     def end(self, rest: States | None = None) -> None:
         """Make the model whole: what was cut has its last values, and its gates are closed.
@@ -209,13 +221,12 @@ class Compaction:
         """
         if self.cut is None:
             return
-        cut, self.cut, self.share = self.cut, None, 1.0
-        self._gates.made_whole_by = None
-        for hook in self._hooks:
-            hook.remove()
+        cut, places = self.cut, self.cut.by_id()
         self.let_go()
-        places = cut.by_id()
         cut.undo()
+        self.cut, self.share = None, 1.0
+        self._gates.made_whole_by = None
+        self._unhook()
         whole_states(self._optimizers, places, rest or {})
         if self.average is not None:
             self.average.resize(cut.in_whole)
@@ -251,6 +262,7 @@ class Compaction:
 
     def _hook(self) -> None:
         """Let what is saved be of the whole model, and what is loaded."""
+        self._unhook()
         self._hooks = [
             # torch marks a hook with an attribute, which a method cannot have
             self._root.register_state_dict_post_hook(partial(self._give_whole)),
@@ -262,10 +274,16 @@ class Compaction:
                 optimizer.register_load_state_dict_pre_hook(self._take_whole_states),
             ]
 
+    def _unhook(self) -> None:
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+
     def _give_whole(
         self, _: nn.Module, state: dict[str, Any], prefix: str, __: dict[str, Any]
     ) -> None:
-        assert self.cut is not None
+        if self.cut is None:
+            return
         own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for name, value in own.items():
             path = name.removeprefix(prefix)
@@ -276,7 +294,15 @@ class Compaction:
     def _take_whole(
         self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, **___: Any
     ) -> None:
-        assert self.cut is not None
+        if self.cut is None:
+            return
+        log_alpha, own = state.get(f"{prefix}{CHILD}.log_alpha"), self._gates.log_alpha
+        is_ours = isinstance(log_alpha, Tensor) and log_alpha.shape == own.shape
+        if is_ours and self._lacks(self._gates.gate.estimate(log_alpha) > 0):
+            hooks, self._hooks = self._hooks, []  # torch goes through them now: they stay for once
+            self.end()
+            self._hooks = hooks
+            return
         for name, value in list(state.items()):
             if name.startswith(prefix) and isinstance(value, Tensor):
                 state[name] = self.cut.take(name.removeprefix(prefix), value)
@@ -284,11 +310,13 @@ class Compaction:
             state[prefix + name] = self._root.get_buffer(name)
 
     def _give_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        assert self.cut is not None
+        if self.cut is None:
+            return
         saved_whole(optimizer, saved, self.cut.by_id())
 
     def _take_whole_states(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        assert self.cut is not None
+        if self.cut is None:
+            return
         self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -32,6 +33,7 @@ from l0prune.training.meter import Meter, NotFinite
 from l0prune.training.phases import Phases
 from l0prune.training.progress import Display
 from l0prune.training.pruner import Pruner
+from l0prune.training.second_try import tried
 from l0prune.training.settings import Settings
 from l0prune.training.stepper import Stepper
 from l0prune.training.wrappers import average_buffers
@@ -208,18 +210,24 @@ class Loop:
             "train_loss": loss,
             "penalty": penalty,
         }
-        own = self._feed.generators()
-        with rng.undisturbed(self._device, own), self._averaged():
+        own, alone = self._feed.generators(), None if self._world.is_shared else self._pruner
+        with rng.undisturbed(self._device, own):
+            record = tried(alone, partial(self._with_test, record), _nothing)
+        return self._world.from_first(record)
+
+    def _with_test(self, record: Record) -> Record:
+        """With what the averaged model is like."""
+        with self._averaged():
             if self._recalibrates:
                 self._recalibrate()
-            record |= self._tested()
+            record = record | self._tested()
             if self._before and not self.history.records:
                 record["before"] = self._before
             if self._pruner is not None:
                 record |= self._pruner.record()
                 if complaints := self._pruner.doctor.after(record):
                     record["doctor"] = complaints
-        return self._world.from_first(record)
+        return record
 
     def _measured_before(self) -> dict[str, float]:
         """What the test says of the model with its gates out of the way; empty without gates."""
@@ -354,3 +362,7 @@ class Loop:
         done = self.history.last["epoch"] if self.history.records else 0
         where = f"epoch {self._epoch + 1}, step {step}"
         raise diverged(what, where, self._settings, done, gated=self._pruner is not None)
+
+
+def _nothing() -> None:
+    """A test changes nothing."""

@@ -253,6 +253,8 @@ class Pruner:
             self._terms.fit()
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
+        if self.step >= self.phases.total:
+            return  # no step of the run is left to be cheaper
         if self.gates.fixed:
             made_whole = self._is_time_to_look and self.compaction.cut is None  # in between
             if settles or made_whole:

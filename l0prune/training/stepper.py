@@ -19,10 +19,8 @@ from l0prune.training.losses import Losses
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
+from l0prune.training.second_try import tried
 from l0prune.training.settings import Settings
-
-# What torch, or a check of the user's, raises where sizes do not fit.
-_OF_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
 
 
 class Stepper:
@@ -119,19 +117,8 @@ class Stepper:
         A loss or a hook of the user's may know the network at its own sizes alone: then it keeps
         them. Processes that train together would have to fail together.
         """
-        pruner = self._pruner
-        try:
-            return self._add_gradients(batch)
-        except Exception as error:
-            is_cut = pruner is not None and pruner.compaction.cut is not None
-            if not is_cut or self._world.is_shared or type(error) not in _OF_SIZES:
-                raise
-            assert pruner is not None
-            self.zero_grad()
-            pruner.make_whole()
-            loss = self._add_gradients(batch)  # or it fails for another reason
-            pruner.keep_whole(f"the loss or the model fails at the sizes that are left: {error}")
-            return loss
+        alone = None if self._world.is_shared else self._pruner
+        return tried(alone, partial(self._add_gradients, batch), self.zero_grad)
 
     def _add_gradients(self, batch: Batch) -> Tensor:
         """The same, of the model at the size that it has now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import weakref
 from contextlib import suppress
 
@@ -15,6 +16,7 @@ from cut_networks import (
     IMAGES,
     OPTIMIZERS,
     Inline,
+    Residual,
     Side,
     compare,
     differences,
@@ -36,6 +38,7 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.exporting import in_place
+from l0prune.gating.gated_class import CHILD
 from l0prune.training.compaction import Compaction
 
 
@@ -117,6 +120,15 @@ def test_nothing_of_a_closed_branch_is_left_or_computed(net, out):
     assert parameter.requires_grad
     assert torch.equal(parameter, value)
     assert differing(state, tensors(model)) == []
+
+
+def test_norms_within_a_closed_branch_count_nothing_there():
+    model = without(Residual(), "branch.5")
+    assert compare(model, IMAGES, OPTIMIZERS["adam"]) == ""
+    small = Compaction(model.train())
+    small.begin()
+    assert type(model.branch).__name__ == "PassedBy"
+    small.end()
 
 
 def test_of_a_closed_branch_one_capture_is_enough_and_what_is_frozen_stays_so(monkeypatch):
@@ -284,3 +296,146 @@ def test_its_state_is_that_of_the_whole_model(model):
     small.end()
     assert differing(other, tensors(model)) == []
     assert {name for name, _ in model.named_buffers()} <= whole.keys()
+
+
+def test_a_weight_of_a_closed_branch_can_be_read_though_nothing_is_left_of_it():
+    model = without(Side(), "down")
+    small = Compaction(model.train())
+    small.begin()
+    assert model.inner.weight.shape == (0, 0, 0, 0)
+    assert float(sum(m.weight.abs().sum() for m in (model.down, model.inner))) == 0
+    small.end()
+
+
+def test_a_network_within_another_module_is_not_cut_in_finetune(model):
+    around = nn.Sequential(model)
+    assert "it is a part of the module that is trained" in Compaction(around).hindrance()
+    own = Compaction(around, own_loop=True)
+    assert own.hindrance() == ""
+    own.begin(resumes=True)
+    assert own.cut is not None
+    own.end()
+    replica = nn.parallel.DataParallel(model)
+    assert Compaction(replica, own_loop=True).hindrance() == ""
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 8, sparse=True)
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(self.words(x)))).mean(1)
+
+
+def test_sparse_gradients_become_whole_again():
+    torch.manual_seed(0)
+    x = torch.tensor([[1, 2, 2], [4, 0, 2]])
+    model = l0prune.gate(randomise(Words().double()), (x,))
+    bank = l0prune.gates(model)
+    with torch.no_grad():
+        bank.log_alpha[::2] = -5.0
+    bank.fixed = True
+    small = Compaction(model.train())
+    small.begin()
+    model(x).square().sum().backward()
+    cut = small.cut.places["words.weight"]
+    expected = model.words._parameters["weight"].grad.to_dense()
+    small.end()
+    grad = model.words._parameters["weight"].grad
+    assert grad.is_sparse
+    assert grad.shape == (9, 8)
+    assert torch.equal(cut.cut(grad.to_dense()), expected)
+    assert grad.to_dense().count_nonzero() == expected.count_nonzero()
+
+
+class Auxiliary(nn.Module):
+    """It keeps something of its forward while it trains, or wants more there."""
+
+    def __init__(self, keeps=None, targets: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.keeps, self.targets, self.kept = keeps, targets, None
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if self.training and self.targets:
+            return self.last(hidden) - targets.mean()
+        if self.training and self.keeps is not None:
+            self.kept = self.keeps(hidden, self.last(hidden))
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (Auxiliary(lambda hidden, output: output.mean()), ""),
+        # of another shape: whoever reads it finds out
+        (Auxiliary(lambda hidden, output: hidden), ""),
+        (
+            Auxiliary(lambda hidden, output: hidden.mean()),
+            "in training mode kept becomes something else",
+        ),
+        (Auxiliary(targets=True), "cannot be tried on its example"),
+    ],
+)
+def test_what_a_training_step_keeps_or_wants_beside_its_output(network, reason):
+    torch.manual_seed(0)
+    x = torch.randn(5, 4).double()
+    model = gated(randomise(network.double()), (x,))
+    model(x, x).sum()  # what it keeps of this is in the midst of a graph
+    small = Compaction(model)
+    if not reason:
+        small.begin()
+        assert small.cut is not None
+        small.end()
+        return
+    with pytest.raises(UsageError, match=reason):
+        small.begin()
+    assert small.cut is None
+
+
+def test_a_network_that_cannot_be_copied_is_not_cut(model):
+    model.lock = threading.Lock()
+    with pytest.raises(UsageError, match="the model cannot be copied"):
+        Compaction(model.train()).begin()
+
+
+def test_a_gate_that_opens_while_its_slot_is_cut_brings_it_back(model):
+    small = Compaction(model.train())
+    small.look(begins=True)
+    bank, kept = l0prune.gates(model), small.cut.kept
+    share = small.share
+    with torch.no_grad():
+        bank.log_alpha[int((~kept).nonzero()[0])] = 3.0
+    small.look()
+    assert int(small.cut.kept.sum()) > int(kept.sum())
+    assert small.share > share
+    assert torch.equal(small.cut.kept, bank.plan.kept(bank.open()))
+    small.end()
+
+
+def test_a_state_with_gates_that_are_open_makes_a_cut_model_whole(model):
+    x = IMAGES
+    with torch.no_grad():
+        before, bank = copy.deepcopy(model.state_dict()), l0prune.gates(model)
+        before[f"{CHILD}.log_alpha"].fill_(3.0)
+        twin = copy.deepcopy(model)
+        twin.load_state_dict(before)
+        expected = twin.eval()(x)
+    small = Compaction(model.train())
+    small.begin()
+    half = copy.deepcopy(model.state_dict())
+    assert not model.load_state_dict(before).missing_keys
+    assert small.cut is None
+    with torch.no_grad():
+        assert torch.equal(model.eval()(x), expected)
+    assert bank.made_whole_by is None
+    model.load_state_dict(half)
+    small.begin()
+    model.load_state_dict(half)  # its gates are those of the cut
+    assert small.cut is not None
+    assert differing(half, model.state_dict()) == []
+    small.end()
+    assert differing(half, model.state_dict()) == []

@@ -70,7 +70,7 @@ def test_what_raises_leaves_the_model_whole():
 
     with pytest.raises(ZeroDivisionError):
         l0prune.finetune(model, Task(doubled(), loss=failing), **HALF | {"epochs": 6})
-    assert calls[-1] < calls[0]
+    assert calls[-2] < calls[0] == calls[-1]  # it is tried on the whole network, too
     assert [p.shape for p in model.parameters()] == shapes
 
 
@@ -107,4 +107,38 @@ def test_a_loss_that_knows_the_whole_sizes_keeps_the_network_whole(capsys):
     history = l0prune.finetune(model, near_task, **HALF | {"progress": True})
     assert history.last["training_macs"] == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "the loss or the model fails at the sizes that are left: The size of tensor" in said
+    assert "what knows its own sizes fails at those that are left: The size of tensor" in said
+
+
+class Elsewhere(RuntimeError):
+    """As other packages have of their own."""
+
+
+@pytest.mark.parametrize("error", [TypeError, KeyError, AttributeError, Elsewhere])
+@pytest.mark.parametrize("of", ["loss", "metric"])
+@pytest.mark.one_in(4)
+def test_whatever_error_it_is_that_the_sizes_make(of, error, capsys):
+    model = mlp()
+    width = model[0].out_features
+
+    def known(value):
+        if model[0].out_features != width:
+            raise error("it has been another size")
+        return value
+
+    own = {of: lambda outputs, targets: known(loss(outputs, targets))}
+    given = Task(doubled(), doubled(), **{"loss": loss, **own})
+    history = l0prune.finetune(model, given, **HALF | {"progress": True})
+    assert len(history.records) == HALF["epochs"]
+    assert all("test_loss" in record for record in history.records)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("fails at those that are left") == 1
+    assert "it has been another size" in said
+
+
+def test_a_network_within_another_module_is_trained_whole(capsys):
+    around = torch.nn.Sequential(mlp())
+    history = l0prune.finetune(around, task(doubled()), **HALF | {"progress": True})
+    assert history.last["training_macs"] == 1
+    assert "it is a part of the module that is trained" in capsys.readouterr().err
+    assert l0prune.export(around).params < l0prune.export(around).params_before

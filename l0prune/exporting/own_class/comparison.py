@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.places import raised_at
-from l0prune.capture.provenance import within
+from l0prune.capture.provenance import is_within, within
 from l0prune.capture.recording import record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
@@ -24,6 +24,7 @@ from l0prune.exporting.certify.lending import lent
 from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.own_class.draws import SteadyDraws
 from l0prune.exporting.slicing.dtypes import cast
+from l0prune.files.pretrained.cut_layers import PassedBy
 from l0prune.gating.bank import Gates
 
 # In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
@@ -178,9 +179,15 @@ def _twice(inputs: Inputs) -> Inputs:
 
 
 def _left_in(module: nn.Module) -> dict[str, Tensor]:
-    found = dict(module.named_buffers())
+    """See ``InTraining``; of modules that are not passed by."""
+    found: dict[str, Tensor] = {}
+    gone: list[str] = []
     for path, each in module.named_modules():
-        for name, value in vars(each).items():
+        if isinstance(each, PassedBy):
+            gone.append(path)
+        if any(is_within(path, passed) for passed in gone):
+            continue
+        for name, value in {**vars(each), **each._buffers}.items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for number, tensor in enumerate(_tensors(value)):
                     found[f"{within(path, name)}{f'[{number}]' if number else ''}"] = tensor
