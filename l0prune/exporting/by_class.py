@@ -25,7 +25,9 @@ def cut_class(subject: Subject, chosen: Chosen, parts: Parts | None = None) -> P
     """
     plan, counted = subject.plan, counted_in(subject.plan)
     gone = [branch.name for branch in chosen.gone]
-    if plan.parts != ("",) or "" in counted or not subject.dtypes.are_one:
+    if plan.parts != ("",) or "" in counted:
+        return None
+    if not subject.dtypes.are_one and not subject.exact_alone:
         return None
     if gone and parts is None:
         return None

@@ -402,6 +402,21 @@ def test_a_network_that_cannot_be_copied_is_not_cut(model):
         Compaction(model.train()).begin()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_networks_in_half_precision_are_cut_too(dtype):
+    model, x = half_closed().to(dtype), IMAGES.to(dtype)
+    optimizer = torch.optim.SGD(weights(model), lr=1e-2)
+    small, twin = Compaction(model), copy.deepcopy(model)
+    small.follow((optimizer,))
+    small.begin()
+    assert small.share < 0.5
+    steps(model, optimizer, x, 1)
+    steps(twin, torch.optim.SGD(weights(twin), lr=1e-2), x, 1)
+    assert max(differences(small, model, twin).values()) < 8 * torch.finfo(dtype).eps
+    assert {p.dtype for p in weights(model)} == {dtype}
+    small.end()
+
+
 def test_a_gate_that_opens_while_its_slot_is_cut_brings_it_back(model):
     small = Compaction(model.train())
     small.look(begins=True)
