@@ -291,14 +291,19 @@ class Compaction:
                 is_tensor = isinstance(value, Tensor)
                 state[name] = self.cut.in_whole(path, value) if is_tensor else value
 
+    def _opens(self, log_alpha: Any) -> bool:
+        """Do gates that are loaded need what was cut?"""
+        own = self._gates.log_alpha
+        if not isinstance(log_alpha, Tensor) or log_alpha.shape != own.shape:
+            return False
+        return self._lacks(self._gates.gate.estimate(log_alpha.to(own)) > 0)
+
     def _take_whole(
         self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, **___: Any
     ) -> None:
         if self.cut is None:
             return
-        log_alpha, own = state.get(f"{prefix}{CHILD}.log_alpha"), self._gates.log_alpha
-        is_ours = isinstance(log_alpha, Tensor) and log_alpha.shape == own.shape
-        if is_ours and self._lacks(self._gates.gate.estimate(log_alpha) > 0):
+        if self._opens(state.get(f"{prefix}{CHILD}.log_alpha")):
             hooks, self._hooks = self._hooks, []  # torch goes through them now: they stay for once
             self.end()
             self._hooks = hooks

@@ -190,7 +190,9 @@ def _left_in(module: nn.Module) -> dict[str, Tensor]:
         for name, value in {**vars(each), **each._buffers}.items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for number, tensor in enumerate(_tensors(value)):
-                    found[f"{within(path, name)}{f'[{number}]' if number else ''}"] = tensor
+                    if not isinstance(tensor, nn.Parameter):  # which a list may hold, as an LSTM's
+                        at = f"[{number}]" if number else ""
+                        found[within(path, name) + at] = tensor.detach()
     return found
 
 
