@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,8 +95,8 @@ class InTraining:
     Attributes:
         inputs: the input.
         output: the tensors that it returns.
-        left: by path, the tensors that its modules hold afterwards beside parameters: buffers, and
-            what code keeps of a forward, such as a loss of its own.
+        left: by path, the tensors that its modules hold of it, beside parameters: buffers that it
+            changed, and what code keeps of a forward, such as a loss of its own.
         draws: the random numbers that it drew.
     """
 
@@ -113,11 +113,17 @@ class InTraining:
             if isinstance(bank, Gates):
                 bank.fixed = True
         args, kwargs = cast(inputs, torch.float64)
+        before = {name: (tensor, _version(tensor)) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
         with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
             warnings.simplefilter("ignore")
             output = again(*args, **kwargs)
-        return cls(inputs, _tensors(output), _left_in(again), draws)
+        left = {}
+        for name, tensor in _held(again):
+            was, version = before.get(name, (None, 0))
+            if tensor is not was or _version(tensor) != version:
+                left[name] = tensor.detach()
+        return cls(inputs, _tensors(output), left, draws)
 
 
 @dataclass(frozen=True)
@@ -178,9 +184,8 @@ def _twice(inputs: Inputs) -> Inputs:
     return twice
 
 
-def _left_in(module: nn.Module) -> dict[str, Tensor]:
-    """See ``InTraining``; of modules that are not passed by."""
-    found: dict[str, Tensor] = {}
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By path, what the modules hold beside parameters, but for those that are passed by."""
     gone: list[str] = []
     for path, each in module.named_modules():
         if isinstance(each, PassedBy):
@@ -191,9 +196,12 @@ def _left_in(module: nn.Module) -> dict[str, Tensor]:
             if name not in ("_parameters", "_buffers", "_modules"):
                 for number, tensor in enumerate(_tensors(value)):
                     if not isinstance(tensor, nn.Parameter):  # which a list may hold, as an LSTM's
-                        at = f"[{number}]" if number else ""
-                        found[within(path, name) + at] = tensor.detach()
-    return found
+                        yield within(path, name) + (f"[{number}]" if number else ""), tensor
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written into."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _tensors(output: Any) -> list[Tensor]:
