@@ -35,14 +35,14 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
     try:
         with _Detached():
             result: Model = copy.deepcopy(model, memo)
+            renewal = _Renewal({id(module) for module in model.modules()}, memo)
+            for module in result.modules():
+                renewal.of(vars(module))
     except Exception as error:
         raise UsageError(
             f"the model cannot be copied, and its copies are what is worked on: {error}. Keep what "
             "is no part of the network (locks, files) out of it, or give it a __deepcopy__"
         ) from error
-    renewal = _Renewal({id(module) for module in model.modules()}, memo)
-    for module in result.modules():
-        renewal.of(vars(module))
     take_off(result)
     return result
 

@@ -215,10 +215,11 @@ def _dense(model: nn.Module) -> nn.Module:
     """A copy of the model with the weights that it has now, without gates if it has some."""
     try:
         twin = copied(model)
-    except Exception as error:
+    except UsageError as error:
         raise UsageError(
             "distill copies the model, so that it learns from what it was, and this model cannot "
-            f"be copied (copy.deepcopy): {error}. Give teacher=, the network before it was gated"
+            f"be copied (copy.deepcopy): {error.__cause__}. Give teacher=, the network before it "
+            "was gated"
         ) from error
     with suppress(NotGated):  # a model without gates learns from what it was
         detach(twin)

@@ -1,6 +1,7 @@
 """Copies of models that keep functions which speak of the model itself."""
 
 import functools
+import threading
 import types
 
 import pytest
@@ -123,3 +124,21 @@ def test_a_model_that_is_reached_by_a_global_is_refused_in_these_words():
     close_some(l0prune.gate(model, x))
     with pytest.raises(UsageError, match="a global"):
         l0prune.export(model)
+
+
+def test_what_a_forward_left_in_the_midst_of_a_graph_is_copied_without_it():
+    model = ALambda()
+    model.kept = [model(torch.randn(2, 4)).mean()] * 2
+    again = copied(model)
+    assert torch.equal(again.kept[0], model.kept[0])
+    assert again.kept[0] is again.kept[1]
+    assert again.kept[0].is_leaf
+    assert not again.kept[0].requires_grad
+    assert model.kept[0].grad_fn is not None
+
+
+def test_what_cannot_be_copied_is_said_in_words():
+    model = Base()
+    model.lock = threading.Lock()
+    with pytest.raises(UsageError, match=r"the model cannot be copied, .*lock"):
+        copied(model)
