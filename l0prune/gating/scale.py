@@ -15,6 +15,8 @@ def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
 
     Shape: tensor any; values ``(tensor.shape[dim],)``.
     """
+    if not tensor.numel():  # of a branch that is gone: nothing is left to multiply
+        return tensor
     if values.device != tensor.device:
         values = values.to(tensor.device)
     product = tensor * _along(tensor, values, dim)
@@ -37,7 +39,7 @@ def _along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
         values = values.unsqueeze(0)
     for _ in after:
         values = values.unsqueeze(-1)
-    if dim == 0 or prod(after) == 1 or not tensor.numel() or not tensor.is_contiguous():
+    if dim == 0 or prod(after) == 1 or not tensor.is_contiguous():
         return values
     one = tensor.detach()
     for before in range(dim):
