@@ -184,14 +184,11 @@ def test_two_processes_learn_what_one_does(both, name):
     assert records == others
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
-    alone, expected = outcome(name)
+    # Shards are not cut, and of what is cut a sample of its gate could open something again.
+    whole = {"compact": "never"} if both[1].name == "fsdp" else {}
+    alone, expected = outcome(name, **whole)
     # A teacher's scores are compared in float32.
     exact = {"rtol": 1e-9, "atol": 1e-10} if name != "distilled" else {"rtol": 1e-5, "atol": 1e-6}
-    is_budget = RUNS[name][2].get("budget") is not None
-    if is_budget and both[1].name == "fsdp":  # shards are not cut: closed slots learn on
-        first, alone = (left(each, RUNS[name][0]()) for each in (first, alone))
-        assert {record.pop("training_macs") for record in records} == {1.0}
-        assert min(record.pop("training_macs") for record in expected) < 1
     assert_close(first, alone, **exact)
     assert records == list(map(nearly, expected))
 
