@@ -19,6 +19,12 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
     return model._modules.get("module" if is_spread else "_orig_mod")  # torch.compile's name
 
 
+def holds_ddp(model: nn.Module) -> bool:
+    """Is the model, or a module of it, in DDP?"""
+    ddp = nn.parallel.DistributedDataParallel
+    return any(isinstance(module, ddp) for module in model.modules())
+
+
 def is_distributed(model: nn.Module) -> bool:
     """Does DDP stand around the model, which has noted its parameters already?"""
     outer: nn.Module | None = model

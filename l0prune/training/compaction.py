@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.modes import evaluating
+from l0prune.capture.wrappers import holds_ddp
 from l0prune.cost.model import cost_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
@@ -64,7 +64,7 @@ class Compaction:
         self._root, self._gates = holder(model)
         # What is around it may use its layers, or hold its tensors under names of its own.
         self._is_part = self._root is not model and not own_loop
-        self._is_joined = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        self._is_joined = holds_ddp(model)
         self.cut: Cut | None = None
         self.share = 1.0
         self._following: list[ref[Optimizer]] = []

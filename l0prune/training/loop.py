@@ -212,7 +212,7 @@ class Loop:
         }
         own, alone = self._feed.generators(), None if self._world.is_shared else self._pruner
         with rng.undisturbed(self._device, own):
-            record = tried(alone, partial(self._with_test, record), _nothing)
+            record = tried(alone, partial(self._with_test, record))
         return self._world.from_first(record)
 
     def _with_test(self, record: Record) -> Record:
@@ -362,7 +362,3 @@ class Loop:
         done = self.history.last["epoch"] if self.history.records else 0
         where = f"epoch {self._epoch + 1}, step {step}"
         raise diverged(what, where, self._settings, done, gated=self._pruner is not None)
-
-
-def _nothing() -> None:
-    """A test changes nothing."""

@@ -11,7 +11,9 @@ from l0prune.training.pruner import Pruner
 T = TypeVar("T")
 
 
-def tried(pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], None]) -> T:
+def tried(
+    pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], None] | None = None
+) -> T:
     """What ``action`` gives; where it fails, what it gives once the network is whole, as it stays.
 
     A loss, a metric or a forward of the user's may know the network as it was. Which error that is
@@ -20,7 +22,7 @@ def tried(pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], Non
     Args:
         pruner: of the run, whose network may be cut; None where it is not to be made whole.
         action: raises what is wrong at any size, too.
-        undo: undoes what it did before it failed.
+        undo: undoes what it did before it failed; None where that is nothing.
     """
     try:
         return action()
@@ -29,7 +31,8 @@ def tried(pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], Non
     except Exception as error:
         if pruner is None or pruner.compaction.cut is None:
             raise
-        undo()
+        if undo is not None:
+            undo()
         pruner.make_whole()
         result = action()  # or it fails for another reason
         pruner.keep_whole(f"what knows its own sizes fails at those that are left: {error}")

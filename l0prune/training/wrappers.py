@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from l0prune.capture.wrappers import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.structure import tensors_of
 from l0prune.gating.attaching import gates_of
@@ -29,8 +30,7 @@ def agree_on_start(model: nn.Module, world: World) -> None:
     """
     if not world.is_shared:
         return
-    wrapped = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    if wrapped or any(map(is_sharded, model.parameters())):
+    if holds_ddp(model) or any(map(is_sharded, model.parameters())):
         raise UsageError(
             "this model is in DDP or FSDP already; give the plain one, the same in each process: "
             "finetune distributes it (distributed='ddp' or 'fsdp')"

@@ -59,12 +59,9 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
         checks = compare(answers, module, "class")
     except CertificateError as error:  # its forward raised: that is the reason
         cause = error.__cause__ or error
-        first = next(iter(str(cause).splitlines()), "")
         line = raised_at(cause)
         at = f" at {line}" if line else ""
-        return Comparison(
-            f"its forward does not allow these sizes{at}: {type(cause).__name__}: {first}"
-        )
+        return Comparison(f"its forward does not allow these sizes{at}: {_in_a_line(cause)}")
     if not all(check.passed for check in checks):
         return Comparison(SOMETHING_ELSE)
     return Comparison(checks=tuple(checks))
@@ -142,15 +139,11 @@ class Expected:
 
     @classmethod
     def by(cls, module: nn.Module, inputs: Inputs) -> Expected:
-        """Of a module that may want more than it is given here: targets, or a batch of two."""
-        untried = ""
-        for given in (inputs, _twice(inputs)):
-            try:
-                return cls(InTraining.of(module, given), is_gated=has_gates(module))
-            except Exception as error:
-                first = next(iter(str(error).splitlines()), "")
-                untried = untried or f"{type(error).__name__}: {first}"
-        return cls(None, untried)
+        """Of a module that may want more than it is given here, such as targets."""
+        try:
+            return cls(InTraining.of(module, inputs), is_gated=has_gates(module))
+        except Exception as error:
+            return cls(None, _in_a_line(error))
 
     def fault_of(self, module: nn.Module) -> str:
         """Why the resized module is not to be trained on; empty if it is, or neither can be."""
@@ -159,8 +152,7 @@ class Expected:
         try:
             found = InTraining.of(module, self.of.inputs)
         except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
-            return f"its forward does not allow these sizes: {type(error).__name__}: {first}"
+            return f"its forward does not allow these sizes: {_in_a_line(error)}"
         if [leaf.shape for leaf in found.output] != [leaf.shape for leaf in self.of.output]:
             return "its output has another shape at these sizes"
         if not self.is_gated or not found.draws.is_like(self.of.draws):
@@ -174,14 +166,9 @@ class Expected:
         return ""
 
 
-def _twice(inputs: Inputs) -> Inputs:
-    """All examples twice: some layers cannot be trained on a single one."""
-
-    def doubled(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor, tensor]) if tensor.dim() else tensor
-
-    twice: Inputs = pytree.tree_map_only(Tensor, doubled, inputs)
-    return twice
+def _in_a_line(error: BaseException) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
