@@ -60,7 +60,7 @@ class Limit:
 
     @property
     def is_share(self) -> bool:
-        """Is the amount a share of the dense one?"""
+        """Return whether the amount is a share of the dense one."""
         return self.amount <= 1 and not self.suffix
 
     def share(self, dense: float) -> float:

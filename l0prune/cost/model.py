@@ -1,4 +1,4 @@
-"""What a network costs, in parameters, MACs, …: expected under its gates, actual, and dense.
+"""Cost of a network in parameters, MACs, …: dense, actual, and expected under its gates.
 
 A weight is there if the gates on all its sides are open, so a layer's expected count is the
 expectation of a product of counts: with gates that are independent, Π over its dims of

@@ -173,7 +173,7 @@ class Sums:
 
 
 def _cuts(plan: Plan, layouts: Iterable[Layout]) -> list[list[int]]:
-    """Where each axis must be cut so that every range in use is a union of pieces."""
+    """Divide each axis such that every range in use is a union of pieces."""
     cuts = [{0, axis.size} for axis in plan.axes]
     for slots in chain.from_iterable(map(_counted_leaves, layouts)):
         cuts[slots.axis] |= {slots.start, slots.stop}
@@ -193,7 +193,7 @@ def _counted_leaves(layout: Layout) -> Iterator[Slots]:
 
 
 def _is_order(layout: Pick) -> bool:
-    """Is each position of what is picked from there once, so that they are as many?"""
+    """Return whether the pick only reorders: each position of its base occurs once."""
     return sorted(layout.index) == list(range(size_of(layout.base)))
 
 
@@ -227,7 +227,7 @@ def set_partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
 
 
 def _connected(tables: Sequence[Tensor], one: int) -> Tensor:
-    """Which positions, one of each table, hang together through common gates.
+    """Return the tuples of positions, one of each table, that are connected through common gates.
 
     Args:
         tables: the gates of each position, shape ``(positions, gates)``, filled up with ``one``.

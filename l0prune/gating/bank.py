@@ -107,7 +107,7 @@ class Gates(nn.Module):
         self._now = Current()
 
     def __prepare_scriptable__(self) -> None:
-        """What torch.jit.script asks first of each module that it finds.
+        """Refuse torch.jit.script, which calls this first on each module.
 
         Raises:
             UsageError: always.
@@ -135,7 +135,7 @@ class Gates(nn.Module):
         return self.gate.estimate(self.log_alpha)
 
     def open(self) -> Tensor:
-        """Which gates are open (z > 0) in eval mode: bool, shape ``(plan.size,)``."""
+        """Return the gates that are open (z > 0) in eval mode; bool, shape ``(plan.size,)``."""
         return self.z() > 0
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def stand_alike(self) -> bool:
-        """Are all gates as far open as each other, as they are when they are put on?"""
+        """Return whether all gates are equally open, as they are when they are put on."""
         odds = self._odds()
         return not len(odds) or float(odds.max() - odds.min()) < _ALIKE
 
@@ -205,7 +205,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def closed_for_good(self) -> Tensor:
-        """Which gates are closed, and next to never open in a sample.
+        """Return the gates that are closed and hardly ever open in a sample; bool, flat.
 
         Shape: bool, ``(plan.size,)``.
         """
@@ -234,7 +234,7 @@ class Gates(nn.Module):
             self._given = before
 
     def multiplier(self, site: Site) -> GateValues:
-        """Where the multipliers of a site stand after each ``refresh``."""
+        """Return the buffer of a site's multipliers, renewed by each ``refresh``."""
         return self._values[_place(self.plan, site)]
 
     def cut_to(self, kept: Tensor | None) -> None:
@@ -267,7 +267,7 @@ class Gates(nn.Module):
                 self._now.note_own(model)
 
     def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Was this tensor the module's parameter when the model's forward began?"""
+        """Return whether this tensor was the module's parameter when the model's forward began."""
         return self._now.is_own(module, name, parameter)
 
     def end_forward(self, *_: Any) -> None:
@@ -282,12 +282,12 @@ class Gates(nn.Module):
 
     @property
     def in_forward(self) -> bool:
-        """Is the model in its forward right now?"""
+        """Return whether the model is in its forward right now."""
         return self._now.in_forward
 
     @property
     def is_flat_at_zero(self) -> bool:
-        """Has a multiplier of 0 no gradient, whatever the loss is?"""
+        """Return whether a multiplier of 0 has no gradient, whatever the loss is."""
         return self._given is None and getattr(self.gate, "is_flat_at_zero", False)
 
     def refresh(self) -> None:
@@ -353,7 +353,7 @@ class Gates(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` shows of the bank."""
+        """Return the text that ``print(model)`` shows of the bank."""
         return f"{self.plan.size} gates on {len(self.plan.axes)} axes, {self.gate}"
 
 
@@ -368,13 +368,13 @@ def _standardised(scores: Tensor) -> Tensor:
 
 
 def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
-    """What the multipliers of a site depend on: its layout, and that of the dim, once it is cut."""
+    """Return what a site's multipliers depend on: its layout, and the dim's once it is cut."""
     dims = plan.tensors.get(site.tensor)
     return site.layout, None if dims is None else dims[site.dim]
 
 
 def _is_spread() -> bool:
-    """Does the process train together with others?"""
+    """Return whether the process trains together with others."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

@@ -1,4 +1,4 @@
-"""What a bank of gates has computed for now: never saved, never copied, cheap to make again."""
+"""Values that a bank of gates has computed for now: never saved or copied, cheap to recompute."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Current:
             self.stood = copy if type(copy) is Tensor else None
 
     def stands(self, value: Tensor, mode: Callable[[], tuple[object, ...]]) -> bool:
-        """Are those of the last forward those of this one, as in settled steps?
+        """Return whether the last forward's multipliers hold for this one, as in settled steps.
 
         The numbers decide: what writes into ``log_alpha.data`` leaves no other trace.
         """

@@ -1,4 +1,4 @@
-"""How gates are put on where nobody says otherwise: from Python, the command line or a recipe."""
+"""Defaults of ``gate``, for Python, the command line and recipes."""
 
 KIND = "hard-concrete"
 OPEN_PROBABILITY = 0.99  # log α ≈ 3 with the default gate, whose eval value is then exactly 1

@@ -37,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Surveyed(Protocol):
-    """What gates need to know of a model: ``l0prune.Survey`` is one."""
+    """Survey of a model as ``gate`` needs it: ``l0prune.Survey`` is one."""
 
     @property
     def plan(self) -> Plan:

@@ -47,12 +47,12 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def gating_of(module: nn.Module) -> tuple[_Names, _Names, bool]:
-    """What makes the class of a module of its original one: ``gated_class`` takes it after that."""
+    """Return the arguments of ``gated_class`` after the original class, for this module."""
     return getattr(type(module), "_l0prune_arguments", ((), (), False))
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Does this very module read gated parameters, or hold the bank?"""
+    """Return whether this very module reads gated parameters, or holds the bank."""
     return hasattr(type(module), "_l0prune_original") or CHILD in module._modules
 
 
@@ -107,7 +107,7 @@ def _make_class(
 
 
 def _register_parameter(module: nn.Module, name: str, param: Any) -> None:
-    """As torch's own, but for what was computed from a gated parameter."""
+    """Register a parameter as torch does, except for values computed from a gated parameter."""
     if isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
         raise UsageError(_TAKEN.format(type(module).__name__, name.removesuffix("_orig")))
     original_class(module).register_parameter(module, name, param)
@@ -218,7 +218,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Gating:
-    """What makes one module gated, beside its parameters and children.
+    """Gating of one module, beside its parameters and children.
 
     A class that copies or pickles itself in a way of its own leaves it behind: an FX graph is built
     anew from its code, as a plain graph without hooks.

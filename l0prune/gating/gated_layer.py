@@ -58,7 +58,7 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
 
 
 def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[Any, Any]:
-    """What the layer reads and its weight, of which one is multiplied by the gates.
+    """Return the layer's input and weight, one of them multiplied by the gates.
 
     Args:
         module: the layer.
@@ -72,12 +72,12 @@ def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[
 
 
 def _is_free(input: Tensor, values: Tensor) -> bool:
-    """Does multiplying the input ask for no gradient of it that is not computed anyway?"""
+    """Return whether multiplying the input asks for no gradient that is not computed anyway."""
     return input.requires_grad or not values.requires_grad
 
 
 def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
-    """What multiplies the slots that a layer reads.
+    """Return the multipliers of the slots that a layer reads.
 
     None where that is not all that its gates do, or to multiply its weight costs less.
     """
@@ -95,7 +95,7 @@ def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
 
 
 def _is_smaller(input: Any, weight: Any) -> bool:
-    """Does multiplying the input cost less than multiplying the weight?
+    """Return whether multiplying the input costs less than multiplying the weight.
 
     Only where a backward pass may follow. So what a model computes without gradients does not
     depend, in the last bit, on the size of a batch.
@@ -112,7 +112,7 @@ def _is_smaller(input: Any, weight: Any) -> bool:
 
 
 def _is_carried(module: nn.Module, values: Tensor) -> bool:
-    """Does the weight's gradient tell that of these gates?"""
+    """Return whether the gradient of these gates follows from the weight's."""
     gates, weight = module.__dict__[LINK].gates, module._parameters["weight"]
     assert weight is not None
     device = weight.device

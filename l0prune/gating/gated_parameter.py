@@ -49,7 +49,7 @@ class Computed(Tensor):
 
 
 def _is_for_the_parameter(func: Callable[..., Any]) -> bool:
-    """Does it write, or is it the getter or setter of what belongs to the parameter?"""
+    """Return whether the function writes, or reads or sets an attribute of the parameter itself."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") in _OF_THE_PARAMETER

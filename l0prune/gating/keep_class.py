@@ -1,4 +1,4 @@
-"""Which gates a model gets so that an export can be of its own class."""
+"""Choice of gates under which an export can be of the model's own class."""
 
 from __future__ import annotations
 

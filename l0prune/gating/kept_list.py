@@ -37,7 +37,7 @@ class KeptList:
 
 
 def kept_lists(module: nn.Module, names: Collection[str]) -> dict[str, KeptList]:
-    """By attribute, the module's lists that hold one of its parameters of these names."""
+    """Return the module's lists that hold one of its parameters of these names, by attribute."""
     known = {id(parameter): name for name, parameter in module._parameters.items()}
     found = {}
     for attribute, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""How a gated module finds its gates, and whether they act on what it reads now."""
+"""Link from a gated module to its gates, and whether these act on what the module reads now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHOSE = (
 
 @dataclass(slots=True)
 class Link:
-    """How a gated module finds its gates; no nn.Module, so that it is nobody's child.
+    """Link from a gated module to its gates; no nn.Module, so that it is no child of any.
 
     Attributes:
         gates: the model's bank.

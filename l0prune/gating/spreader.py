@@ -106,7 +106,7 @@ class _ProductGather(Function):
 
 
 def _times(share: Tensor, start: int, factor: Tensor, begins: int) -> Tensor:
-    """What begins at position ``start``, times a factor of the positions from ``begins`` on."""
+    """Multiply a share, from position ``start`` on, by a factor of positions from ``begins`` on."""
     if begins <= start:
         return share * factor[start - begins :]
     share = share.clone()

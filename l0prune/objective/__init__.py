@@ -1,1 +1,1 @@
-"""What gates are learned under: the penalty and its terms, and budgets as constraints."""
+"""Objective of the gates: the penalty with its terms, and budgets as constraints."""

@@ -1,4 +1,4 @@
-"""How strongly budgets pull at the gates, beside the loss.
+"""Strength of the budgets' gradients at the gates, relative to the loss.
 
 An excess is a share, a loss has units of its own, and either may be a thousand times the steeper
 for the gates. What budgets weigh is told from the two gradients, now and then.

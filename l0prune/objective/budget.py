@@ -126,7 +126,7 @@ class Budget:
         return torch.dot(self.multipliers.to(p.dtype), excess)
 
     def share_of_targets(self, p: Tensor) -> Tensor:
-        """What is expected of each budget at open probabilities ``p``, over its target now.
+        """Return each budget's expected amount at open probabilities ``p``, over its target now.
 
         Shape: p ``(gates,)``; result ``(k,)``, of p's dtype.
         """
@@ -147,7 +147,7 @@ class Budget:
         return self._begins ** (1 - passed) * self._shares**passed
 
     def shares(self, open_: Tensor) -> dict[str, float]:
-        """What an export with these open gates has of the dense amounts, by the limit's text."""
+        """Return an export's share of the dense amounts, by the limit's text."""
         return {str(bound.limit): bound.actual_share(open_) for bound in self.bounds}
 
     @torch.no_grad()

@@ -76,7 +76,7 @@ class Lambda:
 
     @property
     def uniform(self) -> bool:
-        """Is λ the same for every axis?"""
+        """Return whether λ is the same for every axis."""
         return not self.rules
 
     def for_axes(self, names: Sequence[str]) -> tuple[float, ...]:

@@ -53,7 +53,7 @@ class Together:
         return sums[self.numbers] / self._sizes
 
     def least(self, p: Tensor) -> Tensor:
-        """The same chances to be open, but 1 for the block of each axis that is likeliest to stay.
+        """Return ``p`` with 1 for the block of each axis that is likeliest to stay open.
 
         Axes that may close completely, and those without blocks, are as they were.
         """

@@ -35,19 +35,19 @@ class Activation:
     is_fixed: bool = False
 
     def map(self, change: Callable[[Layout], Layout]) -> Activation:
-        """The same with every layout changed."""
+        """Return a copy with every layout converted by ``change``."""
         return replace(self, dims=tuple(map(change, self.dims)))
 
     def later(self, steps: int) -> Activation:
-        """The same in a graph that runs so many steps later."""
+        """Return a copy for a graph that runs ``steps`` later."""
         return replace(self, made=self.made + steps, last=self.last + steps)
 
     def of_examples(self, count: float) -> Activation:
-        """The same where so many of its examples make one."""
+        """Return a copy in which ``count`` of its examples make one."""
         return self if self.is_fixed else replace(self, scale=self.scale * count)
 
     def to_json(self) -> list[Any]:
-        """As plain lists and numbers; ``from_json`` reads them back."""
+        """Return plain lists and numbers; ``from_json`` reads them back."""
         dims = list(map(to_json, self.dims))
         return [self.owner, self.scale, dims, self.made, self.last, self.is_fixed]
 
@@ -59,5 +59,5 @@ class Activation:
 
 
 def steps(activations: Sequence[Activation]) -> int:
-    """How many steps there are until the last of them is read."""
+    """Return the number of steps until the last activation is read."""
     return max((each.last + 1 for each in activations), default=0)

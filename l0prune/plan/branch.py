@@ -9,7 +9,7 @@ KIND = "branch"  # of the axes that are switches: they may close completely
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What is added to a stream, or put beside it, and computed for that alone.
+    """A part of the network that is added to a stream, or concatenated, and serves nothing else.
 
     Attributes:
         name: of the module that computes it, unique among branches and axes.

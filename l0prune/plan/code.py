@@ -1,4 +1,4 @@
-"""What the code of a model's modules knows of sizes: numbers in it, and averages that it takes."""
+"""Sizes in the code of a model's modules: numbers, and averages over axes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ReusedSize:
     used: Layout
 
     def text(self, names: Sequence[str]) -> str:
-        """What the code does, for the user; ``names`` are those of the axes."""
+        """Describe for the user what the code does; ``names`` are the axes' names."""
         where, used = self.module or "its forward", show(self.used, names)
         if self.read is None:
             return f"{where} has the size of {used} from its code, not from an attribute"
@@ -74,11 +74,11 @@ class SizedCall:
     sizes: tuple[Layout | None, ...]
 
     def map(self, change: Callable[[Layout], Layout]) -> SizedCall:
-        """The same with every layout changed."""
+        """Return a copy with every layout converted."""
         return replace(self, sizes=tuple(d if d is None else change(d) for d in self.sizes))
 
     def to_json(self) -> list[Any]:
-        """As plain lists and numbers; ``from_json`` reads them back."""
+        """Return plain lists and numbers; ``from_json`` reads them back."""
         return [self.name, self.count, [d if d is None else to_json(d) for d in self.sizes]]
 
     @staticmethod
@@ -90,7 +90,7 @@ class SizedCall:
 
 @dataclass(frozen=True)
 class Code:
-    """By the path of each module, what it would have to know to run at other sizes.
+    """Sizes that each module's code depends on, by the module's path.
 
     Attributes:
         sizes: dims whose size its forward gives as a number, such as one to reshape to.
@@ -109,7 +109,7 @@ class Code:
     standardised: tuple[str, ...] = ()
 
     def map(self, change: Callable[[Layout], Layout]) -> Code:
-        """The same with every layout changed."""
+        """Return a copy with every layout converted."""
         sizes, averages = (
             {path: tuple(map(change, dims)) for path, dims in each.items()}
             for each in (self.sizes, self.averages)
@@ -123,7 +123,7 @@ class Code:
         return Code(sizes, averages, tuple(queries), tuple(reused), calls, self.standardised)
 
     def cut(self, left: Callable[[str, int], Tensor]) -> Code:
-        """The same of a model whose tensors were cut.
+        """Return the code's sizes of a model whose tensors were cut.
 
         Args:
             left: by the name of a tensor and a dim, which of its positions are left, bool.
@@ -134,7 +134,7 @@ class Code:
         return replace(self, queries=tuple(queries))
 
     def joined(self, other: Code) -> Code:
-        """What both know; they speak of different modules."""
+        """Join two tables about different modules."""
         return Code(
             {**self.sizes, **other.sizes},
             {**self.averages, **other.averages},
@@ -145,7 +145,7 @@ class Code:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain lists and numbers; ``from_json`` reads them back."""
+        """Return plain lists and numbers; ``from_json`` reads them back."""
         named = (("sizes", self.sizes), ("averages", self.averages))
         data: dict[str, Any] = {
             name: {path: list(map(to_json, dims)) for path, dims in each.items()}

@@ -1,4 +1,4 @@
-"""Which gates multiply at each position of a layout, as indices into the flat gate vector.
+"""Gates that multiply at each position of a layout, as indices into the flat gate vector.
 
 What gates spread to, what is cut and what it costs all go by this one table (``Plan.gate_table``).
 """
@@ -15,7 +15,7 @@ from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
 
 
 def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tensor:
-    """Which entries of the flat gate vector multiply at each position.
+    """Return the entries of the flat gate vector that multiply at each position.
 
     Args:
         layout: of the positions.
@@ -45,7 +45,7 @@ def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tens
 
 
 def constant_positions(layout: Layout) -> int:
-    """How many positions along the dimension no axis can take away."""
+    """Count the positions along the dimension that no axis can take away."""
     match layout:
         case Const(size):
             return size

@@ -1,4 +1,4 @@
-"""What is said of some axes, or modules, by name or by glob: one way to read it, for all settings.
+"""Settings for some axes or modules, chosen by name or glob.
 
 A text that is a name means that one, whatever is in it (``blocks[0]``); any other is a glob. One
 that matches nothing is a mistake: a layer that was to be protected must not be cut for a typo.

@@ -59,5 +59,5 @@ def those(layout: Layout, mask: Tensor, wanted: Tensor) -> Layout:
 
 
 def _numbers(mask: Tensor, positions: Tensor) -> tuple[int, ...]:
-    """Where positions are among those in ``mask``."""
+    """Return the rank of positions among those in ``mask``."""
     return tuple((mask.cumsum(0) - 1)[positions].tolist())

@@ -1,4 +1,4 @@
-"""Which branches have to be there for something to be needed: an "or" of "ands" of their names."""
+"""Branches under which something is needed: a disjunction of conjunctions of their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shortest(wanted: Iterable[frozenset[str]]) -> Needs:
 
 
 def is_needed(of: Iterable[Iterable[str]], gone: Iterable[str]) -> bool:
-    """Whether something is needed without these branches."""
+    """Return whether something is needed without these branches."""
     out = set(gone)
     return any(out.isdisjoint(each) for each in of)
 

@@ -108,7 +108,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What can be cut out of a network, what cannot and why, and what each part costs.
+    """Axes of a network, pins with their reasons, and the cost of each part.
 
     Attributes:
         axes: the axes that gates belong to, in the order of the flat gate vector.
@@ -159,12 +159,12 @@ class Plan:
         return tuple(axis.name for axis in self.axes)
 
     def flat(self, slots: Slots) -> slice:
-        """Where these slots lie in the flat vector of all gates."""
+        """Return the range of these slots in the flat vector of all gates."""
         start = self.axes[slots.axis].start
         return slice(start + slots.start, start + slots.stop)
 
     def gate_table(self, layout: Layout) -> Tensor:
-        """Which gates multiply at each position of ``layout``; ``size`` stands for none.
+        """Return the gates that multiply at each position of ``layout``; ``size`` stands for none.
 
         Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
         """
@@ -213,12 +213,12 @@ class Plan:
 
     @cached_property
     def _bounds(self) -> Tensor:
-        """Where each axis starts in the flat vector of all gates, and the end of the last one."""
+        """Start of each axis in the flat vector of all gates, and the end of the last one."""
         return torch.tensor([*(axis.start for axis in self.axes), self.size])
 
     @cached_property
     def closing(self) -> dict[int, int]:
-        """By number of an axis that may close completely, that of the switch that goes with it."""
+        """Switch that goes with each axis that may close completely, both by number."""
         numbers = {name: number for number, name in enumerate(self.names)}
         return {
             numbers[name]: numbers[branch.name]
@@ -261,7 +261,7 @@ class Plan:
             kept[slots[slots < self.size]] = True
 
     def _is_read(self, number: int, readers: Iterable[Site], kept: Tensor) -> Tensor:
-        """Which slots of an axis does any of ``readers`` still read? Bool, (axis size,)."""
+        """Return the slots that any of ``readers`` still reads; bool, shape ``(axis size,)``."""
         axis = self.axes[number]
         read = torch.zeros(axis.size, dtype=torch.bool)
         ids = torch.zeros(self.size, dtype=torch.int64)
@@ -287,7 +287,7 @@ class Plan:
         return (found - 2).clamp(min=0), found > 1
 
     def select(self, names: Collection[str]) -> Plan:
-        """The same plan with gates only on the axes of these names; the others stay whole."""
+        """Return the plan with gates only on the axes of these names; the others stay whole."""
         wanted = [axis.name in names for axis in self.axes]
         if all(wanted):
             return self
@@ -350,7 +350,7 @@ class Plan:
     def mapped(
         self, axes: Iterable[Axis], sites: Iterable[Site], convert: Callable[[Layout], Layout]
     ) -> Plan:
-        """The same plan on other axes and at other sites, with every other layout converted."""
+        """Return the plan on other axes and at other sites, with every other layout converted."""
         return replace(
             self,
             axes=tuple(axes),

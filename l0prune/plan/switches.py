@@ -31,7 +31,7 @@ from l0prune.plan.plan import Axis, Plan, Site
 
 
 def switched(plan: Plan, names: Collection[str]) -> Plan:
-    """The same plan with a switch on each branch of these names: an axis with one slot.
+    """Return the plan with a switch, an axis of one slot, on each branch of these names.
 
     Whatever is needed for some branches costs what it did times the probability that the switches
     of one of them are open. A branch that is made of axes that the plan has not gets none.
@@ -98,7 +98,7 @@ def switch(number: int) -> Layout:
 
 
 def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
-    """Where a parameter is multiplied: along a dim in which no single inputs are."""
+    """Return the site at which a switch multiplies a parameter: a dim without single inputs."""
     dims = plan.tensors[tensor]
     taken = (sites.get((tensor, dim)) for dim in range(len(dims)))
     dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Both))
@@ -140,7 +140,7 @@ def idle(plan: Plan, open_: Tensor) -> Tensor:
 
 
 def without_idle(plan: Plan, open_: Tensor) -> Tensor:
-    """Of open gates, those of branches that stay and of axes that are needed then.
+    """Return the open gates without those of removed branches and of axes that only these need.
 
     Shape: ``open_`` bool, flat; result bool, ``(plan.size,)``.
     """
@@ -164,7 +164,7 @@ def _there(layout: Layout, out: Collection[int]) -> frozenset[int] | None:
 
 
 def switches_of(plan: Plan) -> Tensor:
-    """Which gates are switches: bool, shape ``(plan.size,)``."""
+    """Return a mask of the gates that are switches; bool, shape ``(plan.size,)``."""
     result = torch.zeros(plan.size, dtype=torch.bool)
     for axis in plan.axes:
         result[axis.slice] = axis.kind == KIND
@@ -172,7 +172,7 @@ def switches_of(plan: Plan) -> Tensor:
 
 
 def switches_by_module(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """By path of a module, the numbers of the axes that switch all of its work off."""
+    """Return the numbers of the axes that switch all work of a module off, by its path."""
     numbers = {axis.name: number for number, axis in enumerate(plan.axes) if axis.kind == KIND}
     found: dict[str, tuple[int, ...]] = {}
     for branch in plan.branches:

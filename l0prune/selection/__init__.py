@@ -1,1 +1,1 @@
-"""Which slots stay: one-shot scores, and the choice that meets a budget."""
+"""Choice of slots: one-shot scores, and the fit that meets a budget."""

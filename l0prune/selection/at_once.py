@@ -1,4 +1,4 @@
-"""What scores cut at once: part of the way to the limits, in as many branches as leave least loss.
+"""One-shot part of a run: part of the way to the limits, with the number of branches of least loss.
 
 A score tells slots from each other, and another branches; how many branches are worth as much as
 which widths, neither says. So the same part is cut in several ways, from widths alone to branches
@@ -106,7 +106,7 @@ class AtOnce:
         return without_idle(plan, fitting.choose(start, fill=False).open_)
 
     def is_possible(self, plan: Plan, start: Tensor) -> bool:
-        """Can widths alone go this part of the way?"""
+        """Return whether widths alone can go this part of the way."""
         try:
             self.in_widths(plan, start)
         except UsageError:
@@ -115,10 +115,10 @@ class AtOnce:
 
 
 def tried(branches: int) -> int:
-    """In how many ways a network with so many branches is cut, at most."""
+    """Return the largest number of cuts tried on a network with so many branches."""
     return branches // _apart(branches) + 1
 
 
 def _apart(branches: int) -> int:
-    """By how many branches a way differs from the one before."""
+    """Return the number of branches between one trial and the next."""
     return max(1, ceil(branches / _TRIED))

@@ -1,4 +1,4 @@
-"""How many slots of an axis open and close together: whole widths that somebody likes."""
+"""Blocks: slots of an axis that open and close together, for widths in whole multiples."""
 
 from __future__ import annotations
 

@@ -51,21 +51,21 @@ class Choice:
         return max((found / bound.most for bound, found in self.seen.items()), default=1.0)
 
     def is_better(self, other: Choice) -> bool:
-        """Does it meet its bounds, and use them up; or else exceed them by less?"""
+        """Return whether this choice meets its bounds and uses more, or exceeds them by less."""
         if (self.fullest <= 1) != (other.fullest <= 1):
             return self.fullest <= 1
         return self.fullest > other.fullest if self.fullest <= 1 else self.fullest < other.fullest
 
 
 class _Between:
-    """What one bound may be predicted to take, from what was seen of earlier choices."""
+    """Interval of one bound's predicted amount, from observed choices."""
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._met, self._exceeded = 0.0, math.inf  # as predicted: the most, and the least
 
     def next(self, last: Choice, allowed: float) -> float:
-        """What the next choice may be predicted to take, after one that was allowed this."""
+        """Return the amount to allow the next choice, after one that was allowed ``allowed``."""
         predicted, found = self._bound.actual(last.open_), last.seen[self._bound]
         if found > self._bound.most:
             self._exceeded = predicted
@@ -147,7 +147,7 @@ def _look(slots: Chosen, observe: Callable[[Tensor], Mapping[Bound, float]]) -> 
 
 
 def looks_at(tried: Sequence[Choice], best: Choice) -> tuple[Look, ...]:
-    """What was seen of each choice, in their order, for each bound that was observed."""
+    """Return the observations of each choice, in their order, for each observed bound."""
     return tuple(
         Look(
             budget=str(bound.limit),

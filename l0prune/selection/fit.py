@@ -1,4 +1,4 @@
-"""Which slots stay: those of highest score, as many as the limits allow in the exported model.
+"""Choice of the slots of highest score, as many as the limits allow in the exported model.
 
 Expected amounts are what gates learn by. What a user gets is the real amount of the sliced model,
 and widths come in whole slots (or blocks of them): here the last few gates are opened and closed,
@@ -253,7 +253,7 @@ def meet(
 
 
 def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
-    """Where most of what cannot go is, and why."""
+    """Describe where most of what cannot be removed is, and why."""
     kept = measure.plan.kept(least).to(torch.float64)
     taking = ((owner, amount) for owner, amount in measure.by_owner(kept).items() if amount)
     owners = sorted(taking, key=lambda item: -item[1])

@@ -1,4 +1,4 @@
-"""What a fit came to, told to whoever watches.
+"""Results of a fit, for those who watch it.
 
 with watched(print):
     l0prune.fit(model, "latency=0.5", latency=table)
@@ -14,7 +14,7 @@ from l0prune.running.watching import Happenings
 
 @dataclass(frozen=True)
 class Look:
-    """What was observed of one choice of widths, for one budget; amounts in its measure's unit.
+    """Observation of one choice of widths, for one budget; amounts in its measure's unit.
 
     Attributes:
         budget: its text.

@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
 
     @property
     def filling(self) -> Tensor:
-        """Those that are open only since slots come in whole blocks."""
+        """Slots that are open only because slots come in whole blocks."""
         return self.open_ & ~self.asked
 
 
@@ -96,7 +96,7 @@ class Fitting:
         return self._rounded((self._best_of_each() | ~bound.gates()) & self._moves | self._held)
 
     def choose(self, open_: Tensor, *, fill: bool = True) -> Chosen:
-        """Which gates are to be open, starting from those that are.
+        """Choose the gates to open, starting from those that are open.
 
         Args:
             open_: bool, flat.
@@ -171,7 +171,7 @@ class Fitting:
         return chosen
 
     def _fitting(self, chosen: Chosen, order: Tensor) -> int:
-        """How many of these gates can be opened, in this order, before a bound is exceeded."""
+        """Count the gates that can be opened, in this order, before a bound is exceeded."""
         return _first(len(order), lambda n: not self._all_met(self._with(chosen, order[: n + 1])))
 
     def _with(self, chosen: Chosen, more: Tensor) -> Chosen:
@@ -183,7 +183,7 @@ class Fitting:
         return all(self._meets(bound, chosen) for bound in self._bounds)
 
     def _used_up(self, chosen: Chosen) -> bool:
-        """Is there a bound for the whole network that leaves no room to speak of?"""
+        """Return whether a bound of the whole network is nearly used up."""
         return any(
             bound.actual(chosen.open_) > (1 - _SLACK) * self.most[bound]
             for bound in self._bounds
@@ -203,13 +203,13 @@ class Fitting:
         return best
 
     def _may_close(self, number: int) -> bool:
-        """May no slot of this axis stay: a switch, or what only a branch needs that may go?"""
+        """Return whether the axis is a switch, or only a removable branch needs it."""
         axes, switch = self._plan.axes, self._plan.closing.get(number)
         is_movable = switch is not None and bool(self._moves[axes[switch].start])
         return axes[number].kind == KIND or is_movable
 
     def _rounded(self, open_: Tensor) -> Tensor:
-        """The same gates and, up to whole blocks, the best of those that are closed."""
+        """Return the gates with the best of the closed ones opened, up to whole blocks."""
         result = open_.clone()
         for axis, block in zip(self._plan.axes, self._blocks, strict=True):
             if block == 1:

@@ -1,4 +1,4 @@
-"""How far outputs move without a branch, told in the order in which branches may go.
+"""Score of a branch: the change of the outputs without it, in the order in which branches may go.
 
 Where a network can spare either of two, it may need one: so they go in rounds, and those that are
 left are tried again without what is gone.
@@ -20,7 +20,7 @@ _ROUND = 0.25  # of the branches that are left go in a round
 
 
 def in_turns(of: Subject) -> Tensor:
-    """Of each switch the mean over the examples of ‖o − o'‖², o' the outputs without it.
+    """Return each switch's mean over the examples of ‖o − o'‖², o' the outputs without it.
 
     They are given to switches in the order in which these may go, smallest first.
 

@@ -1,4 +1,4 @@
-"""How much each gated slot seems to matter, told from the network as it is: one-shot scores.
+"""One-shot scores: estimates of each gated slot's importance.
 
 Gates learn which slots can go; a score guesses it from the weights, or from one look at the data,
 as pruning without learning does. A new score is one function under ``@register``.
@@ -49,7 +49,7 @@ def score(
     device: str | torch.device = "auto",
     seed: int = 0,
 ) -> Tensor:
-    """How much each gated slot seems to matter; more means keep. The model is left as it was.
+    """Return each gated slot's estimated importance; higher is kept. The model stays as it was.
 
     The gates' own values have no part in it: a score is of the network with all gates at 1.
 
@@ -120,7 +120,7 @@ _scores: dict[str, Callable[[Subject], Tensor]] = {}
 
 
 def names() -> list[str]:
-    """Of all scores that are known."""
+    """Return the names of all registered scores."""
     return sorted(_scores)
 
 
@@ -139,7 +139,7 @@ def register(name: str) -> Callable[[Score], Score]:
 
 
 class Told(NamedTuple):
-    """What a score said, as it comes.
+    """Event of a score while it is computed.
 
     Attributes:
         how: its name.
@@ -189,7 +189,7 @@ def told_best(slots: Subject, branches: Subject) -> list[Told]:
 
 
 def together(plan: Plan, found: Iterable[Told]) -> Tensor:
-    """What was told of each kind of axis, in one vector."""
+    """Join the scores of each kind of axis into one vector."""
     return sum((each.values for each in found), torch.zeros(plan.size, dtype=torch.float64))
 
 
@@ -267,7 +267,7 @@ def outputs(of: Subject) -> Tensor:
 
 @register("removal")
 def removal(of: Subject) -> Tensor:
-    """How far outputs move without a branch, smallest first in the order in which they may go."""
+    """Score branches by the change of the outputs without them, smallest removed first."""
     switches = switches_of(of.plan)
     moved = in_turns(of)
     return moved if switches.all() else torch.where(switches, moved, outputs(of))
@@ -289,7 +289,7 @@ def usual(of: Subject) -> str:
 
 @register("auto")
 def auto(of: Subject) -> Tensor:
-    """What each kind of axis is told best by."""
+    """Score each kind of axis by the score that suits it best."""
     most = _AUTO if of.batches is None else of.batches
     few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
     return together(of.plan, told_best(replace(of, batches=most), few))

@@ -1,4 +1,4 @@
-"""What a score is told from: a gated network, and what it does on some batches of data."""
+"""Subject of a score: a gated network, and its outputs and gradients on some batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from l0prune.running.trial import check_first_batch
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a score is told from.
+    """A gated network with data that a score is computed from.
 
     Attributes:
         root: the module that was gated.
@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def plan(self) -> Plan:
-        """Where the gates act."""
+        """Plan of the gates."""
         return self.gates.plan
 
     def tensors(self) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ def write_bundle(
 
 
 def _known(folder: Path) -> dict[str, Any]:
-    """What the folder says of itself; nothing if it says nothing."""
+    """Return the folder's description, empty if it has none."""
     try:
         known = json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError):

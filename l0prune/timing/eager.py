@@ -48,7 +48,7 @@ class Eager:
         self.threads = threads
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """What is called to run a network that lies on the device."""
+        """Return the callable that runs a network on the device."""
         return network
 
     def median(self, run: Callable[[], Any], times: int) -> float:
@@ -170,7 +170,7 @@ def facts_of(found: Sequence[Operators], finder: SizeFinder) -> tuple[list[str],
 
 
 def _facts(alike: Sequence[Seen], finder: SizeFinder) -> NodeFacts:
-    """Of one node in several networks."""
+    """Return the facts of one node in several networks."""
     monomials: dict[tuple[Layout, ...], None] = {}
     for shapes in zip(*(seen.shapes for seen in alike), strict=False):
         if len({len(shape) for shape in shapes}) == 1:

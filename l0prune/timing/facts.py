@@ -1,4 +1,4 @@
-"""What there is to know of the nodes of a network before any of them is timed."""
+"""Facts of a network's nodes that are known before any of them is timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from l0prune.plan.switches import without_switches
 
 
 def plan_id(plan: Plan) -> str:
-    """What tells plans apart whose times differ: their axes and the layouts of all tensors.
+    """Return a digest of the plan's axes and tensor layouts: times depend on nothing else of it.
 
     A table is of all branches, and good whichever of them has a switch.
     """
@@ -29,7 +29,7 @@ def plan_id(plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What there is to know of one node, at any widths.
+    """Operator, sizes and owner of one node, at any widths.
 
     Attributes:
         operator: such as ``Conv``.
@@ -47,7 +47,7 @@ class NodeFacts:
 
 
 def number_of(node: int) -> str:
-    """What a node's number is in its name, and in what ``collect`` finds."""
+    """Return the node's number, as in its name and in the results of ``collect``."""
     return f"{node:05d}"
 
 

@@ -34,7 +34,7 @@ class Group:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Those that occur in the monomials."""
+        """Layouts that occur in the monomials."""
         return tuple(dict.fromkeys(layout for monomial in self.monomials for layout in monomial))
 
     def time(self, times: Times) -> float:

@@ -1,4 +1,4 @@
-"""What a runtime is asked to time."""
+"""Jobs: the networks that a runtime times, and its settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be timed.
+    """Networks to time, and how.
 
     Attributes:
         model: gated.
@@ -33,5 +33,5 @@ class Job:
 
     @property
     def out(self) -> Path:
-        """Where the results are kept."""
+        """Folder of the results."""
         return self.folder / "results.json"

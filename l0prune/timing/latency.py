@@ -78,7 +78,7 @@ class TimedLatency(Latency):
         return dict(result)
 
     def filling_by_owner(self, kept: Tensor, asked: Tensor) -> dict[str, float]:
-        """Of each module's milliseconds those for positions that were not asked for.
+        """Return each module's milliseconds for positions that round its widths up, by path.
 
         These are slots that stay beside the others, and what the runtime computes beyond them to
         fill its blocks.
@@ -120,7 +120,7 @@ class TimedLatency(Latency):
         return values if through is None else values * self._meets(through)
 
     def _there(self, kept: Tensor) -> Any:
-        """Whether no branch of a term is gone."""
+        """Return for each term whether all of its branches are open; bool, shape ``(terms,)``."""
         return np.append(kept.numpy() > 0, True)[self._needed].all(-1)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""In how many slots at once a runtime likes an axis to be cut."""
+"""Width multiples that a runtime prefers, for each axis."""
 
 from __future__ import annotations
 

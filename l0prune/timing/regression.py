@@ -40,11 +40,11 @@ class Samples:
 
     @property
     def are_alike(self) -> bool:
-        """Have all the same widths?"""
+        """Return whether all networks have the same widths."""
         return bool((self.sizes == self.sizes[:1]).all())
 
     def some(self, which: Numbers) -> Samples:
-        """Those of these numbers."""
+        """Return the samples of these numbers."""
         return Samples(self.layouts, self.sizes[which], self.times[which], self.whole[which])
 
 
@@ -147,7 +147,7 @@ def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
 def smooth(
     stairs: Stairs, groups: Sequence[Group], sizes: Numbers, most: Numbers, dense: float
 ) -> Stairs:
-    """The same without stairs: what widths cost that runtimes like.
+    """Fit times at preferred widths, without stairs.
 
     For each group a sum of plain terms that are not negative, fitted to the stairs at these sizes;
     so that fewer slots never cost more, and gates can learn by it.

@@ -28,7 +28,7 @@ FEWEST = 12
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``run.py`` of a bundle wrote.
+    """Read the results that ``run.py`` of a bundle wrote.
 
     Raises:
         FileError: there is no such file, or it is not whole.
@@ -129,7 +129,7 @@ def _setting(results: Mapping[str, Any]) -> Setting:
 
 
 def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Quality:
-    """How well some of the samples predict the others."""
+    """Cross-validate: predict some of the samples from the others."""
     everyone = np.arange(len(samples.whole))
     unseen = everyone % _HELD_OUT == _HELD_OUT - 1
     seen = samples.some(everyone[~unseen])

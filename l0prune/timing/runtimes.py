@@ -20,7 +20,7 @@ _SECONDS = 1.0  # of all turns, where a single network is timed
 
 
 class Runtime(Protocol):
-    """What runs networks.
+    """A runtime that can run and time networks.
 
     Attributes:
         version: of it.
@@ -109,7 +109,7 @@ RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
 
 
 def runtime_of(name: str, providers: str | Sequence[str] | None = None) -> Runtime:
-    """What times networks on the runtime of this name.
+    """Return the runtime of this name.
 
     Raises:
         UsageError: there is none of this name, or it is not installed, or has no such provider.

@@ -42,7 +42,7 @@ def telling_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
 
 
 def _apart(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
-    """How many dims are told apart by their sizes in these networks and the dense one."""
+    """Count the dims whose sizes differ from all others in these networks and the dense one."""
     kept = [plan.kept(slots_of(plan, widths)) for widths in networks]
     return SizeFinder(plan, [all_slots(plan), *kept]).told_apart
 
@@ -93,7 +93,7 @@ def sampled_widths(
 
 
 def slots_of(plan: Plan, widths: Widths) -> Tensor:
-    """As many slots of each axis; bool, flat.
+    """Return a mask with this many slots of each axis; bool, shape ``(plan.size,)``.
 
     They are the first ones, but for single inputs that are cut beside whole maps. Those are spread
     over the maps, as gates leave them: the first ones would close whole maps, and the file would

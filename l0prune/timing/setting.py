@@ -1,4 +1,4 @@
-"""What times are of: a runtime, a machine, threads, a batch."""
+"""Conditions of a measurement: runtime, machine, threads, batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from l0prune.timing.runtimes import runtime_of
 
 @dataclass(frozen=True)
 class Setting:
-    """What the times are of.
+    """Runtime, machine, threads and batch that times belong to.
 
     Attributes:
         runtime: ``onnxruntime``, ``eager`` or ``compile``.
@@ -48,7 +48,7 @@ class Setting:
 
 
 def bench_of(setting: Setting, model: nn.Module) -> Observe | None:
-    """What times networks of a gated model in this setting; None where it is not to be had here.
+    """Return the bench for a gated model in this setting; None if it is not available here.
 
     That is on another machine, or with another version of the runtime.
     """

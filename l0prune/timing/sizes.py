@@ -1,4 +1,4 @@
-"""Which number in a file is the size of what: found by what it is in files of several widths."""
+"""Match numbers in ONNX files to layouts, by their values in files of several widths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Size:
 
     @property
     def is_constant(self) -> bool:
-        """Is it the same at all widths?"""
+        """Return whether the number is the same at all widths."""
         return not axes_of(self.layout)
 
     def to_json(self) -> list[Any]:
@@ -85,7 +85,7 @@ class SizeFinder:
 
     @property
     def told_apart(self) -> tuple[int, int]:
-        """How many layouts have sizes of their own in the files, and ratios of sizes."""
+        """Count the layouts, and ratios of sizes, that have distinct sizes in the files."""
         return len(self._by_numbers), len(self._by_direction)
 
     def numbers(self, layout: Layout) -> Numbers:
@@ -96,7 +96,7 @@ class SizeFinder:
         return self._numbers[layout]
 
     def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
-        """What has these sizes in the files; None where nothing has.
+        """Return the layout with these sizes in the files; None if there is none.
 
         Args:
             numbers: one for each file.
@@ -136,7 +136,7 @@ class SizeFinder:
 
 
 def _layouts(plan: Plan) -> Iterator[Layout]:
-    """What a number may be the size of, the plainest first."""
+    """Return the layouts that a number may be the size of, the simplest first."""
     dims = [dim for dims in plan.tensors.values() for dim in dims]
     dims += [dim for cost in plan.costs for dim in cost.dims]
     dims = [without_switches(plan, dim) for dim in dims]

@@ -96,7 +96,7 @@ class Stairs:
         return result
 
     def used(self, sizes: Numbers, asked: Numbers) -> Numbers:
-        """What share of the value of each term is for positions that were asked for.
+        """Return the share of each term's value for positions that were asked for, from 0 to 1.
 
         Sizes that are the same at all widths count as asked for, however they are rounded up.
 

@@ -29,7 +29,7 @@ _KIND = "l0prune latency table"
 
 @dataclass(frozen=True)
 class Quality:
-    """How well times are predicted of networks that the prediction has not seen.
+    """Errors of the prediction on held-out networks.
 
     Attributes:
         median, worst: |predicted over measured − 1| of those.
@@ -95,7 +95,7 @@ class LatencyTable:
         )
 
     def _observing(self, model: nn.Module) -> Observe | None:
-        """What times networks of the model as the table's were; None where that is elsewhere."""
+        """Return the bench in the table's setting for the model; None on another machine."""
         if not self._benches:
             self._benches.append(bench_of(self.setting, model))
         return self._benches[0]

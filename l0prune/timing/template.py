@@ -62,7 +62,7 @@ class Integers:
 
 @dataclass
 class Template:
-    """What a file of any widths is made of.
+    """Nodes and tensors of an ONNX file, with layouts in place of sizes.
 
     Attributes:
         model: the file's nodes; sizes in it are those of the first one compared.
@@ -79,7 +79,7 @@ class Template:
 
 
 def template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
-    """What the files of several widths have in common.
+    """Return the template that files of several widths have in common.
 
     Args:
         models: the files, in the order of the finder's choices of slots.
@@ -133,7 +133,7 @@ def _difference(models: Sequence[ModelProto]) -> str:
 def _find_all(
     finder: SizeFinder, numbers: Sequence[Numbers], hints: Sequence[Layout] | None = None
 ) -> Iterator[Size]:
-    """What each number is the size of; ``numbers`` has a row for each file."""
+    """Return the layout of each number; ``numbers`` has a row for each file."""
     if len({len(row) for row in numbers}) > 1:
         raise NoTemplate("lists of numbers have other lengths")
     columns = list(zip(*numbers, strict=True))
@@ -242,7 +242,7 @@ def _renamed(tensor: TensorProto, name: str) -> TensorProto:
 def _facts(
     named: ModelProto, models: Sequence[ModelProto], finder: SizeFinder
 ) -> Iterator[NodeFacts]:
-    """What there is to know of each node; shapes that are not known are left out."""
+    """Return the facts of each node, without shapes that are unknown."""
     known = [_known_shapes(model) for model in models]
     writer: dict[str, int] = {}
     wide = {t.name for t in models[0].graph.initializer if len(t.dims) > 1}

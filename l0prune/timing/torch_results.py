@@ -1,4 +1,4 @@
-"""What networks of many widths take in PyTorch, in the form of a bundle's results."""
+"""Times of networks of many widths in PyTorch, in the form of a bundle's results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Turns:
             self._dense = self._prepared(self._network(self._whole))
 
     def facts(self) -> dict[str, Any]:
-        """What operators are called, and what there is to know of each."""
+        """Return each operator's name and facts."""
         plan, kept, found = self._graphs.plan, [self._whole], []
         kept += [plan.kept(slots_of(plan, widths)) for widths in telling_widths(plan, 2)]
         with self._runtime.running():
@@ -82,7 +82,7 @@ class Turns:
         return {"names": names} | facts_to_json(facts)
 
     def of_widths(self, widths: Widths, names: Sequence[str]) -> dict[str, Any]:
-        """What the network of these widths took, the dense one beside it, and each operator."""
+        """Time the network of these widths, the dense one beside it, and each operator."""
         kept = slots_of(self._graphs.plan, widths)
         found = self.of_slots(kept, collect.SECONDS)
         times = max(collect.RUNS, collect.runs(collect.typical(found["own"])))

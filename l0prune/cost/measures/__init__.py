@@ -1,4 +1,4 @@
-"""What a budget can be about: params, MACs, milliseconds, and measures of one's own."""
+"""Measures that a budget can limit: params, MACs, milliseconds, and the user's own."""
 
 from l0prune.cost.amounts import Amounts
 from l0prune.cost.measures.base import Measure, Source

@@ -1,4 +1,4 @@
-"""What a budget can be about: a measure of one network, as a function of its gates."""
+"""Measures: a network's cost as a function of its gates, for budgets to limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Measure(ABC):
 
     @abstractmethod
     def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
-        """What is expected under independent gates: what they learn by.
+        """Return the expected amount under independent gates, differentiable in ``p``.
 
         Args:
             p: P(z ≠ 0) of each gate, shape ``(plan.size,)``.
@@ -121,14 +121,14 @@ class Measure(ABC):
 
 
 class Source(Protocol):
-    """What makes a measure where a plan alone is not enough: a table of times, for example.
+    """Factory of a measure that needs more than a plan, such as a table of times.
 
     Its text (``str``) says which one it is: a run goes on only with the same.
     """
 
     @property
     def name(self) -> str:
-        """That of the measure."""
+        """Name of the measure."""
 
     def of(self, plan: Plan) -> Measure:
         """The measure of a network with this plan.

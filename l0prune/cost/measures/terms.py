@@ -50,5 +50,5 @@ class SumOfTerms(Measure):
         return self.costs.axes_in(self.name)
 
     def by_owner(self, kept: Tensor) -> dict[str, float]:
-        """What each module has of it, by path."""
+        """Return each module's amount, by path."""
         return self.costs.by_owner(kept, self.name)

@@ -1,4 +1,4 @@
-"""What a gate is: the seam at which another kind of gate is one more class."""
+"""Interface of a kind of gate: another kind is one more class."""
 
 from __future__ import annotations
 

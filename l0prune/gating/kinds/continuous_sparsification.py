@@ -50,7 +50,7 @@ class ContinuousSparsification:
             raise UsageError(f"progress of a gate must lie in [0, 1], not {self.progress}")
 
     def at(self, progress: float) -> ContinuousSparsification:
-        """The same gate with β = beta·(final_beta/beta)^progress."""
+        """Return the gate with β = beta·(final_beta/beta)^progress."""
         return replace(self, progress=progress)
 
     def sample(self, log_alpha: Tensor, noise: Tensor) -> Tensor:
