@@ -15,6 +15,8 @@ import torch
 from torch import SymInt, Tensor
 from torch.overrides import TorchFunctionMode
 
+from l0prune.capture.compat import size_expression
+
 _IF_MANY = "use_mm_for_euclid_dist_if_necessary"
 _MANY = 25  # torch's own number
 
@@ -92,10 +94,10 @@ def _number(size: int | SymInt) -> int | None:
     """The number that a size is, if it is one."""
     if not isinstance(size, SymInt):
         return size
-    return int(size.node.expr) if size.node.expr.is_number else None
+    expression = size_expression(size)
+    return int(expression) if expression.is_number else None
 
 
 def _is_equal(size: int | SymInt, other: int | SymInt) -> bool:
     """Are both the same for all values of their symbols?"""
-    some, others = (s.node.expr if isinstance(s, SymInt) else s for s in (size, other))
-    return bool(some == others)
+    return bool(size_expression(size) == size_expression(other))

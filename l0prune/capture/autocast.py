@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode
 from l0prune.capture.provenance import origin_of
 
 _ATEN = torch.ops.aten

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from l0prune.capture.batches import ANY, Batches, batch_of, widened
+from l0prune.capture.compat import size_hint
 from l0prune.capture.failures import explained
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.capture.hints import without_hints
@@ -177,7 +178,7 @@ def _check_shapes(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
-        if any(not isinstance(size, int) and size.node.hint is None for size in shape):
+        if any(size_hint(size) is None for size in shape):
             place = " at ".join(filter(None, (module_of(node) or "the model", source_of(node))))
             raise CaptureError(
                 f"the values of the input decide how large a tensor is in {place}, so that there "

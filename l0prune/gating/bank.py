@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler at once
 
+from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError
-from l0prune.gating.current import Current, GateValues, version_of
+from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.spreader import Spreader
 from l0prune.plan.layout import Layout
@@ -296,7 +296,7 @@ class Gates(nn.Module):
         if not (now.in_forward and now.grad == torch.is_grad_enabled()):
             self._refresh_outside()
 
-    @_disable_dynamo
+    @without_compiler
     def _refresh_outside(self) -> None:
         """``refresh`` for a part of the model that runs on its own, or once more for backward."""
         now, value = self._now, self.log_alpha

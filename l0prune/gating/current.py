@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.compat import version_of
+
 LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
 
 
@@ -85,11 +87,6 @@ class Current:
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
         return Current, ()
-
-
-def version_of(value: Tensor) -> int | None:
-    """Changes with every write into the tensor that autograd can see."""
-    return None if value.is_inference() else value._version
 
 
 class GateValues:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from l0prune.capture.compat import convolve, functorch_is_active, standard_convolution
 from l0prune.gating.current import LINK
 from l0prune.gating.gated_input import GatedInput
 from l0prune.gating.link import acting_link
@@ -29,8 +30,7 @@ def forward_of(original: type[nn.Module]) -> Callable[..., Tensor] | None:
     if original.forward is nn.Linear.forward:
         return _linear
     for kind, after in _CONVOLUTIONS:
-        own = getattr(original, "_conv_forward", None)
-        if original.forward is kind.forward and own is kind._conv_forward:
+        if standard_convolution(original, kind):
             return _convolution(kind, after)
     return None
 
@@ -51,8 +51,7 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
     @wraps(kind.forward)
     def forward(self: Any, input: Any) -> Tensor:
         read, weight = _gated(self, input, _of_slots(self, input), after)
-        result: Tensor = self._conv_forward(read, weight, self.bias)
-        return result
+        return convolve(self, read, weight)
 
     return forward
 
@@ -107,7 +106,7 @@ def _is_smaller(input: Any, weight: Any) -> bool:
         and input.dtype == weight.dtype
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()  # a compiler merges the product into what is near
-        and not torch._C._are_functorch_transforms_active()
+        and not functorch_is_active()
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from l0prune.capture.compat import without_torch_function
 
 # What belongs to the parameter itself, not to its value at this moment.
 _OF_THE_PARAMETER = {"grad", "requires_grad", "data", "is_leaf"}
@@ -39,7 +40,7 @@ class Computed(Tensor):
     ) -> Any:
         """Run an operation on the product, or on the parameter if it writes or is the latter's."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             target = next(iter((*args, *kwargs.values())), None)  # torch.nn.init gives it by name
             if isinstance(target, Computed) and _is_for_the_parameter(func):
                 parameter = target._l0prune_parameter

@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
-from torch._dispatch.python import enable_python_dispatcher
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import (
+    FakeTensor,
+    OpOverload,
+    core_aten_decompositions,
+    enable_python_dispatcher,
+)
 from l0prune.capture.inlining import put_in_line
 from l0prune.capture.provenance import origin_of
 from l0prune.infer.nodes import has_tensor, is_pointwise, operator_name

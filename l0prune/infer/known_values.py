@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from l0prune.capture.capture import Captured
+from l0prune.capture.compat import FakeTensor, OpOverload, schema_of
 from l0prune.infer.nodes import IDENTITIES, operator_name
 
 _MOST = 1 << 16  # entries of a value that is looked at, at most
@@ -63,6 +62,6 @@ def _stored(captured: Captured, node: Node) -> Tensor | None:
 
 def _is_written(user: Node, node: Node) -> bool:
     """Does this call change the node's value in place?"""
-    schema = getattr(user.target, "_schema", None)
+    schema = schema_of(user.target)
     writes = schema is not None and schema.is_mutable and user.args[:1] == (node,)
     return writes and operator_name(user.target) not in IDENTITIES

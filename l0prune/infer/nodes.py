@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from l0prune.capture.compat import OpOverload, schema_of, size_hint
 from l0prune.capture.provenance import source_of
 
 
 def operator_name(target: Any) -> str:
     """``aten.conv2d`` for the overload ``aten.conv2d.default``; a function's own name else."""
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target.namespace}.{target._schema.name.split('::')[-1]}"
+    if isinstance(target, OpOverload):
+        return f"{target.namespace}.{schema_of(target).name.split('::')[-1]}"
     return getattr(target, "__name__", str(target))
 
 
@@ -26,7 +27,7 @@ def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 def arguments(node: Node) -> dict[str, Any]:
     """All arguments of a torch operator's call by name: as given, or by default."""
-    named = node.target._schema.arguments  # type: ignore[union-attr]
+    named = schema_of(node.target).arguments
     given = {each.name: each.default_value for each in named if each.has_default_value()}
     given |= {each.name: value for each, value in zip(named, node.args, strict=False)}
     return given | dict(node.kwargs)
@@ -39,7 +40,9 @@ def operands_of(node: Node) -> Iterator[Node]:
 
 def hint(size: Any) -> int:
     """A size as a number; a symbolic one as it was in the example."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    found = size_hint(size)
+    assert found is not None
+    return found
 
 
 def shape_of(node: Node) -> list[int] | None:
@@ -56,7 +59,7 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 def is_writer(node: Node) -> bool:
     """Does the operator write into what it is given?"""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and bool(schema.is_mutable)
 
 
@@ -68,7 +71,7 @@ def written(node: Node) -> Node | None:
 
 def may_view(node: Node) -> bool:
     """May what the operator gives lie in the memory of an operand?"""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is not None and any(each.alias_info for each in schema.returns)
 
 
@@ -81,7 +84,7 @@ def has_tensor(node: Node) -> bool:
 
 def is_pointwise(target: Any) -> bool:
     """Whether torch itself tags the operator as elementwise."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def called(node: Node) -> str:
@@ -100,7 +103,7 @@ def is_assertion(node: Node) -> bool:
 
 def draws(node: Node) -> bool:
     """Whether the call draws random numbers: noise, or a dropout that is on."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     operator = node.target
     may = torch.Tag.nondeterministic_seeded in operator.tags

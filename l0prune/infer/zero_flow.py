@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from l0prune.capture.compat import schema_of
 from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
 from l0prune.infer.nodes import (
@@ -194,7 +195,7 @@ def _is_slot_by_slot(node: Node) -> bool:
     """Is each slot of the result made of the same slots of the operands, each time alike?"""
     target: Any = node.target
     is_same = zero_of(node) is zero_when_tried or operator_name(target) in IDENTITIES
-    tags, schema = getattr(target, "tags", ()), getattr(target, "_schema", None)
+    tags, schema = getattr(target, "tags", ()), schema_of(target)
     is_random = torch.Tag.nondeterministic_seeded in tags
     return is_same and not is_random and schema is not None and not schema.is_mutable
 

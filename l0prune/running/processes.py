@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from l0prune.capture.compat import first_to_set
 from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError
 from l0prune.running.launcher import is_launched
 
@@ -210,7 +211,7 @@ def _failed_before(key: str, rank: int, error: Exception) -> str | None:
     """What the process that failed before this one says; None where this is the first."""
     mine = f"process {rank} stopped, and so all: {error or type(error).__name__}"
     try:
-        first: str = dist.distributed_c10d._get_default_store().compare_set(key, "", mine).decode()
+        first = first_to_set(key, mine)
     except RuntimeError:  # the store went with the process that kept it
         return None
     return None if first == mine else first

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.compat import average_, copy_all_
 from l0prune.running.shards import local, shard_like, sharded_as, whole
 
 # (module, name of the tensor in it): looked up anew each time, since a module may put another
@@ -55,7 +56,7 @@ class Average:
         for averages, values in self._grouped():
             if averages[0].dtype != values[0].dtype:
                 values = [value.to(averages[0].dtype) for value in values]
-            torch._foreach_lerp_(averages, values, 1 - beta)
+            average_(averages, values, 1 - beta)
 
     def _grouped(self) -> list[tuple[list[Tensor], list[Tensor]]]:
         """(averages, values), a pair of lists for each device and dtype of the model's tensors."""
@@ -72,7 +73,7 @@ class Average:
         """Give the model the average for its values, until ``hide``."""
         self._hidden = [(value, value.clone()) for _, value in self._now()]
         for averages, values in self._grouped():
-            torch._foreach_copy_(values, averages)
+            copy_all_(values, averages)
 
     @torch.no_grad()
     def hide(self) -> None:

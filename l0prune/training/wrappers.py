@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from l0prune.capture.compat import leave_to_ddp
 from l0prune.capture.wrappers import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.structure import tensors_of
@@ -72,7 +73,7 @@ def replicated(module: nn.Module, left_out: Iterable[nn.Parameter]) -> Distribut
     ids = {id(parameter) for parameter in left_out}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ids]
     names += [name for name, _ in module.named_buffers()]  # averaged where they are looked at
-    module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
+    leave_to_ddp(module, names)
     # DDP warns where it finds no unused parameter, and refuses a module without any that learns.
     module.register_parameter("unused", nn.Parameter(torch.zeros(1, device=device_of(module))))
     return DistributedDataParallel(

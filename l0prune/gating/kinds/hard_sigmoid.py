@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from l0prune.capture.compat import functorch_is_active
 from l0prune.cost.first_order import first_order
 
 
@@ -25,7 +26,7 @@ def hard_sigmoid(
 
     Shape: log_alpha, logistic and result ``(gates,)``.
     """
-    if torch._C._are_functorch_transforms_active():
+    if functorch_is_active():
         logits = log_alpha if logistic is None else log_alpha + logistic
         return torch.rsub((logits * rate).sigmoid(), gamma, alpha=gamma - zeta).clamp(0, 1)
     if not (log_alpha.requires_grad and torch.is_grad_enabled()):

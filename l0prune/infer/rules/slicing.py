@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from l0prune.infer.expressions import SINGLE, Const, Expr, cat, pick
 from l0prune.infer.known_values import known_positions
-from l0prune.infer.nodes import CONCATENATIONS, SLICES, SPLITS, argument, shape_of
+from l0prune.infer.nodes import CONCATENATIONS, SLICES, SPLITS, argument, hint, shape_of
 from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
 from l0prune.infer.rules.movement import source
 
@@ -68,15 +68,11 @@ def split(infer: Inference, node: Node) -> Value:
     out: list[tuple[Expr, ...]] = []
     rest = dims[dim]
     for piece in pieces:
-        size = 1 if is_unbind else _size(piece.shape[dim])
+        size = 1 if is_unbind else hint(piece.shape[dim])
         first, rest = infer.solver.split(rest, size)
         middle = () if is_unbind else (first,)
         out.append((*dims[:dim], *middle, *dims[dim + 1 :]))
     return out
-
-
-def _size(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def getitem(infer: Inference, node: Node) -> Value:

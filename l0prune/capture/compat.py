@@ -1,0 +1,126 @@
+"""Private names of torch, each behind a name of our own with its reason.
+
+No other file uses one. ``tests/capture/test_compat.py`` has a test for each name: on another torch
+that test fails, and says by its name what has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
+# have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
+# operator, the function that makes it of others; enable_python_dispatcher lets fake tensors run it.
+__all__ = [
+    "FakeTensor",
+    "OpOverload",
+    "TorchDispatchMode",
+    "average_",
+    "convolve",
+    "copy_all_",
+    "core_aten_decompositions",
+    "enable_python_dispatcher",
+    "first_to_set",
+    "functorch_is_active",
+    "leave_to_ddp",
+    "no_torch_function",
+    "schema_of",
+    "shell",
+    "size_expression",
+    "size_hint",
+    "standard_convolution",
+    "version_of",
+    "without_compiler",
+    "without_torch_function",
+]
+
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return whether a transform of torch.func (``vmap``, ``grad``) is running."""
+
+without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_dynamo
+"""Decorator: torch.compile breaks the graph here. ``torch.compiler.disable`` loads the compiler."""
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a tensor subclass that leaves all to ``__torch_dispatch__``."""
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Return a context in which tensor subclasses are treated as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def shell(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
+    """Return a tensor of a subclass, without memory, as large and on the device as ``like``."""
+    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+    )
+
+
+def schema_of(target: Any) -> Any:
+    """Return an operator's signature (arguments, aliases, what it writes); None for others."""
+    return getattr(target, "_schema", None)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return the number of writes that autograd has seen; None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def size_hint(size: Any) -> int | None:
+    """Return a size as a number; a symbolic one as in the example, None where it has no value."""
+    value = size if isinstance(size, int) else size.node.hint
+    return None if value is None else int(value)
+
+
+def size_expression(size: Any) -> Any:
+    """Return the sympy expression of a symbolic size; a number as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def standard_convolution(cls: type[nn.Module], kind: Any) -> bool:
+    """Return whether a class computes its forward as torch's convolution ``kind`` does."""
+    own = getattr(cls, "_conv_forward", None)
+    return cls.forward is kind.forward and own is kind._conv_forward
+
+
+def convolve(layer: Any, input: Any, weight: Any) -> Tensor:
+    """Return the output of torch's convolution layer with another weight, padded as it pads."""
+    result: Tensor = layer._conv_forward(input, weight, layer.bias)
+    return result
+
+
+def average_(averages: list[Tensor], values: list[Tensor], share: float) -> None:
+    """Move each average by ``share`` of its distance to the value, all in one kernel."""
+    torch._foreach_lerp_(averages, values, share)
+
+
+def copy_all_(targets: list[Tensor], values: list[Tensor]) -> None:
+    """Copy each value into its target, all in one kernel."""
+    torch._foreach_copy_(targets, values)
+
+
+def leave_to_ddp(module: nn.Module, names: Sequence[str]) -> None:
+    """Keep DistributedDataParallel's hands off these parameters and buffers of ``module``."""
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = list(names)
+
+
+def first_to_set(key: str, value: str) -> str:
+    """Set a key of the processes' common store if nobody has; return its value.
+
+    Raises:
+        RuntimeError: the store went with the process that kept it.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    found: str = store.compare_set(key, "", value).decode()
+    return found

@@ -1,0 +1,166 @@
+"""Each private name of torch that l0prune uses still means what it is used for."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from l0prune.capture import compat
+
+ATEN = torch.ops.aten
+
+
+class Relu(nn.Module):
+    def forward(self, x):
+        return x.relu()
+
+
+@pytest.fixture(scope="module")
+def program():
+    return export(Relu(), (torch.randn(3, 4),), dynamic_shapes=({0: Dim("rows")},))
+
+
+def test_operator_and_fake_tensor_classes_are_those_of_a_captured_graph(program):
+    (call,) = [n for n in program.graph.nodes if n.op == "call_function"]
+    assert isinstance(call.target, compat.OpOverload)
+    assert isinstance(call.meta["val"], compat.FakeTensor)
+
+
+def test_a_symbolic_size_has_a_hint_and_an_expression(program):
+    (placeholder,) = program.graph.find_nodes(op="placeholder")
+    rows, columns = placeholder.meta["val"].shape
+    assert (compat.size_hint(rows), compat.size_hint(columns)) == (3, 4)
+    assert not compat.size_expression(rows).is_number
+    assert compat.size_expression(columns) == 4
+
+
+def test_schema_says_what_an_operator_writes():
+    assert compat.schema_of(ATEN.relu_.default).is_mutable
+    assert not compat.schema_of(ATEN.relu.default).is_mutable
+    assert compat.schema_of(len) is None
+
+
+def test_version_counts_writes():
+    tensor = torch.zeros(2)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert compat.version_of(torch.zeros(2)) is None
+
+
+def test_functorch_is_active_within_its_transforms_alone():
+    seen = []
+
+    def note(x):
+        seen.append(compat.functorch_is_active())
+        return x
+
+    torch.func.vmap(note)(torch.zeros(2))
+    assert seen == [True]
+    assert not compat.functorch_is_active()
+
+
+def test_a_dispatch_mode_sees_each_operator():
+    class Seen(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    with Seen():
+        torch.zeros(2).relu()
+    assert ATEN.relu.default in names
+
+
+def test_subclasses_are_plain_without_torch_function():
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("called")
+
+    loud = torch.zeros(2).as_subclass(Loud)
+    with compat.without_torch_function():
+        assert type(loud.relu()) is Tensor
+
+
+def test_a_shell_has_shape_strides_and_dtype_but_no_memory():
+    class Empty(Tensor):
+        __torch_function__ = compat.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            called.append(func)
+            return torch.ones(())
+
+    called = []
+    shell = compat.shell(Empty, torch.zeros(2, 3).T, torch.float64)
+    assert (shell.shape, shell.stride(), shell.dtype) == ((3, 2), (1, 3), torch.float64)
+    assert shell.sum() == 1
+    assert called[0] is ATEN.sum.default
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_a_convolution_takes_another_weight_and_pads_as_it_does(mode):
+    layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode)
+    x, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+    found = compat.convolve(layer, x, weight)
+    layer.weight = nn.Parameter(weight)
+    assert torch.equal(found, layer(x))
+
+
+def test_only_classes_that_compute_as_torch_are_standard_convolutions():
+    class Own(nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight * 2, bias)
+
+    class Named(nn.Conv2d):
+        pass
+
+    assert compat.standard_convolution(Named, nn.Conv2d)
+    assert not compat.standard_convolution(Own, nn.Conv2d)
+    assert not compat.standard_convolution(nn.Linear, nn.Conv2d)
+
+
+def test_many_tensors_are_averaged_and_copied_at_once():
+    averages, values = [torch.zeros(2), torch.ones(3)], [torch.ones(2), torch.zeros(3)]
+    compat.average_(averages, values, 0.25)
+    assert [a.tolist() for a in averages] == [[0.25] * 2, [0.75] * 3]
+    compat.copy_all_(averages, values)
+    assert all(map(torch.equal, averages, values))
+
+
+def test_torch_takes_operators_apart_on_fake_tensors():
+    recipes = compat.core_aten_decompositions()
+    with compat.enable_python_dispatcher():
+        graph = make_fx(ATEN.addcmul.default, recipes, "fake")(*torch.randn(3, 2))
+    assert ATEN.addcmul.default not in [n.target for n in graph.graph.nodes]
+
+
+def test_the_compiler_leaves_out_what_is_marked():
+    seen = []
+
+    @compat.without_compiler
+    def outside(x):
+        seen.append(torch.compiler.is_compiling())
+        return x + 1
+
+    compiled = torch.compile(lambda x: outside(x) * 2, backend="eager")
+    assert compiled(torch.ones(())).item() == 4
+    assert seen == [False]
+
+
+def test_ddp_leaves_tensors_alone_and_the_first_process_to_set_a_key_wins(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        assert compat.first_to_set("key", "mine") == "mine"
+        assert compat.first_to_set("key", "other") == "mine"
+        module = nn.Linear(2, 2)
+        compat.leave_to_ddp(module, ["bias"])
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        assert wrapped.parameters_to_ignore == {"bias"}
+    finally:
+        torch.distributed.destroy_process_group()
