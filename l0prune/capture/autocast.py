@@ -1,4 +1,4 @@
-"""What torch.autocast does to operators, written into a graph as casts that rules can see."""
+"""Casts of torch.autocast, written into a graph where rules can see them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _write(module: GraphModule, node: Node, autocast: Autocast) -> bool:
 def _run(
     node: Node, values: Mapping[Node, Any], autocast: Autocast
 ) -> tuple[Any, dict[Node, torch.dtype]]:
-    """What the operator gives, and the dtypes that its operands are cast to on the way."""
+    """Return the operator's result, and the dtypes that its operands are cast to."""
     args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
     operands = {id(value): operand for operand, value in values.items()}
     with _Casts() as casts, autocast.context():

@@ -37,16 +37,16 @@ class Batches:
         return f"multiples of {self.multiple}{start}"
 
     def first(self, groups: tuple[int, ...]) -> tuple[int, ...]:
-        """Those that are so many times the smallest step, as far as they are among them."""
+        """Return the batch sizes of ``groups`` steps each, as far as they are allowed."""
         return tuple(n * self.multiple for n in groups if n * self.multiple in self)
 
     def several(self) -> Batches:
-        """The same without the smallest, which torch.export takes for a case of its own."""
+        """Return the batches without the smallest, a case of its own to torch.export."""
         return Batches(2 * self.multiple, self.multiple)
 
     @property
     def dim(self) -> Any:
-        """As torch.export is told so."""
+        """Return the batches as a ``torch.export.Dim``."""
         if self.multiple == 1:
             return Dim("batch", min=self.least if self.least > 1 else None)
         return self.multiple * Dim("_batch", min=max(self.least // self.multiple, 1))
@@ -66,7 +66,7 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 def widened(
     args: tuple[Any, ...], kwargs: dict[str, Any], batches: Batches = ANY
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same inputs, twice where the batch is the smallest: torch.export fixes a size of one."""
+    """Return the inputs, doubled if the batch is the smallest: torch.export fixes a size of 1."""
     size = batch_of(args, kwargs)
     if size != batches.multiple:
         return args, kwargs

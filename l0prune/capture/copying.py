@@ -134,7 +134,7 @@ class _Renewal:
         return self.of(copy.deepcopy(value, self.memo))
 
     def _speaks_of_model(self, function: FunctionType) -> bool:
-        """Does what the function holds come to a module of the model?"""
+        """Return whether the function holds a module of the model."""
         pending: list[Any] = [function]
         seen: set[int] = set()
         while pending:
@@ -148,7 +148,7 @@ class _Renewal:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """What a container or a function holds."""
+    """Return the values that a container or a function holds."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, list | tuple | set):

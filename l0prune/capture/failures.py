@@ -15,7 +15,7 @@ _HERE = os.path.dirname(os.path.dirname(__file__))
 
 
 def explained(error: Exception, model: nn.Module) -> str:
-    """What broke and where in the user's source, from a torch.export failure."""
+    """Explain a torch.export failure: its cause and line of the user's source."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
     where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
@@ -33,7 +33,7 @@ def explained(error: Exception, model: nn.Module) -> str:
 
 
 def _scripted(model: nn.Module) -> str:
-    """Which module torch.export cannot look into; empty if there is none."""
+    """Name the module that torch.export cannot look into; empty if there is none."""
     scripted = (n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule))
     name = next(scripted, "")
     return (
@@ -45,7 +45,7 @@ def _scripted(model: nn.Module) -> str:
 
 
 def _packed(error: Exception) -> str:
-    """Whether sequences were packed where it failed; empty if not."""
+    """Describe packed sequences at the failure; empty if there are none."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(v, PackedSequence) for frame in frames for v in frame.f_locals.values()):
         return (
@@ -57,7 +57,7 @@ def _packed(error: Exception) -> str:
 
 
 def _unregistered(error: Exception) -> str:
-    """How to make the class of an output known to torch; empty if it is no such failure."""
+    """Describe how to register the class of an output with torch; empty for other failures."""
     found = re.match(r"Found <class '(?P<name>[^']+)'> in output, which is not", str(error))
     if not found:
         return ""

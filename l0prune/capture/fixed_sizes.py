@@ -11,7 +11,7 @@ BATCH = "batch"
 
 
 def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str, str]:
-    """Which of the ``free`` sizes cannot be so, by name, and why.
+    """Return the reason for each of the ``free`` sizes that is fixed, by name.
 
     Raises:
         CaptureError: torch.export cannot follow the model at all.
@@ -29,7 +29,7 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
 
 
 def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:
-    """The same of the batch, which is free wherever it can be.
+    """Return the reason why the batch is fixed; it is free wherever it can be.
 
     Raises:
         CaptureError: torch.export cannot follow the model at all.

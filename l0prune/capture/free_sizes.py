@@ -24,7 +24,7 @@ _AUTO = tuple(kind for kind in (Dim.AUTO, Dim.DYNAMIC))
 
 @dataclass(frozen=True)
 class FreeSizes:
-    """Which dims of a model's inputs may be of any size, beside the batch.
+    """Dims of a model's inputs that may be of any size, beside the batch.
 
     Attributes:
         dims: for each tensor or other leaf of the inputs, in their order, the names of its free
@@ -46,7 +46,7 @@ class FreeSizes:
         return self.dims[leaf] if self.dims else {}
 
     def sizes(self, example: Inputs) -> dict[str, int]:
-        """How large the example is there."""
+        """Return the example's size at each free dim, by name."""
         leaves = pytree.tree_leaves(example)
         return {
             name: int(leaf.shape[dim])
@@ -55,12 +55,12 @@ class FreeSizes:
         }
 
     def only(self, names: Sequence[str] | frozenset[str]) -> FreeSizes:
-        """Those of these names."""
+        """Return the free sizes of these names."""
         kept = ({dim: n for dim, n in dims.items() if n in names} for dims in self.dims)
         return FreeSizes(tuple(kept))
 
     def to_json(self) -> list[dict[str, str]]:
-        """As plain data; ``from_json`` reads it back."""
+        """Return plain data; ``from_json`` reads it back."""
         return [{str(dim): name for dim, name in dims.items()} for dims in self.dims]
 
     @staticmethod
@@ -73,7 +73,7 @@ ALL_FIXED = FreeSizes()  # but the batch
 
 
 def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSizes:
-    """What a user asks for, in torch.export's format: a dict by input, or a tuple in their order.
+    """Read a user's free sizes in torch.export's format: a dict by input, or a tuple.
 
     Raises:
         UsageError: it names an input or a dim that is not there, or the example is too small.
@@ -136,7 +136,7 @@ def _dims(leaf: Any, spec: Any, name: str) -> dict[int, str]:
 
 
 def _name(what: Any, default: str) -> str:
-    """What a free dim is called; empty for one that is not free."""
+    """Return the name of a free dim; empty for one that is not free."""
     if what is None or what is Dim.STATIC or (isinstance(what, int) and not isinstance(what, bool)):
         return ""
     if isinstance(what, str):

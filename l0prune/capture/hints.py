@@ -1,4 +1,4 @@
-"""What torch decides by the values of a tensor only to be quicker, decided without them.
+"""Shortcuts that torch's layers take by the values of a tensor, switched off for a capture.
 
 torch.export stops at a branch on values. Some of torch's own layers have one: a mask is compared
 with the causal one, so that a kernel for causal attention can be used, which makes no difference
@@ -23,7 +23,7 @@ from torch.nn.modules import transformer
 def _is_said_to_be_causal(
     mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
 ) -> bool:
-    """Whether the caller says that the mask is causal; not what its values are."""
+    """Return whether the caller says that the mask is causal, whatever its values."""
     return is_causal is True
 
 
@@ -58,7 +58,7 @@ def _with_zeros_at_padding(forward: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
-    """What torch asks before it looks at the values of the mask."""
+    """Return whether torch would look at the values of the mask."""
     return (
         torch.backends.mha.get_fastpath_enabled()
         and getattr(encoder, "use_nested_tensor", False)

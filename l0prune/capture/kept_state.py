@@ -1,4 +1,4 @@
-"""What a forward returns beside its results for the next call: a cache of keys and values.
+"""State that a forward returns for the next call: a cache of keys and values.
 
 torch.export takes tensors, numbers and containers that it knows for outputs. A decoder of
 transformers also returns a ``DynamicCache``, unless it is told not to. Such an object is how the

@@ -1,4 +1,4 @@
-"""What a model has to be for l0prune to look into it."""
+"""Conditions under which a model can be analysed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _objection(model: Any) -> str:
 
 
 def _defined(kind: type) -> set[str]:
-    """What a class and those above it define, up to the frameworks' own."""
+    """Return the names that a class and its bases define, up to the frameworks' own."""
     own = [each for each in kind.__mro__ if not each.__module__.startswith(_FRAMEWORKS)]
     return {name for each in own for name in vars(each)}
 

@@ -1,4 +1,4 @@
-"""What other packages put around a model's forward, which is no part of the model."""
+"""Wrappers that other packages put around a model's forward, which are no part of the model."""
 
 from __future__ import annotations
 

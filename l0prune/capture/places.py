@@ -26,7 +26,7 @@ _Line = tuple[str, int]
 
 @dataclass
 class Places:
-    """What was noted during a capture.
+    """Notes of a capture.
 
     Attributes:
         fixed: where a size became a number.
@@ -38,7 +38,7 @@ class Places:
 
     @property
     def decisive(self) -> str:
-        """Where a size was fixed last, or else first asked for what does not hold for all."""
+        """Line at which a size was fixed last, or else first constrained."""
         broken = (line for line, what in self.asked if not _holds_for_others(what))
         line = self.fixed[-1] if self.fixed else next(broken, None)
         if line is None:
@@ -109,7 +109,7 @@ def _is_library(file: str) -> bool:
 
 
 def _holds_for_others(what: Any) -> bool:
-    """Does an expression in symbols hold for larger sizes too, whatever they are?"""
+    """Return whether an expression in symbols holds for larger sizes, too."""
     try:
         return all(
             bool(what.subs(dict.fromkeys(what.free_symbols, size)))

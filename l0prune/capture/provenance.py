@@ -1,4 +1,4 @@
-"""Where a node of a captured graph comes from: source line, module path and class."""
+"""Origin of a node in a captured graph: source line, module path and class."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def within(path: str, name: str) -> str:
 
 
 def is_within(name: str, path: str) -> bool:
-    """Is a module or tensor of this name the one at ``path``, or inside it?"""
+    """Return whether a module or tensor of this name is the one at ``path``, or inside it."""
     return not path or f"{name}.".startswith(f"{path}.")
 
 
 def origin_of(node: Node) -> dict[str, Any]:
-    """What a node's meta says of where it comes from, for nodes that take its place."""
+    """Return the entries of a node's meta about its origin, for nodes that take its place."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 

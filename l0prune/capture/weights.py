@@ -16,7 +16,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What is known of a layer before any analysis.
+    """Facts of a layer's weight before any analysis.
 
     ``tensors`` are its parameters, those first that are shaped like its weight. ``dims`` are the
     weight's input and output dims, None where only the graph can tell.

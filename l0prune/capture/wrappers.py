@@ -1,4 +1,4 @@
-"""What stands around a model: compiled, or spread over devices, as a module of its own."""
+"""Modules around a model: compiled, or spread over devices."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _wrapped(model: nn.Module) -> nn.Module | None:
 
 
 def holds_ddp(model: nn.Module) -> bool:
-    """Is the model, or a module of it, in DDP?"""
+    """Return whether the model, or a module of it, is in DDP."""
     ddp = nn.parallel.DistributedDataParallel
     return any(isinstance(module, ddp) for module in model.modules())
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Does DDP stand around the model, which has noted its parameters already?"""
+    """Return whether DDP stands around the model, which has noted its parameters already."""
     outer: nn.Module | None = model
     while outer is not None:
         if isinstance(outer, nn.parallel.DistributedDataParallel):

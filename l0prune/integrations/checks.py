@@ -1,4 +1,4 @@
-"""Do a callback and the training that it is given to belong together?"""
+"""Checks that a callback fits its training."""
 
 from __future__ import annotations
 

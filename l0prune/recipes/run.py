@@ -38,7 +38,7 @@ from l0prune.selection import fitted
 def run(
     recipe: Recipe, folder: Path, data_root: str | None = None, *, report: bool = True
 ) -> dict[str, Any]:
-    """Do what the recipe says, in ``folder``; stages that are done there are not done again.
+    """Run a recipe in ``folder``; stages that are done there are not done again.
 
     Args:
         recipe: what to do.
@@ -120,7 +120,7 @@ def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> n
 
 
 def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) -> dict[str, Any]:
-    """Of training in a stage, which goes on where it was stopped."""
+    """Return the training settings of a stage, which goes on where it was stopped."""
     taught = {"teacher": copied(teacher)} if given.get("distill") else {}
     return {"out": out, "resume": True, "seed": recipe.seed, **taught, **given}
 
@@ -253,7 +253,7 @@ def _measured(module: nn.Module, file: Path, data: Task) -> dict[str, Any]:
 
 
 def _reported(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
-    """What the recipe's own function measures."""
+    """Return the measurements of the recipe's own function."""
     if spec is None:
         return {}
     with stage("measuring what the recipe reports"):

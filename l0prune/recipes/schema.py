@@ -1,4 +1,4 @@
-"""What a recipe may say: how to get from data to a small ONNX file."""
+"""Schema of a recipe: the way from data to a small ONNX file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Where the network comes from; paths are relative to the recipe."""
+    """Source of the network; paths are relative to the recipe."""
 
     source: str
     weights: str | None = None
@@ -36,7 +36,7 @@ def _checked(given: str | None, kind: str) -> str | None:
 
 
 class DataSection(_Section):
-    """What it learns from, and by which loss and metric; paths are relative to the recipe.
+    """Data, loss and metric; paths are relative to the recipe.
 
     With ``answers`` the targets are what the dense network answers (``l0prune.answered``), in the
     precision in which the gates learn (``finetune.autocast``).
@@ -49,7 +49,7 @@ class DataSection(_Section):
 
 
 class GateSection(_Section):
-    """How the gates are put on and set at first."""
+    """Options of ``gate``, and the gates' initial state."""
 
     include: list[str] = list(defaults.INCLUDE)
     exclude: list[str] = list(defaults.EXCLUDE)
@@ -120,13 +120,13 @@ class RoundSection(_Section):
 
     @property
     def goes_by_times(self) -> bool:
-        """Would a latency table change what is cut: by the budget, or by the widths it likes?"""
+        """Return whether a latency table changes the cut: by the budget, or by preferred widths."""
         asked = self.finetune.get("round_to") if self.fit is None else self.fit.round_to
         return Latency.name in self.limited or asked in (None, "auto")
 
 
 class LatencySection(_Section):
-    """What milliseconds are of, for budgets in latency: ``l0prune.measure`` on this machine."""
+    """Setting of latency budgets: ``l0prune.measure`` on this machine."""
 
     runtime: str = "onnxruntime"
     provider: str | None = None
@@ -136,7 +136,7 @@ class LatencySection(_Section):
 
 
 class ExportSection(_Section):
-    """Which files to write besides ONNX."""
+    """Files to write besides ONNX."""
 
     pt2: bool = False
     state: bool = False

@@ -1,4 +1,4 @@
-"""What a report says, as data: the schema of ``report.json``.
+"""Data of a report: the schema of ``report.json``.
 
 All of it is plain JSON. A section that a run did not record is absent (``null`` or empty), and the
 page leaves it out. Amounts are numbers in the unit that their name says; shares are from 0 to 1.
@@ -53,12 +53,12 @@ class Time(Pair):
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the two differ by less than the turns of one of them do."""
+        """Return whether the two differ by less than repeated timings of one of them."""
         return abs(self.after - self.before) < self.spread * self.before
 
 
 class Metric(Section):
-    """What the test data say of the network.
+    """A metric on the test data, before and after.
 
     Attributes:
         name: ``error``, ``accuracy``, ``test_loss``, …
@@ -76,7 +76,7 @@ class Metric(Section):
 
 
 class Gain(Section):
-    """What was gained and what it cost; each is null where it was not recorded.
+    """Gains and costs of a run; null where not recorded.
 
     Attributes:
         params: parameters.
@@ -110,7 +110,7 @@ class Asked(Section):
 
     @property
     def met(self) -> bool:
-        """Whether it is met."""
+        """Return whether the budget is met."""
         return self.share <= self.limit * (1 + 1e-9)
 
 
@@ -141,7 +141,7 @@ class Comparison(Section):
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance."""
+        """Return whether the error is within the tolerance."""
         return self.error <= self.tolerance
 
 
@@ -189,7 +189,7 @@ class Layer(Section):
 
 
 class Amount(Section):
-    """Of one measure: what is expected over the gates' noise, what an export has, all of it."""
+    """Amounts of one measure: expected under the gates' noise, of an export, dense."""
 
     expected: float
     actual: float
@@ -213,7 +213,7 @@ class BudgetState(Section):
 
 
 class Epoch(Section):
-    """What was measured at the end of an epoch; see ``l0prune.History``.
+    """Measurements at the end of an epoch; see ``l0prune.History``.
 
     Attributes:
         gates: how many gates there are in each bin of P(z ≠ 0), of equal width, from 0 to 1.
@@ -259,7 +259,7 @@ class Look(Section):
 
 
 class Fit(Section):
-    """How widths were chosen.
+    """Choice of widths by ``fit``.
 
     Attributes:
         filling: by axis, how many slots stay only since its slots come in whole blocks.
@@ -298,7 +298,7 @@ class Training(Section):
 
     @property
     def finished(self) -> bool:
-        """Whether all of its epochs are done, as far as is known."""
+        """Return whether all epochs are done, as far as is known."""
         return self.planned is None or len(self.epochs) >= self.planned
 
 
@@ -319,7 +319,7 @@ class OwnerTime(Section):
 
 
 class TimeByLayer(Section):
-    """Where the time goes, by a latency table.
+    """Milliseconds of a layer, by a latency table.
 
     Attributes:
         setting: runtime, threads and batch that the table is of.
@@ -348,7 +348,7 @@ class TimeByLayer(Section):
 
     @property
     def filling(self) -> float:
-        """Of ``after``, milliseconds for what only fills whole blocks."""
+        """Milliseconds of ``after`` spent on slots that only fill whole blocks."""
         return sum(of.filling for of in self.owners)
 
 
@@ -377,7 +377,7 @@ class Stored(Section):
 
 
 class Repeat(Section):
-    """What it takes to do it again.
+    """Commands, versions and seed that repeat the run.
 
     Attributes:
         command: as it was typed; empty where none was.

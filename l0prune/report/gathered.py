@@ -1,4 +1,4 @@
-"""What goes into a report, from what a run leaves: exports, histories, tables of times, files."""
+"""Collection of a report's data from exports, histories, tables of times and files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def now() -> str:
 
 
 def of_export(dense: Export, first: Export | None = None) -> Content:
-    """What an export says.
+    """Return the report of an export.
 
     Args:
         dense: the export.
@@ -83,7 +83,7 @@ def of_export(dense: Export, first: Export | None = None) -> Content:
 
 
 def of_model(model: nn.Module) -> Content:
-    """What an export of a gated model would have, as its gates stand now.
+    """Return the report of a gated model: the counts of an export with its gates as they are.
 
     Raises:
         NotGated: the model carries no gates.
@@ -105,7 +105,7 @@ def of_model(model: nn.Module) -> Content:
 
 
 def of_survey(survey: Survey) -> Content:
-    """What could be cut: ``after`` is what gates can take away."""
+    """Return the report of a survey; ``after`` is without all that gates can remove."""
     plan = survey.plan
     nothing = torch.zeros(plan.size, dtype=torch.bool)
     totals = {"params": survey.params, "macs": survey.macs}
@@ -126,7 +126,7 @@ def of_survey(survey: Survey) -> Content:
 
 
 def _reached(layer: Layer) -> Layer:
-    """With what can go in the place of what has to stay."""
+    """Return the layer with the largest cut that gates can make."""
     sides = {
         name: side.model_copy(update={"after": side.before - side.after})
         for name, side in (("input", layer.input), ("output", layer.output))
@@ -155,7 +155,7 @@ def with_trainings(content: Content, trainings: Sequence[Training]) -> Content:
 
 
 def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
-    """With what a training knows of its environment, where nothing else is said of it."""
+    """Fill gaps in the instructions with what a training recorded of its environment."""
     known = repeat.model_dump()
     empty = {name: facts[name] for name in _ENVIRONMENT if name in facts and not known[name]}
     return Repeat.model_validate(known | empty)
@@ -203,7 +203,7 @@ def with_time(content: Content, table: LatencyTable, model: nn.Module) -> Conten
 
 
 def _filling(content: Content) -> dict[str, int]:
-    """By axis, how many slots the last choice of widths kept only to fill blocks."""
+    """Return the number of slots that the last choice of widths kept to fill blocks, by axis."""
     fits = [content.fit, *(training.fit for training in content.trainings)]
     return next((fit.filling for fit in reversed(fits) if fit is not None), {})
 
@@ -227,7 +227,7 @@ def _timed(time: Time | None, setting: Setting) -> float | None:
 
 
 def repeated(files: Sequence[Path], recipe: Mapping[str, Any] | None = None) -> Repeat:
-    """What it takes to do it again in this environment.
+    """Return the instructions to repeat the run in this environment.
 
     Raises:
         FileError: a file cannot be read.

@@ -66,7 +66,7 @@ class Layer:
 def layers_of(
     plan: Plan, weights: Sequence[Weight], unused: Collection[str], otherwise: str = UNKNOWN
 ) -> tuple[Layer, ...]:
-    """What the plan says of each layer.
+    """Return each layer's sides, with their axes and pins.
 
     Args:
         plan: of the model.
@@ -146,7 +146,7 @@ class Sides:
         return self._side(reads), self._side(writes)
 
     def layouts(self) -> tuple[list[Layout], list[Layout]]:
-        """Of the input side and of the output side, whose sizes are the products of theirs."""
+        """Layouts of the input and the output side; a side's size is the product of theirs."""
         reads, writes = self._dims()
         return self._layouts(reads), self._layouts(writes)
 
@@ -161,7 +161,7 @@ class Sides:
         return ([0], [1, 0]) if read == 0 else ([1, 0], [0])
 
     def _by_role(self) -> tuple[list[int], list[int]]:
-        """Which dims of a bare parameter are read and written: both all of them if none says.
+        """Return the dims of a bare parameter that are read and written; all of both if unknown.
 
         A kernel's height, of which nobody says anything, is neither.
         """
@@ -173,7 +173,7 @@ class Sides:
         return reads or rest or writes or every, writes or rest or reads or every
 
     def _is_known(self, dim: int) -> bool:
-        """Does an axis or a pin speak of the dim?"""
+        """Return whether an axis or a pin is known for the dim."""
         where = f"{self.tensor} dim {dim}"
         return any(leaves(self._layout(dim))) or any(pin.where == where for pin in self.plan.pins)
 
@@ -205,7 +205,7 @@ class Sides:
         )
 
     def _places(self, dims: list[int]) -> Iterator[str]:
-        """What pins of these dims are called, most telling first."""
+        """Return the names of the pins of these dims, the most specific first."""
         for name in (self.tensor, f"{self.weight.name} (computed weight)"):
             for dim in dims:
                 yield f"{name} dim {dim}"

@@ -32,7 +32,7 @@ JSON, HTML = "report.json", "report.html"
 
 
 class Report:
-    """What a run came to: what was gained, whether it is right, where it was taken, and how.
+    """Report of a run: gains, certificate, cuts by layer, and training curves.
 
     ``save`` writes it; a notebook shows it.
 
@@ -97,7 +97,7 @@ class Report:
             raise FileError(f"cannot read {path}: {error.strerror}") from error
 
     def titled(self, title: str) -> Report:
-        """The same under this title."""
+        """Return the report under this title."""
         return Report(self.content.model_copy(update={"title": title}))
 
     def html(self, *, live: bool = False) -> str:

@@ -68,13 +68,13 @@ def _runs_in(path: Path) -> list[tuple[Path, Content]]:
 
 
 def of_trainings(title: str, trainings: list[Training]) -> Content:
-    """What trainings alone say: their curves, and what an export would have had at the end."""
+    """Return the report of trainings alone: curves, and an export's counts at their end."""
     content = with_trainings(Content(title=title, made=now()), trainings)
     return _with_counts(content, trainings)
 
 
 def trainings_in(folder: Path) -> list[Training]:
-    """What was trained in a run's folder, in the order in which it was done.
+    """Return the trainings in a run's folder, in order.
 
     Raises:
         FileError: records are damaged.
@@ -90,7 +90,7 @@ def trainings_in(folder: Path) -> list[Training]:
 
 
 def _with_counts(content: Content, trainings: list[Training]) -> Content:
-    """What an export would have had at the end of the last training with gates."""
+    """Add an export's counts at the end of the last training with gates."""
     last = next(
         (t.epochs[-1] for t in reversed(trainings) if t.epochs[-1:] and t.epochs[-1].amounts), None
     )
@@ -104,7 +104,7 @@ def _with_counts(content: Content, trainings: list[Training]) -> Content:
 
 
 def _result(path: Path) -> dict[str, Any] | None:
-    """What a recipe's run came to; None where it did not come to an end."""
+    """Return the result of a recipe's run; None if it did not end."""
     if not path.exists():
         return None
     try:

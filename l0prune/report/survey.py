@@ -66,7 +66,7 @@ class Survey:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """What could be left out as a whole, if it gets a gate of its own: see ``gate``."""
+        """Branches that could be left out whole, if they get a gate of their own: see ``gate``."""
         return self.plan.branches
 
     @property
@@ -128,7 +128,7 @@ class Survey:
         return json.dumps(self.to_dict(), indent=2)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What can be cut, then every layer with what is possible on its two sides."""
+        """Print what can be cut, then every layer with the possible cuts of its two sides."""
         yield (
             f"{self.params:,} params, {self.macs:,} MACs an example; "
             f"{self.plan.size:,} gates on {len(self.axes)} axes reach "
@@ -175,7 +175,7 @@ class Survey:
         yield from tables(self.plan, self.layers, self.params, self.macs)
 
     def _on_class(self) -> str:
-        """Which modules cannot know their sizes."""
+        """Describe the modules that cannot know their sizes."""
         first, *others = self.plan.code.reused
         more = f" (and {len(others)} more of that kind)" if others else ""
         return (

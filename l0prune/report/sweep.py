@@ -31,7 +31,7 @@ def _run(folder: Path, content: Content) -> Run:
 
 
 def front(points: Sequence[tuple[float, float]], larger_is_better: bool = False) -> list[int]:
-    """Which points no other one beats: costs no more and is no worse, and better in one of these.
+    """Return the Pareto front: the points that no other one beats in cost or quality.
 
     Args:
         points: of each run its cost and its metric.

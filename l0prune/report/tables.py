@@ -17,7 +17,7 @@ from l0prune.report.name_patterns import grouped, pattern, several, together
 def tables(
     plan: Plan, layers: Sequence[Layer], params: int, macs: int
 ) -> Iterator[Table | Text | str]:
-    """What can be cut; every layer, those that are alike in one row; and how to go on."""
+    """Tables of a survey: what can be cut; layers, equal ones in one row; the next command."""
     if plan.axes:
         yield _axes(plan)
     if layers:
@@ -86,14 +86,14 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(layer: Layer) -> tuple[Hashable, ...]:
-    """What layers that share a row have in common."""
+    """Return the key that layers in one row share."""
     carries = layer.input.axes == layer.output.axes
     sides = (_short(layer.input), _short(layer.output))
     return (pattern(layer.name), layer.kind, carries, *sides)
 
 
 def _short(side: Side) -> str:
-    """What tells sides apart that are not to share a row."""
+    """Return the key by which sides of different rows differ."""
     return ", ".join(dict.fromkeys(map(pattern, side.axes))) + " | " + pattern(_why(side))
 
 

@@ -31,7 +31,7 @@ def training_of(history: History, name: str = "finetune") -> Training:
 
 
 def training_in(folder: Path, name: str) -> Training | None:
-    """What a run left in its folder; None where it has not begun.
+    """Return the training recorded in a folder; None if it has not begun.
 
     Raises:
         FileError: its records are damaged.
@@ -70,7 +70,7 @@ def _training(name: str, records: Sequence[Record], facts: Mapping[str, Any]) ->
 
 
 def _fit(records: Sequence[Record]) -> Fit | None:
-    """How widths were chosen, where that was recorded."""
+    """Return the choice of widths, if recorded."""
     found = next((record["fitted"] for record in reversed(records) if "fitted" in record), None)
     return None if found is None else Fit.model_validate(found)
 
@@ -112,7 +112,7 @@ def _metric(records: Sequence[Record]) -> str:
 
 
 def budgets_of(trainings: Sequence[Training]) -> list[Asked]:
-    """What was asked of the last training that had a budget, and what came of it.
+    """Return the budgets of the last training that had any, with the amounts reached.
 
     What was observed of the export counts where something was, not what was predicted.
     """
@@ -148,7 +148,7 @@ def metric_of(trainings: Sequence[Training]) -> Metric | None:
 
 
 def _is_dense(training: Training) -> bool:
-    """Was it of the network before its gates?"""
+    """Return whether the training was of the network before its gates."""
     return training.name == "dense" and bool(training.epochs)
 
 

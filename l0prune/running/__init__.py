@@ -1,1 +1,1 @@
-"""What evaluation, scoring and training share: tasks, batches, devices, processes."""
+"""Shared by evaluation, scoring and training: tasks, batches, devices, processes."""

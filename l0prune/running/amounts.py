@@ -11,7 +11,7 @@ _EXPECTED, _DENSE = "expected_", "dense_"
 
 @dataclass(frozen=True)
 class Amount:
-    """Of one measure of a network.
+    """Amounts of one measure of a network.
 
     Attributes:
         expected: over the gates' noise.
@@ -28,13 +28,13 @@ class Amount:
         return amount / self.dense if self.dense else 0.0
 
     def entries(self, name: str) -> dict[str, float]:
-        """As a record has them, for the measure of this name."""
+        """Return the amounts as in a record, for the measure of this name."""
         values = (self.expected, self.actual, self.dense)
         return dict(zip(keys(name), values, strict=True))
 
 
 def keys(name: str) -> tuple[str, str, str]:
-    """What records call the amounts of a measure."""
+    """Return the names of a measure's amounts in records."""
     return f"{_EXPECTED}{name}", name, f"{_DENSE}{name}"
 
 

@@ -28,7 +28,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What of the keyword arguments the model takes."""
+    """Return those keyword arguments that the model takes."""
     taken = _names(inside(model)) if given and isinstance(model, nn.Module) else None
     if taken is None:
         return given

@@ -60,7 +60,7 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
 
 
 def choose_classes(outputs: Any, targets: Any) -> bool:
-    """Are these scores of classes, one row an example, and targets that choose between them?"""
+    """Return whether outputs are class scores, one row an example, and targets choose a class."""
     scores = tensor_in(outputs)
     if scores is None or scores.dim() < 2:
         return False
@@ -70,7 +70,7 @@ def choose_classes(outputs: Any, targets: Any) -> bool:
 
 
 def tensor_in(outputs: Any) -> Tensor | None:
-    """What a model returns if that is a tensor, or its ``.logits`` if those are one."""
+    """Return a model's output if it is a tensor, or its ``.logits`` if they are."""
     found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return found if isinstance(found, Tensor) else None
 
@@ -88,7 +88,7 @@ def scores_of(outputs: Any) -> Tensor:
 
 
 def _are_classes(scores: Tensor, targets: Any) -> bool:
-    """Do the targets choose between classes: by number, or by probabilities that sum to 1?"""
+    """Return whether targets choose a class, by number or by probabilities that sum to 1."""
     if not isinstance(targets, Tensor) or targets.dtype == torch.bool or _is_one(scores):
         return False
     if not targets.is_floating_point():
@@ -98,7 +98,7 @@ def _are_classes(scores: Tensor, targets: Any) -> bool:
 
 
 def _other_losses(scores: Tensor, targets: Any) -> str:
-    """What to write where cross-entropy is not the loss."""
+    """Suggest losses where cross-entropy does not fit."""
     if not isinstance(targets, Tensor):
         return (
             f"cross-entropy is not for targets that are a {type(targets).__name__}; give a loss "
@@ -127,7 +127,7 @@ def _other_losses(scores: Tensor, targets: Any) -> str:
 
 
 def _is_one(scores: Tensor) -> bool:
-    """Is there one number for an example, and so nothing to choose from?"""
+    """Return whether there is one number for each example, so that there are no classes."""
     return scores.dim() < 2 or scores.shape[1] == 1
 
 

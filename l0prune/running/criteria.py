@@ -111,7 +111,7 @@ def _function(given: Any, kind: str, known: Mapping[str, Loss]) -> Loss:
 
 
 def label(given: Any) -> str:
-    """What a loss or metric is called in records and messages; empty for a lambda."""
+    """Return the name of a loss or metric in records and messages; empty for a lambda."""
     if isinstance(given, str):
         return given.rpartition(":")[2]
     if given is error_rate:
@@ -141,7 +141,7 @@ def one_number(loss: Any, of: Any) -> Tensor:
 
 
 def numbers(value: Any, of: Any) -> Tensor:
-    """What a metric gives for a batch: one number, or one for each example, as a tensor.
+    """Return a metric's values for a batch as a tensor: one number, or one for each example.
 
     Raises:
         UsageError: it is no number.

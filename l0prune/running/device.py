@@ -1,4 +1,4 @@
-"""Where a model computes, in which precision, and in which mode."""
+"""Device, precision and mode of a model's computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has to be repeated with: the command, the versions and the machine."""
+"""Environment of a run: command, versions and machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(arguments: list[str]) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """What a device is called by its maker, or its kind."""
+    """Return a device's name by its maker, or its kind."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -1,4 +1,4 @@
-"""How well a model does its task: eval mode, deterministic gates, the test data once."""
+"""Evaluation: eval mode, deterministic gates, the test data once."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ def _total(value: Tensor, examples: int) -> Tensor:
 
 
 def _sum(values: list[Tensor]) -> float:
-    """In float64 on the CPU, after one transfer."""
+    """Sum in float64 on the CPU, after one transfer."""
     return float(torch.stack(values).cpu().double().sum()) if values else 0.0

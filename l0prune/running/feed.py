@@ -157,12 +157,12 @@ def _lengths(source: Split, batch_size: int) -> Iterator[int]:
 
 
 def _is_shared_out(source: Any) -> bool:
-    """Does it give every process batches of its own already?"""
+    """Return whether the source gives every process batches of its own already."""
     return isinstance(getattr(source, "sampler", None), DistributedSampler)
 
 
 def _examples(source: Source) -> int:
-    """How many examples a source holds."""
+    """Return the number of examples that a source holds."""
     if is_split(source):
         return len(source)
     dataset = getattr(source, "dataset", None)

@@ -7,7 +7,7 @@ import sys
 
 
 def is_first_process() -> bool:
-    """Is this the process that speaks to the user, as far as its launcher says?"""
+    """Return whether this process speaks to the user, as far as its launcher says."""
     dist = sys.modules.get("torch.distributed")  # not loaded: nobody can have made a group
     if dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
@@ -15,5 +15,5 @@ def is_first_process() -> bool:
 
 
 def is_launched() -> bool:
-    """Did torchrun start this process with others?"""
+    """Return whether torchrun started this process with others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -1,4 +1,4 @@
-"""What a notebook shows of an object: the tables that a terminal shows, as HTML."""
+"""Display in notebooks: the tables of a terminal, as HTML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FORM = '<pre style="line-height:1.2;overflow-x:auto;white-space:pre">{code}</pr
 
 
 def as_html(shown: RenderableType) -> str:
-    """What rich prints, as one element of HTML without a style sheet; text is escaped."""
+    """Return rich's output as one HTML element without a style sheet; text is escaped."""
     console = Console(
         record=True, file=io.StringIO(), width=_WIDTH, force_jupyter=False, highlight=False
     )

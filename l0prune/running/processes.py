@@ -41,12 +41,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Is this the process that writes files and speaks to the user?"""
+        """Return whether this process writes files and speaks to the user."""
         return self.rank == 0
 
     @property
     def is_shared(self) -> bool:
-        """Are there other processes?"""
+        """Return whether there are other processes."""
         return self.size > 1
 
     def mean_(self, tensor: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class World:
             tensor.copy_(theirs)
 
     def first_alone(self, action: Callable[[], T]) -> T | None:
-        """What ``action`` gives in the first process, None in the others, which wait for it.
+        """Return the result of ``action`` in the first process, None in the others, which wait.
 
         Raises:
             L0pruneError: what it raised there is raised everywhere.
@@ -114,7 +114,7 @@ class World:
         return result
 
     def first_then_all(self, action: Callable[[], T]) -> T:
-        """What ``action`` gives, with the first process ahead: it downloads, others find."""
+        """Run ``action`` in the first process, then in all: the first downloads, others find."""
         found = self.first_alone(action)
         return action() if found is None else found
 
@@ -124,7 +124,7 @@ _training_together: ContextVar[World | None] = ContextVar("training_together", d
 
 
 def of_first(action: Callable[[], T]) -> T:
-    """What ``action`` gives in the first of the processes that train together, in all of them.
+    """Return in all processes the result that ``action`` has in the first one.
 
     Those are what was ``joined``; in a loop of the user's own, all of their process group.
 
@@ -208,7 +208,7 @@ def _of_group() -> Iterator[World]:
 
 
 def _failed_before(key: str, rank: int, error: Exception) -> str | None:
-    """What the process that failed before this one says; None where this is the first."""
+    """Return the message of the process that failed before this one; None if this is the first."""
     mine = f"process {rank} stopped, and so all: {error or type(error).__name__}"
     try:
         first = first_to_set(key, mine)

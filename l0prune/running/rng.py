@@ -53,7 +53,7 @@ def seed_all(seed: int, rank: int = 0) -> None:
 
 @contextmanager
 def undisturbed(device: torch.device, own: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Whatever is drawn within the context, the generators are afterwards as they were."""
+    """Restore the random generators' states after the context."""
     own = list(own)
     before = capture(device, own)
     try:

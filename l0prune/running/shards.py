@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Any]:
-    """Is it a DTensor, of which this process has a part?"""
+    """Return whether the tensor is a DTensor, of which this process has a part."""
     return hasattr(tensor, "placements")
 
 
@@ -68,7 +68,7 @@ def whole_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``whole_state`` gave, for the parameters of ``optimizer``, sharded as they are."""
+    """Shard the state that ``whole_state`` returned as the parameters of ``optimizer`` are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def cut(number: int, value: Any) -> Any:

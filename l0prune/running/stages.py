@@ -35,7 +35,7 @@ watched = _stages.watched
 
 @contextmanager
 def stage(name: str) -> Iterator[None]:
-    """What runs in the context, or in the function that it decorates, is a stage of this name."""
+    """Announce the context, or the decorated function, as a stage of this name."""
     start = time.monotonic()
     _stages.tell(Stage(name))
     try:

@@ -37,7 +37,7 @@ TAKEN = frozenset({
 
 @dataclass(frozen=True)
 class Task:
-    """What a model learns to do.
+    """Task of a model: data, loss and metric.
 
     Attributes:
         train: training examples: a split of a ``Data``, a dataset, or any iterable of batches
@@ -216,14 +216,14 @@ class _OfData(Task):
 
 
 def are_lists(inputs: Any, targets: Any) -> bool:
-    """Are they one tensor and one mapping for each example, as detectors take them?"""
+    """Return whether there is a tensor and a mapping for each example, as detectors take them."""
     if not are_findings(targets) or not isinstance(inputs, list | tuple):
         return False
     return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
 
 
 def is_split(source: Any) -> TypeIs[Split]:
-    """Does the source make batches itself, in an order that we choose?"""
+    """Return whether the source makes batches itself, in an order that can be chosen."""
     return hasattr(source, "batches")
 
 

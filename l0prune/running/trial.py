@@ -41,7 +41,7 @@ def check_first_batch(
 def check_first_test(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
 ) -> None:
-    """The same for the first test batch, if there is one, with the metric.
+    """Check the first test batch, if there is one, with the metric.
 
     Raises:
         DataError: model, test data, loss and metric do not fit together.
@@ -55,7 +55,7 @@ def check_first_test(
 
 @contextmanager
 def _fitting(batch: Batch, what: str) -> Iterator[None]:
-    """What goes wrong within the context is said in words."""
+    """Convert errors within the context into messages."""
     try:
         yield
     except L0pruneError:

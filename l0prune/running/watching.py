@@ -1,4 +1,4 @@
-"""What happens in a long piece of work, told to whoever watches, if anybody does."""
+"""Events of long work, for those who watch it."""
 
 from __future__ import annotations
 

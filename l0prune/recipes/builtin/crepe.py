@@ -45,7 +45,7 @@ def full() -> nn.Module:
 
 
 def tiny() -> nn.Module:
-    """What its authors offer to those who cannot wait: 0.49 M parameters."""
+    """Return the authors' own small network, of 0.49 M parameters."""
     return Crepe("tiny")
 
 
@@ -76,7 +76,7 @@ class Crepe(nn.Module):
         self.classifier = theirs.classifier
 
     def forward(self, frames: Tensor) -> Tensor:
-        """How sure it is of each pitch: (n, 1024) samples to (n, 360), between 0 and 1."""
+        """Return the probability of each pitch: (n, 1024) samples to (n, 360), between 0 and 1."""
         x = self._layer(1, frames[:, None, None, :], (254, 254))
         for number in range(2, 7):
             x = self._layer(number, x, (31, 32))
@@ -205,7 +205,7 @@ def _some(frames: Tensor, count: int) -> Tensor:
 
 
 def report(dense: nn.Module, file: Path) -> dict[str, Any]:
-    """What the smaller network is worth, beside the dense one and the authors' ``tiny``.
+    """Compare the smaller network with the dense one and the authors' ``tiny``.
 
     Args:
         dense: the network that the recipe began with.

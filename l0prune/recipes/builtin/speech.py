@@ -36,7 +36,7 @@ _WAYS = ((150, 20), (175, 50), (120, 80), (140, 40), (200, 65))
 
 
 def is_installed() -> bool:
-    """Is there an ``espeak-ng`` on this machine?"""
+    """Return whether there is an ``espeak-ng`` on this machine."""
     return shutil.which(_PROGRAM) is not None
 
 

@@ -47,7 +47,7 @@ class Row:
     heading: str = ""
 
     def height(self, width: float) -> float:
-        """Of the line in a picture of this width."""
+        """Height of the line in a picture of this width, in pixels."""
         if not self.errors:
             return _HEADING
         return _OUTPUT if self.heading and not is_narrow(width) else _ROW

@@ -1,4 +1,4 @@
-"""How a training went: its curves."""
+"""Training curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from l0prune.training.description import IN_PERCENT
 
 
 def remarks(training: Training) -> list[tuple[float, str]]:
-    """What the doctor said, each with the step."""
+    """Return the doctor's remarks, each with its step."""
     return [(float(e.step), text) for e in training.epochs for text in e.doctor.values()]
 
 
@@ -65,7 +65,7 @@ def _percent(share: float | None) -> float | None:
 
 
 def _label(measure: str) -> str:
-    """What people call a measure; one that is not registered here has its own name."""
+    """Return a measure's label; the name of one that is not registered here."""
     return kind_of(measure).label if measure in names() else measure
 
 
@@ -74,7 +74,7 @@ def _scaled(value: float | None, training: Training) -> float | None:
 
 
 def _cost(training: Training, measure: str) -> list[Curve]:
-    """What is expected of a measure, what an export would have, and what a budget aims at."""
+    """Return the curves of a measure: expected, of an export, and the budget's target."""
     expected, actual, target = [], [], []
     for epoch in training.epochs:
         of = epoch.amounts.get(measure)

@@ -53,7 +53,7 @@ def drawing(width: float, height: float, label: str, *children: str) -> Markup:
 
 
 def is_narrow(width: float) -> bool:
-    """Whether a picture has no room for its labels beside what they are of."""
+    """Return whether a picture is too narrow for labels beside its bars."""
     return width < _NARROW
 
 
@@ -73,7 +73,7 @@ def breakable(name: str) -> Markup:
 
 
 def column(names: Iterable[str], most: int = 44) -> float:
-    """How wide a column has to be for these names, none of them longer than so many letters."""
+    """Return the width in pixels of a column of names, each cut to ``most`` letters."""
     return 7.0 * min(most, max(map(len, names), default=0)) + 18
 
 

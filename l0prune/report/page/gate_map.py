@@ -1,4 +1,4 @@
-"""Where the gates of a training stood at the end of each epoch."""
+"""Histogram of the gates at the end of each epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEFT, _RIGHT, _CELL, _LINE, _KEY = 52, 8, 7.0, 17, 11
 
 
 def undecided(counts: Sequence[int]) -> int:
-    """How many gates are neither open nor closed, out of counts by bin of P(z ≠ 0)."""
+    """Count the gates that are neither open nor closed, from counts by bin of P(z ≠ 0)."""
     bins = len(counts)
     low, high = (round(edge * bins) for edge in UNDECIDED)
     return sum(counts[low:high])

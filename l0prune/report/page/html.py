@@ -57,13 +57,13 @@ def html(content: Content, *, live: bool = False) -> str:
 
 
 def _commands(content: Content) -> list[str]:
-    """Those of the trainings and the one that came last, each once."""
+    """Return the commands of the trainings and the last one, each once."""
     given = [str(training.facts.get("command", "")) for training in content.trainings]
     return [each for each in dict.fromkeys([*given, content.repeat.command]) if each]
 
 
 def _pictures(content: Content) -> dict[str, Markup]:
-    """By name, those of what was recorded."""
+    """Return the pictures of what was recorded, by name."""
     found: dict[str, Markup] = {}
     of_heads = [axis for axis in content.axes if axis.kept is not None]
     for cost in shown_costs(content.runs):

@@ -1,4 +1,4 @@
-"""What is at the foot of the table of layers: what they add up to."""
+"""Foot of the table of layers: sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was predicted of times beside what was timed: a row for each network that was looked at."""
+"""Predicted beside measured times: a row for each network that was timed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Group:
 
 
 def groups_of(content: Content) -> list[Group]:
-    """Those that were looked at for each budget, stage by stage; and what the table says."""
+    """Return the timed networks of each budget, stage by stage, and the table's prediction."""
     fits = [("", content.fit), *((training.name, training.fit) for training in content.trainings)]
     found = [group for name, fit in fits if fit is not None for group in _of_fit(name, fit)]
     return [*found, *_of_table(content)]

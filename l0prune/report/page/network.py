@@ -38,17 +38,17 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was cut, or could be."""
+        """Return whether nothing was cut, or could be."""
         return self.side.after == (0 if self.is_survey else self.side.before)
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is left."""
+        """Return whether nothing is left."""
         return not self.is_survey and self.side.after == 0
 
     @property
     def widths(self) -> str:
-        """How wide it was and is; in a survey, how much of it can go."""
+        """Return the widths before and after; in a survey, the share that can be removed."""
         return numbers.change(self.side.before, self.side.after, is_survey=self.is_survey)
 
 

@@ -132,7 +132,7 @@ def _line(curve: Curve, number: int, at: Place) -> Markup:
 
 
 def _look(number: int) -> dict[str, str | None]:
-    """Of the curve of this number."""
+    """Return the style of the curve of this number."""
     return {"class_": f"curve c{number}", "stroke_dasharray": _DASHES[number]}
 
 

@@ -1,4 +1,4 @@
-"""What a training went through: its phases, and where the network was made smaller meanwhile."""
+"""Phases of a training, and the steps at which the network was cut."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def in_words(training: Training) -> str:
 
 
 def last_step(training: Training) -> float:
-    """Where the steps end."""
+    """Return the last step."""
     return float(training.steps or training.epochs[-1].step)
 
 
@@ -65,7 +65,7 @@ class Cut:
 
 
 def cuts(training: Training) -> list[Cut]:
-    """Where the network was made smaller, as far as that was recorded."""
+    """Return the steps at which the network was cut, as far as recorded."""
     found, size, start = [], 1.0, 0.0
     for epoch, share in zip(training.epochs, step_shares(training), strict=True):
         if share is not None and share < size - _LEAST:

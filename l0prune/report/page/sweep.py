@@ -17,7 +17,7 @@ _TOP, _PLOT, _BOTTOM, _LEFT, _RIGHT = 30, 260, 44, 56, 16
 
 
 def shown_costs(runs: Sequence[Run]) -> list[str]:
-    """Of what a picture can be made: known of two runs at least."""
+    """Return the measures known of two runs at least."""
     return [name for name in COSTS if len(_points(runs, name)) > 1]
 
 

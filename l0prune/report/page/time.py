@@ -125,7 +125,7 @@ def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
 
 
 def _filling(step: Step, at: Callable[[float], float], y: float) -> list[Markup]:
-    """How much further it would have gone, but for whole blocks."""
+    """Draw the part of a step that is due to whole blocks."""
     low, high = at(max(step.after - step.filling, 0.0)), at(step.after)
     if high - low < 1:
         return []

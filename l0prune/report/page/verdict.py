@@ -1,4 +1,4 @@
-"""What came of it in one line, and in cards."""
+"""Headline and summary cards."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Card:
 
 
 def verdict(content: Content) -> str:
-    """What was gained, what it cost, and whether it is the same function, in plain words."""
+    """Return the headline: gains, costs, and whether the function is the same."""
     gain = content.gain
     if content.about == "survey":
         return _reach(content)
@@ -71,14 +71,14 @@ def verdict(content: Content) -> str:
 
 
 def _reach(content: Content) -> str:
-    """How much of a network gates could take away."""
+    """Return the share of a network that gates could remove, in words."""
     gates = sum(axis.before for axis in content.axes)
     where = f"{gates:,} gates on {len(content.axes)} axes"
     return f"{where} can reach {_shares(content.gain, 'the') or 'nothing'}. Nothing is cut yet."
 
 
 def is_unfinished(content: Content) -> bool:
-    """Whether a training has not come to its end, so that gates may yet open and close."""
+    """Return whether a training has not ended, so that gates may still open and close."""
     return any(not training.finished for training in content.trainings)
 
 
@@ -89,7 +89,7 @@ def _sentence(parts: list[str], subject: str) -> str:
 
 
 def _shares(gain: Gain, whose: str) -> str:
-    """What is left, or can go, of parameters and MACs; empty where neither is known."""
+    """Return the shares of parameters and MACs that are left, or can go; empty if unknown."""
     return " and ".join(
         f"{numbers.percent(pair.share)} of {whose} {label}"
         for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
@@ -129,7 +129,7 @@ def _name(metric: Metric) -> str:
 
 
 def cards(content: Content) -> list[Card]:
-    """Those of what was recorded, the most important first."""
+    """Return the cards of what was recorded, the most important first."""
     gain = content.gain
     if content.about == "survey":
         return _survey_cards(gain)
@@ -157,7 +157,7 @@ def _by_stage(trainings: Sequence[Training]) -> str:
 
 
 def _saved(trainings: Sequence[Training]) -> str:
-    """What the steps cost while gates learned, where the network was made smaller meanwhile."""
+    """Return the share of MACs of the last training steps with gates, in words."""
     shares = [t.epochs[-1].training_macs for t in trainings if t.epochs]
     known = [share for share in shares if share is not None and share < 1]
     return f"; steps with gates at {numbers.percent(known[-1])} of their MACs" if known else ""
