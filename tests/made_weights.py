@@ -5,10 +5,13 @@ Each case is as in ``networks.CASES``: module, input shape, sizes of the axes in
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from networks import FLAT, IMAGE, Fn, conv
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 
 def between(middle, shape=FLAT, **layers):
@@ -51,6 +54,42 @@ def experts_of_kernels(m, x):
 def experts_of_matrices(m, x):
     kernel = torch.einsum("be,eoi->boi", m.route(x).softmax(-1), m.w)
     return torch.bmm(kernel, x[:, :, None]).squeeze(-1)
+
+
+def normed_stream(norm):
+    """A vocoder's residual blocks of one square weight each; its reader is normed, too."""
+    blocks = nn.ModuleList(norm(nn.Conv1d(8, 8, 3, padding=1)) for _ in range(2))
+
+    def run(m, x):
+        x = m.a(x)
+        for block in m.blocks:
+            x = x + block(F.leaky_relu(x, 0.1))
+        return torch.tanh(m.o(F.leaky_relu(x)))
+
+    return Fn(run, a=nn.Conv1d(6, 8, 3), blocks=blocks, o=norm(nn.Conv1d(8, 2, 3)))
+
+
+@torch.no_grad()
+def norm_with_hooks(layer, **settings):
+    """The old way; torch copies such a layer only where its weight has no gradient."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return nn.utils.weight_norm(layer, **settings)
+
+
+def one_norm(norm):
+    """A scale of a whole weight, of which rows and columns go."""
+    return nn.Sequential(
+        nn.Linear(10, 8), nn.ReLU(), norm(nn.Linear(8, 6), dim=None), nn.ReLU(), nn.Linear(6, 3)
+    )
+
+
+def smoothed(m, x):
+    """One stored filter for all channels: stretched over them, as anti-aliasing does it."""
+    y = F.relu(m.a(x))
+    y = F.conv2d(y, m.f.expand(y.shape[1], 1, -1, -1), groups=y.shape[1])
+    y = F.conv2d(torch.sigmoid(y), m.f.repeat(8, 1, 1, 1) * 2, groups=8, padding=1)
+    y = F.conv_transpose2d(y, m.f.tile(8, 1, 1, 1), stride=2, groups=8)
+    return m.b(F.conv2d(y, m.f.repeat_interleave(8, 0), groups=8)).mean((2, 3))
 
 
 torch.manual_seed(0)  # the networks below are the same in every run
@@ -102,5 +141,22 @@ MADE_WEIGHTS = {
         between(experts_of_matrices, route=nn.Linear(8, 4), w=nn.Parameter(torch.randn(4, 6, 8))),
         FLAT,
         {},
+    ),
+    "weight_normed_stream": (normed_stream(weight_norm), (2, 6, 12), {"a": 8}),
+    "weight_normed_stream_with_hooks": (normed_stream(norm_with_hooks), (2, 6, 12), {"a": 8}),
+    "one_norm_of_a_weight": (
+        one_norm(weight_norm),
+        FLAT,
+        {"0": 8, "2.parametrizations.weight.original1": 6, "0.in": 10},
+    ),
+    "one_norm_of_a_weight_with_hooks": (
+        one_norm(norm_with_hooks),
+        FLAT,
+        {"0": 8, "2.weight_v": 6, "0.in": 10},
+    ),
+    "one_filter_for_all_channels": (
+        Fn(smoothed, a=conv(3, 8), f=torch.rand(1, 1, 3, 3), b=conv(8, 2)),
+        IMAGE,
+        {"a": 8},
     ),
 }

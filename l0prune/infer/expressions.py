@@ -30,12 +30,16 @@ class Const:
 
 
 class Var:
-    """An axis variable: ``size`` slots that live or die one by one."""
+    """An axis variable: ``size`` slots that live or die one by one.
 
-    __slots__ = ("binding", "pin", "size")
+    Of ``copies`` all slots are alike, so that they can be those of whatever dim they meet.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("binding", "copies", "pin", "size")
+
+    def __init__(self, size: int, *, copies: bool = False) -> None:
         self.size = size
+        self.copies = copies
         self.binding: Expr | None = None
         self.pin: Reason | None = None
 

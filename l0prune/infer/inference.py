@@ -106,6 +106,8 @@ class Inference:
     names: list[tuple[Expr, str]] = field(default_factory=list)
     wider: list[tuple[Expr, Expr]] = field(default_factory=list)
     picks: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by name of the node
+    # of a contraction and an operand, the operand's dim that the result has
+    carried: dict[tuple[Node, Node], int] = field(default_factory=dict)
     closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
     _from_inputs: set[Node] = field(default_factory=set)
 
@@ -247,8 +249,15 @@ class Inference:
         why = why or f"{operator_name(node.target)} sums over it {weight_is}"
         self.reads.append(Read(expr, node, place, operands, why, stays))
 
-    def write(self, expr: Expr, node: Node, weight: Node | None, dim: int) -> None:
-        """Record that dim of ``weight`` (or of a bias) produces the axis."""
+    def write(
+        self, expr: Expr, node: Node, weight: Node | None, dim: int, *, inner: bool = False
+    ) -> None:
+        """Record that dim of ``weight`` (or of a bias) produces the axis.
+
+        The result has this dim, too, unless it is an ``inner`` one.
+        """
+        if weight is not None and not inner:
+            self.carried[node, weight] = dim
         place = self.place(weight, dim) if weight is not None else None
         if place is not None:
             self.writes.append(Write(expr, node, place))

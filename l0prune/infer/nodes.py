@@ -116,8 +116,11 @@ def draws(node: Node) -> bool:
     return may
 
 
+OF_ALL = -1  # the dim that _weight_norm is given where there is one norm of all
+
+
 def norm_dim(node: Node) -> int:
-    """For _weight_norm: the dim whose slices have norms of their own."""
+    """For _weight_norm: the dim whose slices have norms of their own, or ``OF_ALL``."""
     return int(argument(node, 2, "dim", 0))
 
 

@@ -81,6 +81,10 @@ class Solver:
         if a.size != b.size:
             for expr in (a, b):
                 self.pin(expr, "its size does not match what it is combined with")
+        elif isinstance(a, Var) and a.copies:
+            self._bind(a, b)
+        elif isinstance(b, Var) and b.copies:
+            self._bind(b, a)
         elif isinstance(a, Const) or isinstance(b, Const):
             const, other = (a, b) if isinstance(a, Const) else (b, a)
             self.pin(other, f"it meets {const.what}")  # type: ignore[union-attr]

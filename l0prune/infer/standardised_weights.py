@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from l0prune.infer.nodes import IDENTITIES, RESHAPES, argument, norm_dim, operator_name, shape_of
+from l0prune.infer.nodes import (
+    IDENTITIES,
+    OF_ALL,
+    RESHAPES,
+    argument,
+    norm_dim,
+    operator_name,
+    shape_of,
+)
 
 _OWN_STATISTICS = 5  # the argument: of what it is given, or those that were kept
 
@@ -26,7 +34,7 @@ def weight_behind(node: Node) -> Node | None:
     """
     name = operator_name(node.target)
     if name == "aten._weight_norm":
-        return _stored(node.args[0], node)
+        return None if norm_dim(node) == OF_ALL else _stored(node.args[0], node)
     if name != "aten.batch_norm" or not takes_own_statistics(node):
         return None
     keeps = any(isinstance(argument(node, n, ""), Node) for n in (3, 4))

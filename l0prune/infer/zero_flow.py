@@ -15,7 +15,9 @@ from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
 from l0prune.infer.nodes import (
     IDENTITIES,
+    PERMUTATIONS,
     argument,
+    dim_order,
     is_pointwise,
     is_writer,
     may_view,
@@ -30,7 +32,8 @@ from l0prune.infer.rules.reduction import TELLING, reduced_dims
 class Zeros:
     """Which nodes are zero at a slot of ``var`` that is closed, if ``places`` are gated.
 
-    ``reads`` are those of the variable.
+    Where several dims of a node carry the variable, as those of a square weight, it may be zero at
+    a closed slot of one of them and not of the other. ``reads`` are those of the variable.
     """
 
     def __init__(
@@ -38,26 +41,17 @@ class Zeros:
     ) -> None:
         self.infer = infer
         self.var = var
-        self.gated = {name for name, _ in places}
+        self.places = places
         self.summed = {(o, read.node) for read in reads if not read.stays for o in read.operands}
-        self.known: dict[Node, bool | None] = {}
-        self.numbers: dict[Node, float] = {}
+        # what a node is at a closed slot of a dim; without those dims where that depends
+        self.numbers: dict[Node, dict[int, float]] = {}
         # nodes whose closed slots are all alike, with the nodes of zeros that this follows from
         self.alike: dict[Node, frozenset[Node]] = {}
-        self.counts: dict[Node, int] = {}
+        self.carrying: dict[Node, tuple[int, ...]] = {}
 
     def at(self, node: Node) -> bool | None:
         """Zero at a closed slot? None where the node does not carry the variable."""
-        pending = [node]
-        while pending:  # by hand: graphs are deeper than Python's stack
-            top = pending[-1]
-            missing = [n for n in top.all_input_nodes if n not in self.known and self._count(top)]
-            if missing:
-                pending += missing
-            else:
-                self.known[top] = self._of(top)
-                pending.pop()
-        return self.known[node]
+        return self._along(node, self.dims_of(node))
 
     def end_at(self, read: Read) -> bool:
         """Does a closed slot add exactly nothing there?
@@ -65,8 +59,9 @@ class Zeros:
         It does where it is zero, or where the weight that reads it can be made zero: but zero times
         what is no number is none.
         """
-        is_zero = [self.at(operand) is True for operand in read.operands]
-        is_number = all(isfinite(self.numbers.get(o, 0.0)) for o in read.operands)
+        dims = [(operand, self._summed_dims(read, operand)) for operand in read.operands]
+        is_zero = [self._along(operand, of) is True for operand, of in dims]
+        is_number = all(isfinite(self.numbers[o].get(d, 0.0)) for o, of in dims for d in of)
         is_told = self.told(read) is not None
         return is_number and (any(is_zero) or read.place is not None or is_told)
 
@@ -84,75 +79,124 @@ class Zeros:
         varying = [d for d in reduced if any(variables(self.infer.dims(operand)[d]))]
         return self.alike.get(operand) if len(varying) == 1 else None
 
-    def _of(self, node: Node) -> bool | None:
-        count = self._count(node)
-        if not count:
+    def sources(self, read: Read) -> Iterator[Place]:
+        """The parameters for which what ``read`` sums up is not zero."""
+        pending = [(o, dim) for o in read.operands for dim in self._summed_dims(read, o)]
+        seen = set(pending)
+        while pending:
+            node, dim = pending.pop()
+            if self._along(node, [dim]):
+                continue
+            if node.op == "placeholder":
+                name = self.infer.captured.names.get(node.name, "")
+                if name in self.infer.captured.parameters:
+                    yield name, dim
+            for operand in node.all_input_nodes:
+                of = self._source_dims(operand, node, dim)
+                new = [(operand, d) for d in (self.dims_of(operand) if of is None else of)]
+                pending += [each for each in new if each not in seen]
+                seen.update(new)
+
+    def _along(self, node: Node, dims: Collection[int]) -> bool | None:
+        """Zero at a closed slot of each of these dims? None where there are none."""
+        if not dims:
             return None
+        self._follow(node)
+        return all(self.numbers[node].get(dim) == 0 for dim in dims)
+
+    def _follow(self, node: Node) -> None:
+        """Find the numbers of a node, and of all that it is computed from."""
+        pending = [node]
+        while pending:  # by hand: graphs are deeper than Python's stack
+            top = pending[-1]
+            missing = [n for n in top.all_input_nodes if n not in self.numbers]
+            if missing and top not in self.numbers and self.dims_of(top):
+                pending += missing
+                continue
+            if top not in self.numbers:
+                self.numbers[top] = self._of(top)
+            pending.pop()
+
+    def _of(self, node: Node) -> dict[int, float]:
+        dims = self.dims_of(node)
         if node.op == "placeholder":
-            if self.infer.captured.names.get(node.name) in self.gated:
-                self.numbers[node] = 0.0
-                self.alike[node] = frozenset([node])
-            return node in self.numbers
-        operands = [self._reaching(operand, node) for operand in node.all_input_nodes]
-        if any(0 < self._count(operand) < count for operand in node.all_input_nodes):
-            return False  # x_i + x_j: what is known of an operand holds along one of the dims
-        number = self._number(node, operands)
-        if not self._is_overwritten(node):
-            if number is not None:
-                self.numbers[node] = number
-            if number == 0:
-                self.alike[node] = frozenset([node])
-            elif count == 1 and _is_slot_by_slot(node):
-                self._follow_alike(node)
-        return self.numbers.get(node) == 0
+            name = self.infer.captured.names.get(node.name, "")
+            numbers = {dim: 0.0 for dim in dims if (name, dim) in self.places}
+        elif not dims or self._is_overwritten(node):
+            return {}
+        else:
+            found = {dim: self._number(node, dim) for dim in dims}
+            numbers = {dim: number for dim, number in found.items() if number is not None}
+        if dims and all(numbers.get(dim) == 0 for dim in dims):
+            self.alike[node] = frozenset([node])
+        elif len(dims) == 1 and node.op != "placeholder" and _is_slot_by_slot(node):
+            self._follow_alike(node)
+        return numbers
 
     def _follow_alike(self, node: Node) -> None:
         """Of operands that are alike at closed slots, or have no slots, the result is, too."""
-        carrying = [operand for operand in node.all_input_nodes if self._count(operand)]
+        carrying = [operand for operand in node.all_input_nodes if self.dims_of(operand)]
         if carrying and all(operand in self.alike for operand in carrying):
             self.alike[node] = frozenset().union(*(self.alike[operand] for operand in carrying))
 
-    def _number(self, node: Node, operands: list[bool | None]) -> float | None:
-        """What the node is at a closed slot: zero, another number, or None where it depends."""
-        pairs = zip(node.all_input_nodes, operands, strict=True)
-        reaching = [operand for operand, is_zero in pairs if is_zero is not None]
-        numbers = {o: self.numbers[o] for o in reaching if o in self.numbers}
+    def _number(self, node: Node, dim: int) -> float | None:
+        """What a dim of the node is at a closed slot: a number, or None where it depends."""
+        sources = {o: self._source_dims(o, node, dim) for o in node.all_input_nodes}
+        states = [self._state(operand, dims) for operand, dims in sources.items()]
+        numbers = {
+            operand: self.numbers[operand][dims[0]]
+            for operand, dims in sources.items()
+            if dims and dims[0] in self.numbers[operand]
+        }
         if zero_of(node) is zero_when_tried:
             return tried(node, numbers) if numbers else None
         if not all(map(isfinite, numbers.values())):
             return nan
-        is_zero = zero_of(node)(node, operands)
+        is_zero = zero_of(node)(node, states)
         if is_zero:
             return 0.0 if is_zero is True else nan
         viewed = _viewed(node)
         return None if viewed is None else numbers.get(viewed)
 
-    def _reaching(self, operand: Node, node: Node) -> bool | None:
-        """Whether the operand is zero at the slot; None if no slot of it reaches the output.
+    def _state(self, operand: Node, dims: tuple[int, ...] | None) -> bool | None:
+        """Zero along these dims? None without any, False where it is not known which they are."""
+        return False if dims is None else self._along(operand, dims)
 
-        Of W·x, with rows and columns of W on the same axis, the output has the rows' slots.
+    def _source_dims(self, operand: Node, node: Node, dim: int) -> tuple[int, ...] | None:
+        """The dims of an operand whose slots those of a dim of the node are; at most one.
+
+        Of W·x, with rows and columns of W on the same axis, the output has the rows' slots. None
+        where it is not known which slots they are.
         """
-        is_summed = (operand, node) in self.summed and self._count(operand) == 1
-        return None if is_summed else self.known[operand]
+        mine, theirs = self.dims_of(node), self.dims_of(operand)
+        is_summed = (operand, node) in self.summed
+        if not theirs or (is_summed and len(theirs) == 1):
+            return ()
+        carried = self.infer.carried.get((node, operand))
+        if carried is not None and len(theirs) > 1:
+            is_last = operand is not node.args[0]
+            to = mine[-1 if is_last else 0]
+            return (carried,) if dim == to and carried in theirs else ()
+        if len(mine) == len(theirs) == 1:
+            return theirs
+        if is_summed:
+            return None
+        if operator_name(node.target) in PERMUTATIONS:
+            return (dim_order(node, len(self.infer.dims(operand)))[dim],)
+        rank, of = self._rank(node), self._rank(operand)
+        if rank == of or is_pointwise(node.target):
+            position = dim - (rank - of)
+            return (position,) if position in theirs else ()
+        return (theirs[mine.index(dim)],) if len(mine) == len(theirs) else None
 
-    def sources(self, node: Node) -> Iterator[Place]:
-        """The parameters for which a node that carries the variable is not zero."""
-        pending, seen = [node], {node}
-        while pending:
-            top = pending.pop()
-            if top.op == "placeholder":
-                yield from self._places(self.infer.captured.names.get(top.name, ""))
-            for operand in top.all_input_nodes:
-                if self.known.get(operand) is False and operand not in seen:
-                    seen.add(operand)
-                    pending.append(operand)
+    def _rank(self, node: Node) -> int:
+        value = self.infer.values[node] or ()
+        return len(value[0] if isinstance(value, list) else value)
 
-    def _places(self, name: str) -> Iterator[Place]:
-        """The dims of a parameter that carry the variable."""
-        if name in self.infer.captured.parameters:
-            for dim, expr in enumerate(self.infer.tensors[name]):
-                if any(self.var is v for v in variables(self.infer.solver.resolve(expr))):
-                    yield name, dim
+    def _summed_dims(self, read: Read, operand: Node) -> list[int]:
+        """The dims of an operand that carry the variable, but for that which the result has."""
+        carried = self.infer.carried.get((read.node, operand))
+        return [dim for dim in self.dims_of(operand) if dim != carried]
 
     def _is_overwritten(self, node: Node) -> bool:
         """An in-place operator changes this value, does not keep zeros, and it is read afterwards.
@@ -177,15 +221,14 @@ class Zeros:
         operands = [True if each is written else None for each in writer.all_input_nodes]
         return zero_of(writer)(writer, operands) is True
 
-    def _count(self, node: Node) -> int:
-        """How many dims of the node (of one of its outputs) carry the variable."""
-        if node not in self.counts:
+    def dims_of(self, node: Node) -> tuple[int, ...]:
+        """The dims of a node (of one of its outputs) that carry the variable."""
+        if node not in self.carrying:
             value = self.infer.values.get(node)
-            self.counts[node] = max(
-                sum(self._carries(dim) for dim in dims)
-                for dims in (value if isinstance(value, list) else [value or ()])
-            )
-        return self.counts[node]
+            every = value if isinstance(value, list) else [value or ()]
+            found = [tuple(d for d, dim in enumerate(of) if self._carries(dim)) for of in every]
+            self.carrying[node] = max(found, key=len, default=())
+        return self.carrying[node]
 
     def _carries(self, dim: Expr) -> bool:
         return any(self.var is v for v in variables(self.infer.solver.resolve(dim)))
@@ -222,7 +265,7 @@ def zeroing(
     while True:
         zeros = Zeros(infer, var, frozenset(places), reads)
         missed = [read for read in reads if not zeros.end_at(read)]
-        more = {p for read in missed for o in read.operands for p in zeros.sources(o)}
+        more = {place for read in missed for place in zeros.sources(read)}
         new = sorted(more.difference(places))
         if not missed or not new:
             return places, zeros, missed[0] if missed else None

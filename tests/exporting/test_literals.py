@@ -45,6 +45,27 @@ def test_a_mean_keeps_its_divisor():
 
 
 @pytest.mark.parametrize(
+    "filters",
+    [
+        lambda m, y: m.f.expand(y.shape[1], -1, -1),
+        lambda m, y: m.f.repeat(y.shape[1], 1, 1),
+        lambda m, y: m.f.repeat_interleave(4, 0),
+        lambda m, y: m.f[0].tile(4, 1, 1),
+    ],
+)
+def test_a_stored_filter_is_copied_for_the_channels_that_stay(filters):
+    """Filtered by (1, 1, 1) the channels are 3 (1 + 2 + 4) without the third, not 3 · 10."""
+    a, b = nn.Conv1d(1, 4, 1, bias=False), nn.Conv1d(4, 1, 1, bias=False)
+    a.weight.data, b.weight.data = torch.arange(1.0, 5).view(4, 1, 1), torch.ones(1, 4, 1)
+    run = lambda m, x: m.b(F.conv1d(y := m.a(x), filters(m, y), groups=4))  # noqa: E731
+    model = Fn(run, a=a, f=torch.ones(1, 1, 3), b=b)
+    dense = cut(model, torch.randn(2, 1, 3), [2])
+    assert dense.program.module()(torch.ones(1, 1, 3)).item() == pytest.approx(21, abs=1e-5)
+    assert [axis.size for axis in l0prune.gates(model).axes] == [4]
+    assert [node.meta["val"].shape[1] for node in calls(dense, "aten.conv1d")] == [3, 3, 1]
+
+
+@pytest.mark.parametrize(
     ("statistic", "answer"),
     [
         (lambda h: h.var(1, keepdim=True), 35 / 12),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from differences import difference
+from made_weights import MADE_WEIGHTS
 from torch import nn
 from with_branches import Block, Dense, Net, X, gated
 
@@ -22,6 +25,14 @@ def test_a_class_goes_on_without_them():
     assert type(dense.module.blocks[1]) is Block
     assert isinstance(dense.module.blocks[1].conv1, PassedBy)
     assert type(dense.module.blocks[0].conv1) is nn.Conv2d
+
+
+def test_a_module_whose_hook_makes_its_weight_is_not_passed_by():
+    """The hook would divide nothing by its norm, for which torch ends the process."""
+    module, shape, _ = MADE_WEIGHTS["weight_normed_stream_with_hooks"]
+    dense = l0prune.export(gated(copy.deepcopy(module), "blocks.0", x=torch.randn(shape)))
+    assert not dense.rebuilt
+    assert "branch blocks.0 is gone" in dense.note
 
 
 @pytest.mark.parametrize("closed", [("blocks.1",), ("blocks.0", "blocks.1")])

@@ -54,9 +54,17 @@ def ways_around(
     for whole_blocks in (True, False):
         ways = [_way(plain, each, whole_blocks) for each in found]
         way = {path: layer for of_part in ways for path, layer in of_part.items()}
-        if way != last:
+        if way != last and not any(map(_has_hooks, map(plain.get_submodule, way))):
             yield way
         last = way
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Would something run before the module's forward on tensors of which nothing is left?
+
+    The old weight norm does, and torch ends the process when it divides nothing by its size.
+    """
+    return bool(module._forward_pre_hooks)
 
 
 @dataclass(frozen=True)

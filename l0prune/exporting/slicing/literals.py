@@ -57,6 +57,28 @@ def sizes_of_output(sizes: Sizes, node: Node) -> None:
     node.update_arg(position, [sizes.fitted(node.graph, size, layout) for size, layout in pairs])
 
 
+@rewrites("aten.repeat", "aten.tile")
+def copies(sizes: Sizes, node: Node) -> None:
+    """A dim of one becomes as many copies as there are slots left."""
+    counts: Any = list(node.args[1])  # type: ignore[arg-type]
+    before = sizes.dims(_source(node))
+    for back, layout in enumerate(reversed(sizes.dims(node)[-len(counts) :]), start=1):
+        is_one = back > len(before) or size_of(before[-back]) == 1
+        if is_one and sizes.changes(layout):
+            counts[-back] = sizes.of(layout)
+    node.update_arg(1, counts)
+
+
+@rewrites("aten.repeat_interleave")
+def copies_in_a_row(sizes: Sizes, node: Node) -> None:
+    """A dim of one becomes as many copies as there are slots left."""
+    dim: Any = argument(node, 2, "dim")
+    if dim is None or size_of(sizes.dims(_source(node))[dim]) != 1:
+        return
+    if sizes.changes(sizes.dims(node)[dim]):
+        node.update_arg(1, sizes.of(sizes.dims(node)[dim]))
+
+
 @rewrites(*PATTERNS)
 def entries_of_slots(sizes: Sizes, node: Node) -> None:
     """A tensor with an entry for each slot: those of the slots that stay are picked from it."""

@@ -96,7 +96,7 @@ def convolution(infer: Inference, node: Node) -> Value:
         infer.read(inner, node, (weight, read_dim), x)
     infer.write(out, node, weight, write_dim)
     if transposed and groups > 1:
-        infer.write(infer.dims(weight)[0], node, weight, 0)
+        infer.write(infer.dims(weight)[0], node, weight, 0, inner=True)
     if groups > 1 and (inner.size > 1 or outer.size > 1):
         infer.kind(group, "group")
     _tie_bias(infer, node, bias, out)
@@ -167,7 +167,9 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
     if rows and columns and infer.is_weight(a) and infer.is_weight(b):
-        infer.write(inner_a, node, a, rank)  # a weight of low rank: what columns write, rows read
+        infer.write(
+            inner_a, node, a, rank, inner=True
+        )  # a weight of low rank: what columns write, rows read
     if not stored and not stored_a:
         name_heads(infer, left, [inner_a, *columns])
     if columns:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import COPIES, Const, Expr, prod
+from l0prune.infer.expressions import COPIES, Const, Expr, Var, prod
 from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
 from l0prune.infer.registry import Value, each, of_operand, rule
 
@@ -58,27 +58,41 @@ def expand_as(infer: Inference, node: Node) -> Value:
     )
 
 
-@rule("aten.expand", "aten.broadcast_to", zero=each)
+@rule("aten.expand", "aten.broadcast_to", zero=of_operand(0))
 def expand(infer: Inference, node: Node) -> Value:
     """New or stretched dims are copies, the others stay."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
     pairs = zip(padded, shape, strict=True)
-    return tuple(d if d.size == size else Const(size, COPIES) for d, size in pairs)
+    return tuple(d if d.size == size else _copies(infer, node, size) for d, size in pairs)
 
 
-@rule("aten.repeat", "aten.tile", zero=each)
+def _copies(infer: Inference, node: Node, count: int) -> Expr:
+    """The slots of a dim of one that is stretched.
+
+    A stored filter that is stretched over channels has as many copies as there are channels left;
+    copies of a result stay as many as they are.
+    """
+    return Var(count, copies=True) if infer.is_weight(node) else Const(count, COPIES)
+
+
+@rule("aten.repeat", "aten.tile", zero=of_operand(0))
 def repeat(infer: Inference, node: Node) -> Value:
     """``n`` copies of a dim, one after another: copies × slots."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     padded = (*(Const(1) for _ in range(len(shape) - len(dims))), *dims)
     out: list[Expr] = []
     for dim, size in zip(padded, shape, strict=True):
-        out.append(prod((Const(size // dim.size, COPIES), dim)) if dim.size else Const(size))
+        if dim.size == size or not dim.size:
+            out.append(dim)
+        elif dim.size == 1:
+            out.append(_copies(infer, node, size))
+        else:
+            out.append(prod((Const(size // dim.size, COPIES), dim)))
     return tuple(out)
 
 
-@rule("aten.repeat_interleave", zero=each)
+@rule("aten.repeat_interleave", zero=of_operand(0))
 def repeat_interleave(infer: Inference, node: Node) -> Value:
     """Each slot ``n`` times in a row: slots × copies."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
@@ -87,7 +101,9 @@ def repeat_interleave(infer: Inference, node: Node) -> Value:
         infer.pin_all(source(node), "repeat_interleave with a count per slot")
         return tuple(Const(size) for size in shape)
     dim %= len(dims)
-    return (*dims[:dim], prod((dims[dim], Const(copies, COPIES))), *dims[dim + 1 :])
+    is_one = dims[dim].size == 1 < copies
+    many = _copies(infer, node, copies) if is_one else prod((dims[dim], Const(copies, COPIES)))
+    return (*dims[:dim], many, *dims[dim + 1 :])
 
 
 @rule("aten.pixel_shuffle", zero=each)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from l0prune.infer.expressions import Expr
-from l0prune.infer.nodes import argument, norm_dim, shape_of
+from l0prune.infer.nodes import OF_ALL, argument, norm_dim, shape_of
 from l0prune.infer.registry import Value, affine, each, of_operand, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.standardised_weights import (
@@ -111,23 +112,30 @@ def softmax(infer: Inference, node: Node) -> Value:
     return dims
 
 
-def _where_norms_are_zero(node: Node, operands: Sequence[bool | None]) -> bool:
+def _where_norms_are_zero(node: Node, operands: Sequence[bool | None]) -> bool | float:
     """``g·v/‖v‖`` is zero where g is, and where v is, but not all of a slice: 0/0 is no number."""
     v, g = operands
-    return v is not True if g is True else v is True and g is None
+    if v is True and g is not None:
+        return nan
+    return v is True or g is True
 
 
 @rule("aten._weight_norm", zero=_where_norms_are_zero)
 def weight_norm(infer: Inference, node: Node) -> Value:
     """``g·v/‖v‖`` with a norm for each slice along one dim, which therefore carries.
 
-    The others do, too, where the norms can be taken before they are cut.
+    The others do, too, where the norms can be taken before they are cut. One norm of all of v is
+    that of what is left where v is zero elsewhere.
     """
     v, g = node.args[:2]
     assert isinstance(v, Node)
     assert isinstance(g, Node)
     own = norm_dim(node)
     dims = infer.dims(v)
+    if own == OF_ALL:
+        for dim in dims:
+            infer.read(dim, node, None, v, why="a weight norm is taken over it", stays=True)
+        return dims
     infer.solver.unify(dims[own], infer.dims(g)[own])
     for number in () if infer.is_parameter(weight_behind(node)) else dims_of_statistics(node):
         infer.solver.pin(dims[number], "a weight norm is taken over it")
