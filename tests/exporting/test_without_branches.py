@@ -75,6 +75,34 @@ def test_what_is_written_in_place_later_does_not_change_the_stream():
     assert graph_difference(model, dense, X) <= 1e-10
 
 
+class Centred(nn.Module):
+    """A norm by hand, which is nonlinear at closed slots, over a stream with two branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 9, 1), nn.Conv2d(9, 4, 1)
+        self.first, self.second = nn.Conv2d(9, 9, 3, padding=1), nn.Conv2d(9, 9, 1)
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x + self.first(x).relu()
+        x = x + self.second(x)
+        x = x - x.mean(1, keepdim=True)
+        return self.head(x / (x.pow(2).mean(1, keepdim=True) + 1e-3).sqrt())
+
+
+@pytest.mark.parametrize("closed", [("first",), ("second",), ("first", "second")], ids=" and ".join)
+@pytest.mark.one_in(3)
+def test_averages_over_a_stream_know_where_it_is_zero_without_its_branches(closed):
+    model = gated(Centred(), *closed)
+    assert set(branches_of(model)) == {"first", "second"}
+    dense = l0prune.export(model)
+    kept, all_ = dense.widths["stem"]
+    assert kept < all_
+    assert difference(model, dense, X) <= 1e-10
+    assert graph_difference(model, dense, X) <= 1e-10
+
+
 @pytest.mark.slow
 def test_what_nobody_closes_costs_what_it_did():
     closed, open_ = (l0prune.export(gated(Net(), *names)) for names in (("blocks.0",), ()))

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
-from l0prune.infer.ending import is_concatenation, joined
+from l0prune.infer.ending import joined
 from l0prune.infer.nodes import is_assertion, may_view, written
 
 
@@ -25,8 +25,8 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
         gone: names of those that are left out.
 
     Returns:
-        Concatenations with one part, for ``pass_on``: what averages over them still has to know
-        how wide they were.
+        Joins with one operand left, as aliases of it, for ``pass_on``: what averages over them
+        still has to know how wide they were, and where they are zero.
     """
     if not gone:
         return []
@@ -38,15 +38,13 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
     single = []
     for join, out in ends.items():
         # by place: what stands there now is another node if it was a join, too
-        places = [place for place, each in enumerate(joined(join)) if each not in out]
-        if is_concatenation(join):
-            node = nodes[join.name]
-            parts = joined(node)
-            node.args = ([parts[place] for place in places], *node.args[1:])
-            if len(places) == 1:
-                single.append(node)
+        node, parts = nodes[join.name], joined(nodes[join.name])
+        left = [parts[place] for place, each in enumerate(joined(join)) if each not in out]
+        if len(left) > 1:
+            node.args = (left, *node.args[1:])
         else:
-            pass_on(nodes[join.name], *places)
+            node.target, node.args, node.kwargs = torch.ops.aten.alias.default, tuple(left), {}
+            single.append(node)
     dead = {node.name for node in branches.dead(gone)}
     for node in reversed(list(module.graph.nodes)):
         # torch keeps what writes in place or may draw, which these do for nothing that is left
@@ -57,9 +55,9 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
     return [node for node in single if node in module.graph.nodes]
 
 
-def pass_on(join: Node, place: int = 0) -> None:
-    """Let what reads a join read the one operand that it has left, at this place."""
-    left = joined(join)[place]
+def pass_on(join: Node) -> None:
+    """Let what reads a join read the one operand that it has left."""
+    (left,) = join.all_input_nodes
     if _is_written_into(join) and len(left.users) > 1:
         with join.graph.inserting_before(join):
             left = join.graph.call_function(torch.ops.aten.clone.default, (left,))
