@@ -169,7 +169,7 @@ def heads_by_letters(m, x):
 
 
 IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
-STEPS = (2, 3, 32)  # of a recurrent layer, which a capture writes out step by step
+STEPS = (2, 3, 32)  # of a recurrent layer
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
 inputs = {f"{n}.in": 32 for n in "qkv"}
 

@@ -4,6 +4,7 @@ Into how many pieces a tensor is split is a number, also where its size and that
 symbols: ``torch.cat(x.split(4, 2), 0).split(x.size(0), 0)`` makes as many as there were. torch asks
 for them in a way of which its symbols do not know that. And ``torch.cdist`` multiplies matrices
 where there are more than 25 points, which takes less time, and computes the same less exactly.
+Recurrent layers are traced step by step (``recurrent``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.overrides import TorchFunctionMode
 
+from l0prune.capture import recurrent
 from l0prune.capture.compat import size_expression
 
 _IF_MANY = "use_mm_for_euclid_dist_if_necessary"
@@ -83,6 +85,7 @@ _INSTEAD: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.chunk: _chunk,
     Tensor.chunk: _chunk,
     torch.cdist: _cdist,
+    **recurrent.INSTEAD,
 }
 
 

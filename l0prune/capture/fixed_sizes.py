@@ -22,8 +22,9 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
         if name not in captured.free:
             found[name] = (
                 f"{name} cannot be free: the model's code is for {free.sizes(example)[name]} "
-                f"alone{_at(captured.fixed_at)}. Leave it out of dynamic_shapes, or let the code "
-                "read the size off the tensor there (x.shape) instead of having a number."
+                f"alone{_at(captured.fixed_at)}. Leave it out of dynamic_shapes, or change the "
+                "code there: a number that it has can be read off the tensor (x.shape); a loop in "
+                "Python over as many steps can be one operator (nn.LSTM, cumsum)."
             )
     return found
 

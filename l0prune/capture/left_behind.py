@@ -14,15 +14,20 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from l0prune.capture.any_size import AnySize
+from l0prune.capture.recurrent import as_torchs_own
+
 _CONTAINERS = (dict, list, set)
 
 
 def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> ExportedProgram:
-    """``torch.export.export``, after which the module holds what it held before."""
-    with as_it_was(module):
-        return torch.export.export(module, args, kwargs, **options)
+    """``torch.export.export`` for any size, after which the module holds what it held before."""
+    with as_it_was(module), AnySize():
+        program = torch.export.export(module, args, kwargs, **options)
+    as_torchs_own(program)
+    return program
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from l0prune.capture.any_size import AnySize
 from l0prune.capture.batches import ANY, Batches, batch_of, batch_shapes, widened
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.left_behind import exported
@@ -67,7 +66,7 @@ def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
 def _tried(model: nn.Module, example: Inputs, free: FreeSizes, batches: Batches | None) -> Found:
     """With such a batch, or with that of the example."""
     args, kwargs = widened(*example, batches) if batches else example
-    with noted_places() as places, AnySize():
+    with noted_places() as places:
         try:
             shapes = batch_shapes(model, args, kwargs, batches, free)
             program = exported(model, args, kwargs, dynamic_shapes=shapes, strict=False)

@@ -115,27 +115,3 @@ def test_what_the_exporters_optimizer_breaks_is_written_without_it(tmp_path):
     dense = l0prune.export(model)
     dense.save_onnx(tmp_path / "model.onnx")
     assert onnx_difference(model, dense, tmp_path / "model.onnx", example) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lstm",
-        pytest.param("gru_both_ways", marks=pytest.mark.slow),
-        pytest.param("lstm_with_projections", marks=pytest.mark.slow),
-        pytest.param("voice_encoder", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.slow
-def test_recurrent_layers_are_written_as_they_are(name, tmp_path):
-    module, example = CASES[name]()
-    found = l0prune.survey(randomise(module).eval(), example)
-    inputs = [axis.name for axis in found.axes if axis.kind == "input"]
-    model = close_some(l0prune.gate(module, example, exclude=inputs, survey=found), seed=2)
-    dense = l0prune.export(model)
-    dense.save_onnx(tmp_path / "model.onnx")
-    assert onnx_difference(model, dense, tmp_path / "model.onnx", example) <= 1e-5
-    operators = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
-    # ONNX has no projections: those are written out over the example's steps
-    has_layers = "LSTM" in operators or "GRU" in operators
-    assert has_layers == (name != "lstm_with_projections")

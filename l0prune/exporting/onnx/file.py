@@ -23,6 +23,7 @@ from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.attention import around_its_tensors, written_as_products
 from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.names import output_names, rename
+from l0prune.exporting.onnx.recurrent import arrange_weights
 from l0prune.exporting.onnx.subnormal import flush_weights
 from l0prune.exporting.onnx.translatable import in_plain_terms
 from l0prune.exporting.onnx.written_out import written_out
@@ -99,6 +100,7 @@ def to_onnx(
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
     assert made is not None
+    arrange_weights(made.model)
     flush_weights(made.model)
     if data is not None and is_large(made.model):
         move_out(made.model, data)

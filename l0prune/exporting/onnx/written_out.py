@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn import functional as F
 
+from l0prune.capture.recurrent import RECURRENT
+from l0prune.exporting.onnx.recurrent import by_layer, with_one_operator
 from l0prune.infer.nodes import argument
 
 _ATEN = torch.ops.aten
@@ -25,29 +26,19 @@ _ATEN = torch.ops.aten
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
     """The program, or a copy in which these operators are written out where they have to be."""
+    program = with_one_operator(program)
     targets = {node.target for node in program.graph.nodes if _has_to_be(node)}
     if not targets:
         return program
-    table: dict[Any, Any] = {target: _INSTEAD[target] for target in targets & _INSTEAD.keys()}
-    if _ATEN.lstm.input in targets:
-        table |= get_decompositions([_ATEN.lstm.input])
+    table: dict[Any, Any] = {target: _INSTEAD[target] for target in targets}
     changed: ExportedProgram = program.run_decompositions(table)
     return changed
 
 
 def _has_to_be(node: Node) -> bool:
-    if node.target is _ATEN.lstm.input:
-        return _is_projected(node)
     if node.target in _CONVOLUTIONS:
         return isinstance(argument(node, 6, "groups", 1), Node)
     return node.target in _INSTEAD
-
-
-def _is_projected(node: Node) -> bool:
-    """ONNX has no LSTM with projections, and the exporter takes it for a plain one."""
-    states: Any = node.args[1]
-    hidden, cell = (state.meta["val"].shape[-1] for state in states)
-    return bool(hidden != cell)
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
@@ -129,8 +120,9 @@ def _biased(result: Tensor, bias: Tensor | None) -> Tensor:
 
 
 _CONVOLUTIONS = (_ATEN.conv2d.default, _ATEN.conv_transpose2d.input)
-_INSTEAD: dict[Any, Callable[..., Tensor]] = {
+_INSTEAD: dict[Any, Callable[..., Any]] = {
     _ATEN.cdist.default: _cdist,
     _ATEN.conv2d.default: _conv2d,
     _ATEN.conv_transpose2d.input: _conv_transpose2d,
+    RECURRENT: by_layer,
 }

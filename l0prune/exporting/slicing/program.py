@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.any_size import AnySize
 from l0prune.capture.batches import ANY, Batches, batch_shapes, widened
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.hints import without_hints
@@ -161,7 +160,7 @@ def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | No
         warnings.simplefilter("ignore")
         if shapes is not None:
             # the static shapes come next, and the result says so
-            with suppress(Exception), AnySize():
+            with suppress(Exception):
                 free = exported(module, args, kwargs, dynamic_shapes=shapes())
                 respell(free)
                 return Exported(free, True)
