@@ -6,8 +6,8 @@ that test fails, and says by its name what has changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ from torch._decomp import core_aten_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
+from torch.nn.modules import transformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
 # have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
 # operator, the function that makes it of others; enable_python_dispatcher lets fake tensors run it.
+# PRESERVED: key in a graph's meta under which attributes go along with copies and transforms.
 __all__ = [
+    "CAUSAL_MASK",
+    "PRESERVED",
+    "SIZE_ASKED",
+    "SIZE_FIXED",
     "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
@@ -35,6 +44,8 @@ __all__ = [
     "functorch_is_active",
     "leave_to_ddp",
     "no_torch_function",
+    "on_copy",
+    "replaced",
     "schema_of",
     "shell",
     "size_expression",
@@ -108,6 +119,38 @@ def average_(averages: list[Tensor], values: list[Tensor], share: float) -> None
 def copy_all_(targets: list[Tensor], values: list[Tensor]) -> None:
     """Copy each value into its target, all in one kernel."""
     torch._foreach_copy_(targets, values)
+
+
+CAUSAL_MASK = (transformer, "_detect_is_causal_mask")
+"""Function in which a layer of torch compares a mask's values with the causal mask's."""
+
+SIZE_FIXED = (ShapeEnv, "_set_replacement")
+"""Method ``(symbol, expression, …)`` that torch.export calls where it replaces a size's symbol."""
+
+SIZE_ASKED = (ShapeEnv, "_log_guard")
+"""Method ``(prefix, expression, …)`` that torch.export calls where code asks about a size."""
+
+
+@contextmanager
+def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
+    """Within the context, an attribute of a module or class of torch is another one.
+
+    An attribute that this torch does not have stays away: it was private.
+    """
+    if not hasattr(owner, name):
+        yield
+        return
+    before = getattr(owner, name)
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def on_copy(graph: GraphModule, hook: Callable[[GraphModule], None]) -> None:
+    """Call ``hook`` on each copy that is made of a graph."""
+    graph._register_deepcopy_hook(hook)
 
 
 def leave_to_ddp(module: nn.Module, names: Sequence[str]) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import transformer
+
+from l0prune.capture.compat import CAUSAL_MASK, replaced
 
 
 def _is_said_to_be_causal(
@@ -71,12 +71,8 @@ def _may_pack(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
 
 # The module or class of torch, the function in it, and what stands in for it.
 _HINTS: tuple[tuple[ModuleType | type, str, Any], ...] = (
-    (transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
-    (
-        nn.TransformerEncoder,
-        "forward",
-        _with_zeros_at_padding(nn.TransformerEncoder.forward),
-    ),
+    (*CAUSAL_MASK, _is_said_to_be_causal),
+    (nn.TransformerEncoder, "forward", _with_zeros_at_padding(nn.TransformerEncoder.forward)),
 )
 
 
@@ -85,6 +81,5 @@ def without_hints() -> Iterator[None]:
     """Within the context, torch's layers take the general way, which computes the same."""
     with ExitStack() as stack:
         for owner, name, instead in _HINTS:
-            if hasattr(owner, name):  # of a private function nothing is promised
-                stack.enter_context(mock.patch.object(owner, name, instead))
+            stack.enter_context(replaced(owner, name, instead))
         yield

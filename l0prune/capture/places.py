@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from l0prune.capture.compat import SIZE_ASKED, SIZE_FIXED, replaced
 
 _OWN = Path(__file__).parent.parent
 _CAPTURE = str(Path(__file__).with_name("symbolic.py"))  # beyond it is who asked for the capture
@@ -60,9 +60,8 @@ def noted_places() -> Iterator[Places]:
             places.asked.append((place, what))
 
     with ExitStack() as stack:
-        for name, note in (("_set_replacement", becomes), ("_log_guard", asks)):
-            if hasattr(ShapeEnv, name):  # a torch that has it otherwise: then no line is said
-                stack.enter_context(mock.patch.object(ShapeEnv, name, _after(note, name)))
+        for (owner, name), note in ((SIZE_FIXED, becomes), (SIZE_ASKED, asks)):
+            stack.enter_context(replaced(owner, name, _after(note, getattr(owner, name, None))))
         yield places
 
 
@@ -79,9 +78,8 @@ def _shown(line: _Line) -> str:
     return f'{os.path.basename(file)}:{number}, "{linecache.getline(file, number).strip()}"'
 
 
-def _after(note: Any, name: str) -> Any:
-    """The method of this name, which is noted first."""
-    method = getattr(ShapeEnv, name)
+def _after(note: Any, method: Any) -> Any:
+    """Return the method with a call of ``note`` before it."""
 
     @functools.wraps(method)
     def noted(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,7 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,6 +123,54 @@ def test_only_classes_that_compute_as_torch_are_standard_convolutions():
     assert compat.standard_convolution(Named, nn.Conv2d)
     assert not compat.standard_convolution(Own, nn.Conv2d)
     assert not compat.standard_convolution(nn.Linear, nn.Conv2d)
+
+
+@pytest.mark.parametrize("place", [compat.CAUSAL_MASK, compat.SIZE_ASKED, compat.SIZE_FIXED])
+def test_functions_that_are_replaced_are_there(place):
+    owner, name = place
+    before = getattr(owner, name)
+    with compat.replaced(owner, name, None):
+        assert getattr(owner, name) is None
+    assert getattr(owner, name) is before
+
+
+def test_torch_says_where_it_asks_about_a_size_and_where_it_fixes_one():
+    class Fixing(nn.Module):
+        def forward(self, x):
+            return x + 1 if x.shape[0] == 3 else x
+
+    said = {}
+
+    def noted(place):
+        method = getattr(*place)
+
+        def call(env, *args, **kwargs):
+            said[place] = args
+            return method(env, *args, **kwargs)
+
+        return compat.replaced(*place, call)
+
+    with noted(compat.SIZE_ASKED), noted(compat.SIZE_FIXED):
+        export(Fixing(), (torch.randn(3, 4),), dynamic_shapes=({0: Dim.AUTO},))
+    assert said[compat.SIZE_ASKED][1].free_symbols
+    assert said[compat.SIZE_FIXED][1] == 3
+
+
+def test_an_attribute_that_torch_lacks_is_not_replaced():
+    with compat.replaced(nn.Linear, "no_such_method", None):
+        assert not hasattr(nn.Linear, "no_such_method")
+
+
+def test_a_graph_calls_a_hook_on_each_copy(program):
+    graph, copies = program.module(), []
+    compat.on_copy(graph, copies.append)
+    assert copies == [copy.deepcopy(graph)]
+
+
+def test_what_a_graph_preserves_goes_along_with_copies(program):
+    graph = program.module()
+    graph.meta[compat.PRESERVED] = {"mark": "here"}
+    assert copy.deepcopy(graph).mark == "here"
 
 
 def test_many_tensors_are_averaged_and_copied_at_once():

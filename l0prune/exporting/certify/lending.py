@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import no_torch_function, schema_of, shell
 from l0prune.capture.copying import Model, copied
 from l0prune.exporting.slicing.dtypes import follow
 
@@ -78,17 +79,11 @@ class Lent(Tensor):
     @staticmethod
     def __new__(cls: type[Lent], loan: _Loan) -> Lent:
         """A tensor without a memory of its own, as large as what is lent."""
-        result: Lent = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            loan.original.shape,
-            strides=loan.original.stride(),
-            dtype=loan.dtype,
-            device=loan.original.device,
-        )
+        result: Lent = shell(cls, loan.original, loan.dtype)
         result.loan = loan
         return result
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -101,7 +96,7 @@ class Lent(Tensor):
         """Run the operator on the values themselves."""
         if func is _DETACH:
             return Lent(args[0].loan)
-        writes = func._schema.is_mutable  # type: ignore[attr-defined]
+        writes = schema_of(func).is_mutable
 
         def values(leaf: Lent) -> Tensor:
             return leaf.loan.written() if writes else leaf.loan.read()

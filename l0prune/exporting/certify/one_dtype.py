@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l0prune.capture.compat import TorchDispatchMode
 from l0prune.exporting.certify.quantisation import in_float64
 from l0prune.exporting.slicing.dtypes import lifted
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import version_of
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.places import raised_at
 from l0prune.capture.provenance import is_within, within
@@ -110,7 +111,7 @@ class InTraining:
             if isinstance(bank, Gates):
                 bank.fixed = True
         args, kwargs = cast(inputs, torch.float64)
-        before = {name: (tensor, _version(tensor)) for name, tensor in _held(again)}
+        before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
         with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
             warnings.simplefilter("ignore")
@@ -118,7 +119,7 @@ class InTraining:
         left = {}
         for name, tensor in _held(again):
             was, version = before.get(name, (None, 0))
-            if tensor is not was or _version(tensor) != version:
+            if tensor is not was or version_of(tensor) != version:
                 left[name] = tensor.detach()
         return cls(inputs, _tensors(output), left, draws)
 
@@ -184,11 +185,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 for number, tensor in enumerate(_tensors(value)):
                     if not isinstance(tensor, nn.Parameter):  # which a list may hold, as an LSTM's
                         yield within(path, name) + (f"[{number}]" if number else ""), tensor
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written into."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from l0prune.capture.compat import TorchDispatchMode
 
 _ATEN = torch.ops.aten
 

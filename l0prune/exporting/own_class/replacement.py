@@ -10,6 +10,8 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import on_copy
+
 _KEPT = "l0prune_modules"  # in a graph's meta: by path in it, what its modules keep
 
 
@@ -40,7 +42,7 @@ def replace_part(model: nn.Module, path: str, graph: GraphModule) -> None:
         for inner, module in part.named_modules(remove_duplicate=False)
     }
     _put_on(graph)
-    graph._register_deepcopy_hook(_put_on)  # a copy is built anew, of what its graph reads
+    on_copy(graph, _put_on)  # a copy is built anew, of what its graph reads
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module is part:
             model.set_submodule(name, graph)

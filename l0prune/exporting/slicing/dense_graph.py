@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
-from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 
 from l0prune.capture.batches import ANY, Batches
+from l0prune.capture.compat import PRESERVED, size_expression
 
 _ATEN = torch.ops.aten
 
@@ -75,7 +75,7 @@ def _guard_shape(
         if isinstance(expected, int):
             _assert(graph, operator.eq, found, expected, f"{what} measure {expected}")
             continue
-        symbol = expected.node.expr
+        symbol = size_expression(expected)
         if symbol in sizes:
             other = sizes[symbol].args[0]
             _assert(graph, operator.eq, found, sizes[symbol], f"{what} measure what {other} does")

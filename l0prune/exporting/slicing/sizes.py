@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from l0prune.capture.compat import OpOverload
 from l0prune.infer.nodes import hint, operator_name
 from l0prune.plan.layout import Layout, axes_of, size_of
 from l0prune.plan.plan import Plan
@@ -84,7 +84,7 @@ class Sizes:
             assert isinstance(dim, int)
             if source.name in self.layouts:
                 return self.of(self.dims(source)[dim])
-        elif node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+        elif node.op == "call_function" and not isinstance(node.target, OpOverload):
             values = [self._value(a) if isinstance(a, Node) else a for a in node.args]
             return int(node.target(*values))  # type: ignore[operator]
         return hint(node.meta["val"])
