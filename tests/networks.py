@@ -362,6 +362,19 @@ CASES = {
         FLAT,
         {"0": 8, "2": 6, "0.in": 10},
     ),
+    "positions_in_a_buffer": (
+        Fn(
+            lambda m, x: m.b((y := m.a(x) + m.p[:5]) + m.d(m.c(m.norm(y)).relu())),
+            a=nn.Linear(32, 8),
+            p=torch.randn(7, 8),
+            norm=nn.LayerNorm(8),
+            c=nn.Linear(8, 6),
+            d=nn.Linear(6, 8),
+            b=nn.Linear(8, 3),
+        ),
+        TOKENS,
+        {"a": 8, "c": 6, "a.in": 32},
+    ),
     "separate_projections": (
         Fn(attend, **qkv),
         TOKENS,

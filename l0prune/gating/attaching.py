@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import LINK, GateValues
+from l0prune.gating.current import LINK, GateValues, held
 from l0prune.gating.gated_class import (
     CHILD,
     HOOKS,
@@ -25,14 +25,14 @@ from l0prune.plan.plan import Site
 
 
 def attach(model: nn.Module, gates: Gates) -> None:
-    """Make ``model`` read every parameter of the plan's sites multiplied by its gates, in place.
+    """Make ``model`` read every tensor of the plan's sites multiplied by its gates, in place.
 
-    A tied parameter is gated under each of its names. The bank becomes the model's submodule
+    A tied one is gated under each of its names. The bank becomes the model's submodule
     ``l0prune_gates``. All or nothing: whatever fails leaves the model as it was.
 
     Raises:
         AlreadyGated: the model or one of its submodules carries gates.
-        UsageError: the plan speaks of parameters that the model does not have.
+        UsageError: the plan speaks of tensors that the model does not have.
     """
     check_ungated(model)
     links = _links(model, gates)
@@ -100,7 +100,7 @@ def check_intact(model: nn.Module) -> None:
                 "adapters (LoRA) that stand in a layer's place: put them on first, and gate the "
                 "model then."
             )
-        if leaf not in root.get_submodule(path)._parameters:
+        if held(root.get_submodule(path), leaf) is None:
             raise UsageError(
                 f"{site.tensor} is no parameter any more: a parametrization of torch's "
                 "(weight_norm, spectral_norm) was put on it after the model was gated, and its "
@@ -151,39 +151,45 @@ def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
 
 
 def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:
-    """Every module that owns a gated parameter, with its link to the bank."""
+    """Every module that owns a gated parameter or buffer, with its link to the bank."""
     sites: dict[int, list[tuple[GateValues, int]]] = defaultdict(list)
     for site in gates.plan.sites:
-        parameter = parameter_of(model, site)
-        sites[id(parameter)].append((gates.multiplier(site), site.dim))
+        sites[id(gated_tensor(model, site))].append((gates.multiplier(site), site.dim))
     links = []
     for module in model.modules():
         own = {
-            name: tuple(sites[id(parameter)])
-            for name, parameter in module._parameters.items()
-            if id(parameter) in sites
+            name: tuple(sites[id(tensor)])
+            for name, tensor in (*module._parameters.items(), *module._buffers.items())
+            if id(tensor) in sites
         }
         if own:
             links.append((module, Link(gates, own, kept_lists(module, own))))
     return links
 
 
-def parameter_of(model: nn.Module, site: Site) -> nn.Parameter:
-    """The parameter that a site names; UsageError if the model has no such one of that size."""
+def gated_tensor(model: nn.Module, site: Site) -> Tensor:
+    """The parameter or buffer that a site names.
+
+    Raises:
+        UsageError: the model has no such one, or it has another size.
+    """
+    path, _, leaf = site.tensor.rpartition(".")
     try:
-        parameter = model.get_parameter(site.tensor)
-    except AttributeError as error:
+        tensor = held(model.get_submodule(path), leaf)
+    except AttributeError:
+        tensor = None
+    if tensor is None:
         raise UsageError(
-            f"the plan gates {site.tensor!r}, but the model has no such parameter: the plan was "
-            f"made for another model, or this one has changed since ({error})"
-        ) from error
+            f"the plan gates {site.tensor!r}, but the model has no such parameter or buffer: the "
+            "plan was made for another model, or this one has changed since"
+        )
     size = size_of(site.layout)
-    if parameter.dim() <= site.dim or parameter.shape[site.dim] != size:
+    if tensor.dim() <= site.dim or tensor.shape[site.dim] != size:
         raise UsageError(
             f"the plan gates {size} slots along dim {site.dim} of {site.tensor!r}, whose shape is "
-            f"{tuple(parameter.shape)}: the plan was made for another model"
+            f"{tuple(tensor.shape)}: the plan was made for another model"
         )
-    return parameter
+    return tensor
 
 
 def _undo(model: nn.Module) -> None:

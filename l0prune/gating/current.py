@@ -13,6 +13,12 @@ from l0prune.capture.compat import version_of
 LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
 
 
+def held(module: nn.Module, name: str) -> Tensor | None:
+    """The parameter or buffer of this name that the module itself keeps; None without one."""
+    table = module._parameters if name in module._parameters else module._buffers
+    return table.get(name)
+
+
 class Current:
     """The multipliers of all gates that a model uses now.
 
@@ -67,14 +73,14 @@ class Current:
         )
 
     def note_own(self, model: nn.Module) -> None:
-        """Remember what stands in the place of each gated parameter of the model."""
+        """Remember what stands in the place of each gated tensor of the model."""
         if self._gated is None:
             self._gated = [
                 (module, name)
                 for module in model.modules()
                 for name in getattr(module.__dict__.get(LINK), "sites", ())
             ]
-        placed = ((module, name, module._parameters.get(name)) for module, name in self._gated)
+        placed = ((module, name, held(module, name)) for module, name in self._gated)
         self.own = {(id(module), name): t for module, name, t in placed if t is not None}
 
     def is_own(self, module: nn.Module, name: str, parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.wrappers import inside, is_distributed
 from l0prune.errors import NothingToPrune, UsageError
-from l0prune.gating.attaching import attach, check_ungated, detach, gates_of, parameter_of
+from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.bank import Example, Gates
 from l0prune.gating.defaults import (
     BRANCHES,
@@ -211,10 +211,10 @@ def _initial(
 
 
 def _placed(log_alpha: Tensor, model: nn.Module, plan: Plan) -> Tensor:
-    """On the device of the first gated parameter; in float64 if all of them are."""
-    parameters = [parameter_of(model, site) for site in plan.sites]
-    double = all(p.dtype == torch.float64 for p in parameters)
-    return log_alpha.to(parameters[0].device, torch.float64 if double else torch.float32)
+    """On the device of the first gated tensor; in float64 if all of them are."""
+    gated = [gated_tensor(model, site) for site in plan.sites]
+    double = all(tensor.dtype == torch.float64 for tensor in gated)
+    return log_alpha.to(gated[0].device, torch.float64 if double else torch.float32)
 
 
 def kept_example(example: Example) -> Example:

@@ -2,7 +2,8 @@
 
 A property on the class is a data descriptor, which Python asks before ``nn.Module.__getattr__``.
 So whoever reads ``module.weight`` gets the gated tensor, functional use included, while
-``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original.
+``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original. A buffer that
+is added to a stream, such as a table of positions, is read in the same way.
 
 Tensors may be put in the parameters' place for a call (``torch.func.functional_call``). Those that
 a call of the whole model is given are the model's weights, and are gated: fast weights, ensembles.
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.current import LINK
+from l0prune.gating.current import LINK, held
 from l0prune.gating.gated_layer import forward_of
 from l0prune.gating.gated_parameter import Computed
 from l0prune.gating.link import Link, acting_link
@@ -59,7 +60,7 @@ def is_gated(module: nn.Module) -> bool:
 def gated_class(
     original: type[nn.Module], names: _Names, lists: _Names, holds_bank: bool
 ) -> type[nn.Module]:
-    """The subclass of ``original`` in which the parameters called ``names`` read as gated.
+    """The subclass of ``original`` in which the tensors called ``names`` read as gated.
 
     They do in the attributes called ``lists``, too, which hold some of them. With ``holds_bank`` a
     container leaves the bank out of what it contains, and what copies itself in a way of its own
@@ -82,7 +83,7 @@ def _copies_itself(original: type[nn.Module]) -> bool:
 def _make_class(
     original: type[nn.Module], names: _Names, lists: _Names, holds_bank: bool
 ) -> type[nn.Module]:
-    members: dict[str, Any] = {name: _gated_parameter(name) for name in names}
+    members: dict[str, Any] = {name: _gated_tensor(name) for name in names}
     members |= {name: _gated_list(name) for name in lists}
     if "weight" in names and (forward := forward_of(original)) is not None:
         members["forward"] = forward
@@ -113,29 +114,31 @@ def _register_parameter(module: nn.Module, name: str, param: Any) -> None:
     original_class(module).register_parameter(module, name, param)
 
 
-def _gated_parameter(name: str) -> property:
+def _gated_tensor(name: str) -> property:
     def read(module: nn.Module) -> Tensor | None:
-        if name not in module._parameters:
+        is_buffer = name in module._buffers
+        if not is_buffer and name not in module._parameters:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        parameter = module._parameters[name]
-        link = acting_link(module, name, parameter)
-        if parameter is None or link is None:
-            return parameter
+        stored = held(module, name)
+        link = acting_link(module, name, stored)
+        if stored is None or link is None:
+            return stored
         link.gates.refresh()
-        result: Tensor = parameter
+        result: Tensor = stored
         for multiplier, dim in link.sites.get(name, ()):
             assert multiplier.values is not None
             result = scale(result, multiplier.values, dim)
         if name in link.scales:
             result = link.scales[name](result)
-        if link.gates.in_forward or torch.compiler.is_compiling():
+        # A forward writes into no parameter; into a buffer it may, in training mode.
+        if torch.compiler.is_compiling() or (link.gates.in_forward and not is_buffer):
             return result
-        return Computed.of(result, parameter)
+        return Computed.of(result, stored)
 
     def write(module: nn.Module, value: Any) -> None:
         raise UsageError(_TAKEN.format(type(module).__name__, name))
 
-    return property(read, write, doc=f"The parameter ``{name}``, multiplied by its gates.")
+    return property(read, write, doc=f"The tensor ``{name}``, multiplied by its gates.")
 
 
 def _gated_list(name: str) -> property:

@@ -1,11 +1,14 @@
-"""A gated parameter as code outside the model's forward sees it: gated to read, plain to write."""
+"""A gated parameter as code outside the model's forward sees it: gated to read, plain to write.
+
+A gated buffer looks so in the forward, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from l0prune.capture.compat import without_torch_function
 
@@ -21,11 +24,11 @@ class Computed(Tensor):
     the parameter. All else works on the product, and gives ordinary tensors.
     """
 
-    _l0prune_parameter: nn.Parameter
+    _l0prune_parameter: Tensor
 
     @staticmethod
-    def of(product: Tensor, parameter: nn.Parameter) -> Computed:
-        """The product, with the parameter that it was computed from."""
+    def of(product: Tensor, parameter: Tensor) -> Computed:
+        """The product, with the parameter or buffer that it was computed from."""
         result = product.as_subclass(Computed)
         result._l0prune_parameter = parameter
         return result

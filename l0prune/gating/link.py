@@ -25,7 +25,7 @@ class Link:
 
     Attributes:
         gates: the model's bank.
-        sites: for each gated parameter of the module, what multiplies it along which dim.
+        sites: for each gated parameter or buffer of the module, what multiplies it along which dim.
         lists: by attribute, the lists in which the module keeps such parameters.
         scales: by parameter of a module that was cut, what stands for its numbers in the forward.
     """
@@ -70,6 +70,7 @@ def acting_link(module: nn.Module, name: str, parameter: Tensor | None) -> Link 
     if not torch.compiler.is_compiling():
         if in_forward and not link.gates.is_own(module, name, parameter):
             return None
-        if not (in_forward or isinstance(parameter, nn.Parameter)):
+        is_own = in_forward or isinstance(parameter, nn.Parameter) or name in module._buffers
+        if not is_own:
             raise UsageError(_WHOSE.format(type(module).__name__, name))
     return link

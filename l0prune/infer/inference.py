@@ -22,10 +22,12 @@ from l0prune.infer.nodes import (
     has_tensor,
     hint,
     is_pointwise,
+    may_view,
     norm_dim,
     operands_of,
     operator_name,
     shape_of,
+    written,
 )
 from l0prune.infer.registry import RULES, Value, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
@@ -229,6 +231,19 @@ class Inference:
     def is_parameter(self, node: Node | None) -> bool:
         """Does the node stand for a stored parameter?"""
         return node is not None and (self.captured.names.get(node.name) in self.captured.parameters)
+
+    def can_be_gated(self, node: Node) -> bool:
+        """Is it a parameter, or a buffer of numbers that the forward does not write into?"""
+        if self.is_parameter(node):
+            return True
+        value, seen = node.meta.get("val"), [node]
+        if node.name not in self.captured.program.graph_signature.inputs_to_buffers:
+            return False
+        for top in seen:
+            if any(written(user) is top for user in top.users):
+                return False
+            seen += [user for user in top.users if may_view(user)]
+        return isinstance(value, Tensor) and value.is_floating_point()
 
     def read(
         self,

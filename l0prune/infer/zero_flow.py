@@ -80,17 +80,15 @@ class Zeros:
         return self.alike.get(operand) if len(varying) == 1 else None
 
     def sources(self, read: Read) -> Iterator[Place]:
-        """The parameters for which what ``read`` sums up is not zero."""
+        """The parameters and buffers for which what ``read`` sums up is not zero."""
         pending = [(o, dim) for o in read.operands for dim in self._summed_dims(read, o)]
         seen = set(pending)
         while pending:
             node, dim = pending.pop()
             if self._along(node, [dim]):
                 continue
-            if node.op == "placeholder":
-                name = self.infer.captured.names.get(node.name, "")
-                if name in self.infer.captured.parameters:
-                    yield name, dim
+            if node.op == "placeholder" and self.infer.can_be_gated(node):
+                yield self.infer.captured.names[node.name], dim
             for operand in node.all_input_nodes:
                 of = self._source_dims(operand, node, dim)
                 new = [(operand, d) for d in (self.dims_of(operand) if of is None else of)]
@@ -257,7 +255,8 @@ def zeroing(
     """Where gates have to act to make closed slots zero at all ``reads`` that have no weight.
 
     Gates on what writes the slots may not be enough: a class token, the positions or a norm's
-    shift put values there, too. Those parameters are added as the reads show that they matter.
+    shift put values there, too. Those parameters are added as the reads show that they matter,
+    and buffers where parameters do not suffice.
 
     Returns the places, what is zero then, and the first read at which a slot cannot be zero.
     """
@@ -265,8 +264,9 @@ def zeroing(
     while True:
         zeros = Zeros(infer, var, frozenset(places), reads)
         missed = [read for read in reads if not zeros.end_at(read)]
-        more = {place for read in missed for place in zeros.sources(read)}
-        new = sorted(more.difference(places))
+        more = {place for read in missed for place in zeros.sources(read)}.difference(places)
+        learned = {place for place in more if place[0] in infer.captured.parameters}
+        new = sorted(learned or more)
         if not missed or not new:
             return places, zeros, missed[0] if missed else None
         places += new

@@ -114,7 +114,7 @@ class Plan:
         axes: the axes that gates belong to, in the order of the flat gate vector.
         pins: what may not be cut.
         tensors: a layout for each dim of each parameter, buffer and constant, by its name.
-        sites: where gates act on parameters.
+        sites: where gates act on parameters and buffers.
         costs: the terms of the parameter and MAC counts (MACs for one example).
         aliases: other names of tied tensors, each with the name used in ``tensors``.
         parts: the submodules that were captured one by one, as the whole model could not be;

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from l0prune.errors import DataError, UsageError
-from l0prune.gating.attaching import holder
+from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
@@ -196,8 +196,7 @@ def together(plan: Plan, found: Iterable[Told]) -> Tensor:
 @register("magnitude")
 def magnitude(of: Subject) -> Tensor:
     """‖W − W⊙z‖₂ where this gate alone is closed, over all sites of the gate."""
-    tensors = of.tensors()
-    sites = ((tensors[site.tensor], site.dim, site.layout) for site in of.plan.sites)
+    sites = ((gated_tensor(of.root, s).detach(), s.dim, s.layout) for s in of.plan.sites)
     return _sums(of.plan, ((_squares(t, dim), layout) for t, dim, layout in sites)).sqrt()
 
 
