@@ -144,14 +144,23 @@ def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
 
 
 def _averages(analysis: Analysis, regions: Regions, model: nn.Module) -> dict[str, Layouts]:
-    """By module that averages over an axis and holds no other, the dims of its only input."""
+    """By module that averages over an axis and holds no other, the dims of its only input.
+
+    If it is called several times those of the first one: the inputs may be of different rank.
+    """
     found = {}
     for path, nodes in regions.items():
         if any(axes_of(dim) for node in nodes for dim in _averaged(node, analysis)):
-            inputs = set(_inputs(analysis, nodes))
+            first = [node for node in nodes if _call_of(node) == _call_of(nodes[0])]
+            inputs = set(_inputs(analysis, first))
             if len(inputs) == 1 and not any(True for _ in model.get_submodule(path).children()):
                 found[path] = inputs.pop()
     return found
+
+
+def _call_of(node: Node) -> str:
+    """What torch.export calls the call of the module that made this node."""
+    return next(reversed(node.meta.get("nn_module_stack") or ()), "")
 
 
 def _averaged(node: Node, analysis: Analysis) -> Layouts:

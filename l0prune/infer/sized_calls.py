@@ -67,13 +67,18 @@ def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[Size
             continue
         for path in modules_of(node) or [""]:
             is_own = path == module_of(node)
-            calls[path].append(call if is_own else replace(call, sizes=(None,) * len(call.sizes)))
+            calls[path].append(call if is_own else _of_another(call))
     told = {path: tuple(_telling(each)) for path, each in calls.items() if "@" not in path}
     return {
         path: each
         for path, each in told.items()
         if any(any(map(axes_of, _known(call))) for call in each)
     }
+
+
+def _of_another(call: SizedCall) -> SizedCall:
+    """What a module knows of a call that one of its submodules makes."""
+    return replace(call, sizes=(None,) * len(call.sizes), follows=None)
 
 
 def _telling(calls: Sequence[SizedCall]) -> Iterator[SizedCall]:
@@ -100,13 +105,18 @@ def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | No
         return _scaled(node, analysis)
     if not name:
         return None
-    follows, batch = _follows(node, analysis), analysis.captured.batch
-    sizes = tuple(
-        dim if is_number_of(size, dim) and dim in follows and not is_rows else None
-        for number, (size, dim) in enumerate(given_sizes(node, analysis))
-        for is_rows in [(number == 0 and _is_rows(dim, batch)) or without_rows(dim, batch) != dim]
-    )
-    return SizedCall(name, 1 if operator == "aten.split" else len(sizes), sizes)
+    given, batch = list(given_sizes(node, analysis)), analysis.captured.batch
+    sizes: list[Layout | None] = [None] * len(given)
+    by_rows, follows = None, _follows(node, analysis)
+    for place, (size, dim) in enumerate(given):
+        if not is_number_of(size, dim) or dim not in follows:
+            continue
+        rest = without_rows(dim, batch)
+        if rest == dim:
+            sizes[place] = None if place == 0 and _is_rows(dim, batch) else dim
+        elif operator in RESHAPES and by_rows is None and -1 not in [s for s, _ in given]:
+            sizes[place], by_rows = rest, place
+    return SizedCall(name, 1 if operator == "aten.split" else len(sizes), tuple(sizes), by_rows)
 
 
 def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:

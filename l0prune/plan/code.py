@@ -67,11 +67,14 @@ class SizedCall:
         count: how many it is given; one for all pieces of a split.
         sizes: in their order, the dims that they are the sizes of; None for those that do not
             change, such as all of a submodule's.
+        follows: the place of the one that the code multiplies with the batch, whose other factor
+            is among ``sizes``; it follows from those of the others.
     """
 
     name: str
     count: int
     sizes: tuple[Layout | None, ...]
+    follows: int | None = None
 
     def map(self, change: Callable[[Layout], Layout]) -> SizedCall:
         """Return a copy with every layout converted."""
@@ -79,13 +82,15 @@ class SizedCall:
 
     def to_json(self) -> list[Any]:
         """Return plain lists and numbers; ``from_json`` reads them back."""
-        return [self.name, self.count, [d if d is None else to_json(d) for d in self.sizes]]
+        sizes = [d if d is None else to_json(d) for d in self.sizes]
+        return [self.name, self.count, sizes, self.follows]
 
     @staticmethod
     def from_json(data: list[Any]) -> SizedCall:
         """Inverse of ``to_json``."""
-        name, count, sizes = data
-        return SizedCall(name, count, tuple(d if d is None else from_json(d) for d in sizes))
+        name, count, sizes, follows = data
+        dims = tuple(d if d is None else from_json(d) for d in sizes)
+        return SizedCall(name, count, dims, follows)
 
 
 @dataclass(frozen=True)
@@ -156,12 +161,7 @@ class Code:
             [r.module, None if r.read is None else to_json(r.read), to_json(r.used)]
             for r in self.reused
         ]
-        calls = {
-            path: [
-                [c.name, c.count, [d if d is None else to_json(d) for d in c.sizes]] for c in each
-            ]
-            for path, each in self.calls.items()
-        }
+        calls = {path: [call.to_json() for call in each] for path, each in self.calls.items()}
         data |= {"queries": queries, "reused": reused, "calls": calls}
         return {**data, "standardised": list(self.standardised)}
 

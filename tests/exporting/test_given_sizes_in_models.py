@@ -28,6 +28,23 @@ class Remembers(ReadsItsInput):
         return super().forward(x) + self.positions
 
 
+class WrittenHeads(nn.Module):
+    """Attention with its number of heads written into the code, also times the batch."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x):
+        rows, length, _ = x.shape
+        q, k, v = (
+            layer(x).view(rows, length, 3, 4).transpose(1, 2).reshape(rows * 3, length, 4)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = (q @ k.transpose(1, 2) / 2).softmax(-1) @ v
+        return self.out(y.view(rows, 3, length, 4).transpose(1, 2).reshape(rows, length, 12))
+
+
 class ByPieces(nn.Module):
     """Splits what is as wide as its input into pieces of sizes that it works out."""
 
@@ -130,7 +147,7 @@ def exported(inner, seed=1):
 @pytest.mark.parametrize(
     "make",
     [ReadsItsInput, Remembers, ByPieces, WrittenEpsilon, OfConvolutions, ScaledByHand,
-     HeadsInTheBatch, NormAndActivation],
+     HeadsInTheBatch, WrittenHeads, NormAndActivation],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.one_in(4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +58,43 @@ class Centred(nn.Module):
         return (x - x.mean(-1, keepdim=True)).relu()
 
 
+class ByHand(nn.Module):
+    """A LayerNorm over channels that come first, of means and powers; shift before scale."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(1, size, 1, 1))
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        centred = x - x.mean(dim=1, keepdim=True)
+        x = centred / (centred**2).mean(1, keepdim=True).add(1e-3).sqrt() + self.shift
+        return x * self.scale.view(-1, 1, 1)
+
+
+class ByLastDim(nn.Module):
+    """A LayerNorm over the last dim, of a variance."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gain, self.offset = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        variance = x.var(-1, keepdim=True, unbiased=False)
+        return self.gain * ((x - x.mean(-1, keepdim=True)) / (variance + 1e-3).sqrt()) + self.offset
+
+
+class TwoTowers(nn.Module):
+    """One tower for rows and for sequences of rows."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.tower(x), self.tower(x[:, 0])
+
+
 def of_rows(norm):
     return nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 3)), torch.randn(2, 4, 5)
 
@@ -94,6 +133,38 @@ def test_norms_of_which_channels_are_gone(name):
     assert difference(model, dense, x.double()) <= 1e-12
     if isinstance(dense.module[1], nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
         assert f"{dense.widths['0'][0]}" in repr(dense.module[1])
+
+
+@pytest.mark.parametrize("save", ["state.pt", "state.safetensors"])
+@pytest.mark.parametrize("make", [lambda: of_images(ByHand(8)), lambda: of_rows(ByLastDim(8))])
+@pytest.mark.one_in(4)
+def test_norms_by_hand_are_given_zeros_in_the_places_of_what_is_gone(make, save, tmp_path):
+    torch.manual_seed(0)
+    model, x = make()
+    untouched = copy.deepcopy(model)
+    model, x = randomise(model).double().eval(), x.double()
+    close_some(l0prune.gate(model, x, include="0"), seed=1)
+    dense = l0prune.export(model)
+    assert dense.rebuilt, dense.note
+    assert dense._manifest["layers"]["1"] == "PaddedNorm"
+    assert type(dense.module[1]).__name__ == type(model[1]).__name__ == type(untouched[1]).__name__
+    assert difference(model, dense, x) <= 1e-12
+    dense.save(tmp_path / save)
+    again = l0prune.resize(untouched.double().eval(), tmp_path / save)
+    assert torch.equal(again(x), dense.module(x))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Rms], ids=lambda n: n.__name__)
+@pytest.mark.one_in(3)
+def test_a_norm_that_is_called_on_inputs_of_different_rank(norm):
+    torch.manual_seed(0)
+    model, x = TwoTowers(norm(8)), torch.randn(2, 4, 5, dtype=torch.float64)
+    model = randomise(model).double().eval()
+    close_some(l0prune.gate(model, x, include="tower.0"), seed=1)
+    dense = l0prune.export(model)
+    assert type(dense.module) is TwoTowers, dense.note
+    assert dense.widths["tower.0"][0] < 8
+    assert difference(model, dense, x) <= 1e-12
 
 
 def test_the_file_of_what_is_rebuilt_holds_what_the_layers_became():

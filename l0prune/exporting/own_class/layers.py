@@ -9,7 +9,7 @@ module does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +21,11 @@ from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.own_class.remembered_sizes import given_sizes
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
+from l0prune.files.pretrained.given_sizes import PADDED, GivenSizes, PaddedNorm
 from l0prune.files.pretrained.layers import become
 from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
 
@@ -69,9 +71,11 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
         chosen: the slots that stay.
     """
     found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
+    given = given_sizes(plain, chosen.plan, chosen.kept)
     for path, dims in chosen.plan.code.averages.items():
         if any(not chosen.plan.mask(dim, chosen.kept).all() for dim in dims if axes_of(dim)):
-            layer = _averaging(plain.get_submodule(path), path, dims, chosen)
+            calls = given.get(path, {})
+            layer = _averaging(plain.get_submodule(path), path, dims, chosen, calls)
             if layer is not None:
                 found[path] = layer
     return _in_encoders(plain, found)
@@ -145,7 +149,9 @@ def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
     return None if fine.all() else fine.nonzero().flatten()
 
 
-def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> Layer | None:
+def _averaging(
+    module: nn.Module, path: str, dims: Layouts, chosen: Chosen, calls: Mapping[str, Any]
+) -> Layer | None:
     """What makes the module right that averages over these dims of its input, if that is known."""
     plan, kept = chosen.plan, chosen.kept
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +170,7 @@ def _averaging(module: nn.Module, path: str, dims: Layouts, chosen: Chosen) -> L
     with torch.no_grad(), exact, suppress(Exception):  # it takes or gives something else
         expected = cut(plan, dims, whole(x), kept)
         given = cut(plan, dims, x, kept)
-        for layer in _ways(module, dims, chosen, tensors):
+        for layer in _ways(module, dims, chosen, tensors, calls):
             with suppress(Exception):  # a way that is not this module's
                 if difference([expected], [_tried(module, layer, tensors)(given)]) < _ROUNDING:
                     return layer
@@ -180,9 +186,13 @@ def _tried(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> nn
 
 
 def _ways(
-    module: nn.Module, dims: Layouts, chosen: Chosen, tensors: Mapping[str, Tensor]
+    module: nn.Module,
+    dims: Layouts,
+    chosen: Chosen,
+    tensors: Mapping[str, Tensor],
+    calls: Mapping[str, Any],
 ) -> Iterator[Layer]:
-    """How norms are written, the least change first."""
+    """How norms are written, the least change first; ``calls``: sizes that these are given."""
     plan = chosen.plan
     left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
     gone = [number for number, dim in enumerate(dims) if left[number] != size_of(dim)]
@@ -213,3 +223,19 @@ def _ways(
             inputs = math.prod(size_of(dims[d]) for d in ([1] if first == 1 else range(first, 0)))
             values: dict[str, Any] = {"normalized_shape": shape, "inputs": inputs, "dim": first}
             yield Layer(values, kind="CutLayerNorm")
+    if calls:
+        yield Layer(calls, kind=GivenSizes.__name__)
+    yield Layer({PADDED: list(_whole_sizes(module, dims, gone, tensors))}, kind=PaddedNorm.__name__)
+
+
+def _whole_sizes(
+    module: nn.Module, dims: Layouts, gone: Sequence[int], tensors: Mapping[str, Tensor]
+) -> Iterator[list[Any]]:
+    """What a PaddedNorm has to know; the last dim by its place from the end, for any rank."""
+    for number in gone:
+        place = -1 if number == len(dims) - 1 else number
+        yield ["", place, size_of(dims[number])]
+    for name, new in tensors.items():
+        for dim, before in enumerate(module.get_parameter(name).shape):
+            if before != new.shape[dim]:
+                yield [name, dim, before]

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
 from l0prune.infer.sized_calls import SCALED
-from l0prune.plan.code import PARTS, ReusedSize
+from l0prune.plan.code import PARTS, ReusedSize, SizedCall
 from l0prune.plan.layout import axes_of, size_of
 from l0prune.plan.plan import Plan
 
@@ -174,18 +174,23 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[st
         # Code may have the size of a head as that of another dim over the number of heads.
         changed |= {kind for kind in kinds if kind[0] == SCALED}
         if changed and not _is_torchs(model.get_submodule(path)):
-            triples = zip(kinds, old, new, strict=True)
             found[path] = {
-                GIVEN: [[*kind, _given(kind[0], *s)] for kind, *s in triples if kind in changed]
+                GIVEN: [
+                    [*kind, _given(call, *sizes)]
+                    for call, kind, *sizes in zip(calls, kinds, old, new, strict=True)
+                    if kind in changed
+                ]
             }
     return found
 
 
-def _given(name: str, old: list[Any], new: list[Any]) -> list[Any]:
+def _given(call: SizedCall, old: list[Any], new: list[Any]) -> list[Any]:
     """What a call is given, as ``GivenSizes`` has it."""
-    if name in ("mean", "layer_norm") and None not in new:
+    if call.name in ("mean", "layer_norm") and None not in new:
         return [prod(new), prod(old)]
-    return old if name in ("scaled_dot_product_attention", SCALED) else new
+    if call.name in ("scaled_dot_product_attention", SCALED):
+        return old
+    return [-1 if place == call.follows else size for place, size in enumerate(new)]
 
 
 def _is_torchs(module: nn.Module) -> bool:

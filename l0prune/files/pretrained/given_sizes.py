@@ -1,16 +1,18 @@
-"""A module of any class whose code is given sizes that it would get wrong. Plain torch."""
+"""Modules of any class whose own forward runs at sizes that it cannot know. Plain torch."""
 
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from l0prune.files.pretrained.cut_layers import layer_norm
 
 GIVEN = "given_sizes"  # the attribute
-_mixed: dict[type[nn.Module], type[nn.Module]] = {}
+PADDED = "whole_sizes"  # that of the other one
+_mixed: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
 # Functions that take sizes: by which argument, and what that may be called.
 _TAKE_SIZES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -27,19 +29,62 @@ _AVERAGE, _ATTENTION, _NORM = "mean", "scaled_dot_product_attention", "layer_nor
 _PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
-class GivenSizes(nn.Module):
+class MixedIn(nn.Module):
+    """What is mixed into a module's own class, to run the forward of that in another way."""
+
+    def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
+        """Call the forward of the module's own class ``kind``."""
+        raise NotImplementedError
+
+    @classmethod
+    def mixed_into(cls, kind: type[nn.Module]) -> type[nn.Module]:
+        """Return the mixed class, the same one each time, with the name of ``kind``."""
+        if issubclass(kind, cls):
+            return kind
+        if (cls, kind) not in _mixed:
+
+            @functools.wraps(kind.forward)
+            def forward(self: MixedIn, *args: Any, **kwargs: Any) -> Any:
+                return self.run(kind, args, kwargs)
+
+            members = {name: getattr(kind, name) for name in ("__module__", "__doc__")}
+            members |= {"__qualname__": kind.__qualname__, "forward": forward}
+            metaclass: Any = type(kind)
+            _mixed[cls, kind] = metaclass(kind.__name__, (cls, kind), members)
+        return _mixed[cls, kind]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled by way of its own class: nobody else could find the mixed one."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        rebuild, arguments, *state = reduced
+        order = type(self).__mro__
+        mixin = next(each for each in order if MixedIn in each.__bases__)
+        own = order[order.index(MixedIn) + 1]
+        arguments = tuple(own if each is type(self) else each for each in arguments)
+        return (_mixed_anew, (mixin, own, rebuild, arguments), *state)
+
+
+def _mixed_anew(
+    mixin: type[MixedIn], kind: type[nn.Module], rebuild: Callable[..., Any], arguments: Any
+) -> nn.Module:
+    module: nn.Module = rebuild(*arguments)
+    module.__class__ = mixin.mixed_into(kind)
+    return module
+
+
+class GivenSizes(MixedIn):
     """A module whose code is given its sizes, since it would take them for others.
 
     Code may read a size off its input (``B, N, C = x.shape``) and reshape something else to it that
     was as wide; a mean divides by what is left of its inputs, of which those that are gone were
     zero, and so does a norm that is called as a function; attention without a scale of its own
     takes it from what is left of a head, and so does code that multiplies by
-    ``(C // heads) ** -0.5``. This is mixed into the module's own class, whose forward runs as it
-    is.
+    ``(C // heads) ** -0.5``.
 
     Attributes:
         given_sizes: for such calls in turn, the function's name, how many sizes its code gives, and
-            those that it is to have: None for one that is right. Those of a mean or a norm are how
+            those that it is to have: None for one that is right, -1 for one that follows from the
+            others, such as batch × heads. Those of a mean or a norm are how
             many values are left and how many there were, that of attention and of a product with a
             number the size of a head by which it scales. Calls of other functions, or with another
             number of sizes, are not among them.
@@ -47,38 +92,55 @@ class GivenSizes(nn.Module):
 
     given_sizes: list[Any]
 
-    @staticmethod
-    def mixed_into(kind: type[nn.Module]) -> type[nn.Module]:
-        """The class with sizes given; the same one each time, and ``kind`` by its name."""
-        if issubclass(kind, GivenSizes):
-            return kind
-        if kind not in _mixed:
-            whole = kind.forward
-
-            @functools.wraps(whole)
-            def forward(self: GivenSizes, *args: Any, **kwargs: Any) -> Any:
-                with _Sizes(self.given_sizes):
-                    return whole(self, *args, **kwargs)
-
-            members = {name: getattr(kind, name) for name in ("__module__", "__doc__")}
-            members |= {"__qualname__": kind.__qualname__, "forward": forward}
-            metaclass: Any = type(kind)
-            _mixed[kind] = metaclass(kind.__name__, (GivenSizes, kind), members)
-        return _mixed[kind]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by way of its own class: nobody else could find the mixed one."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        rebuild, arguments, *state = reduced
-        own = type(self).__mro__[type(self).__mro__.index(GivenSizes) + 1]
-        arguments = tuple(own if each is type(self) else each for each in arguments)
-        return (_mixed_anew, (own, rebuild, arguments), *state)
+    def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
+        """Call the forward of its own class, whose calls take these sizes."""
+        with _Sizes(self.given_sizes):
+            return kind.forward(self, *args, **kwargs)
 
 
-def _mixed_anew(kind: type[nn.Module], rebuild: Callable[..., Any], arguments: Any) -> nn.Module:
-    module: nn.Module = rebuild(*arguments)
-    module.__class__ = GivenSizes.mixed_into(kind)
-    return module
+class PaddedNorm(MixedIn):
+    """A module that averages over inputs of which some are gone; all of them were zero.
+
+    Its code takes averages by itself, in whatever way. It runs on zeros in the places of what is
+    gone, at the end of each dim, and what it gives there is left out.
+
+    Attributes:
+        whole_sizes: name of a parameter (empty: its input and what it gives), dim, and how many
+            positions that had before.
+    """
+
+    whole_sizes: list[Any]
+
+    def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
+        """Call the forward of its own class on all inputs that there were. Shape: as its input."""
+        inputs: list[Tensor] = list(args) + list(kwargs.values())
+        (given,) = inputs
+        tensors = {"": given, **{name: getattr(self, name) for name in self._parameters}}
+        for name, dim, size in self.whole_sizes:
+            tensors[name] = _padded(tensors[name], dim, size)
+        padded = tensors.pop("")
+        whole = kind.__new__(kind)
+        whole.__dict__.update({**self.__dict__, "_parameters": tensors})
+        result = kind.forward(whole, padded)
+        for name, dim, _ in self.whole_sizes:
+            result = result if name else result.narrow(dim, 0, given.shape[dim])
+        return result
+
+
+def _padded(x: Tensor, dim: int, size: int) -> Tensor:
+    """With zeros behind the last position of a dim, up to this size."""
+    after = -dim - 1 if dim < 0 else x.ndim - 1 - dim
+    return F.pad(x, [0, 0] * after + [0, size - x.shape[dim]])
+
+
+def are_whole_sizes(data: Any) -> bool:
+    """Return whether this may be the ``whole_sizes`` of a PaddedNorm."""
+    return isinstance(data, (tuple, list)) and all(
+        isinstance(each, (tuple, list))
+        and [type(value) for value in each] == [str, int, int]
+        and each[2] >= 0
+        for each in data
+    )
 
 
 def are_sizes_of_calls(data: Any) -> bool:
@@ -91,7 +153,7 @@ def are_sizes_of_calls(data: Any) -> bool:
         and isinstance(call[2], (tuple, list))
         and len(call[2]) > 0
         and call[1] in (1, len(call[2]))
-        and all(size is None or (type(size) is int and size >= 0) for size in call[2])
+        and all(size is None or (type(size) is int and size >= -1) for size in call[2])
         for call in data
     )
 

@@ -15,7 +15,7 @@ from l0prune.files.pretrained.cut_layers import (
     PickedAttention,
     PickedLinear,
 )
-from l0prune.files.pretrained.given_sizes import GivenSizes
+from l0prune.files.pretrained.given_sizes import GivenSizes, MixedIn, PaddedNorm
 
 _KINDS = (
     CutLayerNorm,
@@ -25,6 +25,7 @@ _KINDS = (
     PickedAttention,
     PassedBy,
     GivenSizes,
+    PaddedNorm,
 )
 LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
 
@@ -32,7 +33,7 @@ LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
 def become(module: nn.Module, name: str) -> None:
     """Let a module be the layer of this name, in place; what that needs has to be given to it."""
     kind = LAYERS[name]
-    module.__class__ = GivenSizes.mixed_into(type(module)) if kind is GivenSizes else kind
+    module.__class__ = kind.mixed_into(type(module)) if issubclass(kind, MixedIn) else kind
 
 
 def change(

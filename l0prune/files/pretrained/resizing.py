@@ -11,12 +11,19 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import within
 from l0prune.errors import FileError
 from l0prune.files.pretrained.cut_layers import are_windows
-from l0prune.files.pretrained.given_sizes import GIVEN, are_sizes_of_calls
+from l0prune.files.pretrained.given_sizes import (
+    GIVEN,
+    PADDED,
+    MixedIn,
+    are_sizes_of_calls,
+    are_whole_sizes,
+)
 from l0prune.files.pretrained.layers import LAYERS, change, tensors_of
 from l0prune.files.pretrained.manifest import Manifest, Sizes
 
 _PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
-_CHECKS = {GIVEN: are_sizes_of_calls, "windows": are_windows}  # of attributes that are no numbers
+# of attributes that are no numbers
+_CHECKS = {GIVEN: are_sizes_of_calls, PADDED: are_whole_sizes, "windows": are_windows}
 
 
 def put_on(
@@ -118,7 +125,8 @@ def _check_modules(model: nn.Module, manifest: Manifest, where: str) -> None:
     for path, kind in manifest.layers.items():
         if kind not in LAYERS:
             raise FileError(f"{where} has a layer {kind!r}, which this version does not know.")
-        base = next(each for each in LAYERS[kind].__mro__ if each not in LAYERS.values())
+        own = (MixedIn, *LAYERS.values())
+        base = next(each for each in LAYERS[kind].__mro__ if each not in own)
         if not isinstance(modules.get(path), base):
             raise FileError(f"{where} is of another architecture: {path} is no {base.__name__}.")
     for path, attributes in manifest.attributes.items():

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes, are_sizes_of_calls
+from l0prune.files.pretrained.given_sizes import (
+    GIVEN,
+    PADDED,
+    GivenSizes,
+    PaddedNorm,
+    are_sizes_of_calls,
+    are_whole_sizes,
+)
 
 X = torch.arange(24.0).view(2, 3, 4)
 
@@ -167,7 +174,7 @@ def test_compiled_in_one_graph_and_captured():
         [["reshape", 2]],
         [["eval", 1, [3]]],
         [["reshape", 2, [None]]],
-        [["reshape", 2, [None, -1]]],
+        [["reshape", 2, [None, -2]]],
         [["reshape", 2, [None, 1.5]]],
         [["reshape", "2", [None, 1]]],
         [[["reshape"], 2, [None, 1]]],
@@ -176,4 +183,54 @@ def test_compiled_in_one_graph_and_captured():
 )
 def test_what_is_none(data):
     assert not are_sizes_of_calls(data)
-    assert are_sizes_of_calls([["reshape", 2, [None, 6]], ("split", 1, [3, 4])])
+    assert are_sizes_of_calls([["reshape", 2, [-1, 6]], ("split", 1, [3, 4])])
+
+
+class Standardised(nn.Module):
+    """Channels first, as in image networks, with a weight for each."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size, 1))
+
+    def forward(self, x):
+        return self.weight * (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1)
+
+
+def standardised():
+    """Of eight channels the first five are left."""
+    whole, module = Standardised(8), Standardised(5)
+    module.weight.data = whole.weight.data[:5].clone()
+    module.__class__ = PaddedNorm.mixed_into(Standardised)
+    setattr(module, PADDED, [["", 1, 8], ["weight", 0, 8]])
+    return whole, module
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_an_average_over_what_is_left_is_that_over_all(copied):
+    whole, module = standardised()
+    module, x = copied(module), torch.randn(2, 5, 7)
+    padded = torch.cat([x, torch.zeros(2, 3, 7)], 1)
+    assert torch.equal(module(x), whole(padded)[:, :5])
+    assert list(module.state_dict()) == ["weight"]
+    module(x).sum().backward()
+    whole(padded)[:, :5].sum().backward()
+    assert torch.equal(module.weight.grad, whole.weight.grad[:5])
+
+
+def test_a_padded_norm_is_compiled_in_one_graph_and_captured():
+    _, module = standardised()
+    x = torch.randn(2, 5, 7)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), module(x))
+    program = torch.export.export(module, (x,), dynamic_shapes={"x": {0: torch.export.Dim("n")}})
+    assert torch.equal(program.module()(x[:1]), module(x[:1]))
+    assert [name for name, _ in program.named_parameters()] == ["weight"]
+
+
+@pytest.mark.parametrize("data", ["", [["", 1]], [["", 1, -1]], [[0, 1, 2]], [["w", 1.0, 2]]])
+def test_what_no_whole_sizes_are(data):
+    assert not are_whole_sizes(data)
+    assert are_whole_sizes([("", -1, 8), ["weight", 0, 8]])
