@@ -13,6 +13,7 @@
         └── StoppedElsewhere   another process of the run stopped, and said why
 
 Interrupted (a KeyboardInterrupt): training was stopped by Ctrl-C or SIGTERM.
+L0pruneWarning (a UserWarning): something works, but not as the user may expect.
 """
 
 from __future__ import annotations
@@ -72,3 +73,7 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int, text: str = "") -> None:
         super().__init__(text)
         self.signal = number
+
+
+class L0pruneWarning(UserWarning):
+    """Category of all warnings of l0prune; its text begins with ``l0prune:``."""

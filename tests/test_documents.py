@@ -1,5 +1,6 @@
 """What README, docs and CONTRIBUTING point at is there, and the site builds."""
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -149,3 +150,28 @@ def test_every_test_that_a_page_names_exists():
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named
     assert named <= there, named - there
+
+
+def _texts(path):
+    """The texts in a Python file, each in one piece; what is put in counts for nothing."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (each.value for each in node.values if isinstance(each, ast.Constant))
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_every_page_and_section_that_a_message_names_exists():
+    texts = {text for path in (ROOT / "l0prune").rglob("*.py") for text in _texts(path)}
+    pages = {page for text in texts for page in re.findall(r"\b(?:docs/)?\w+\.md\b", text)}
+    assert len(pages) > 2
+    assert not {page for page in pages if not (ROOT / page).is_file()}
+    named = {found for text in texts for found in re.findall(r"(docs/\w+\.md), '([^']+)'", text)}
+    assert len(named) > 1
+    missing = [
+        (page, section)
+        for page, section in named
+        if not re.search(rf"^#+ {re.escape(section)}$", (ROOT / page).read_text(), re.MULTILINE)
+    ]
+    assert not missing

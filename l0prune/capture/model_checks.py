@@ -14,6 +14,13 @@ from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
 
+# Base classes that both packages have under these names; neither need be installed.
+_QUANTIZERS = {
+    "FakeQuantizeBase",
+    "FakeQuantizerBase",
+    "ObserverBase",
+    "AffineQuantizedObserverBase",
+}
 _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 
 
@@ -50,6 +57,13 @@ def _objection(model: Any) -> str:
             "In this one there is what torch.export.unflatten made, which cannot be copied: give "
             "the module that was exported."
         )
+    prepared = next((n for n, m in model.named_modules() if _simulates_quantization(m)), None)
+    if prepared is not None:
+        return (
+            f"This one is prepared for quantization ({prepared} rounds or observes values): prune "
+            "the model as it was before that, and prepare the smaller one. See "
+            "docs/quantization.md, 'Prune first, quantize then'."
+        )
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for t in tensors):
         return "This one has lazy layers without sizes yet: call it once on an example first."
@@ -59,6 +73,14 @@ def _objection(model: Any) -> str:
             "build it outside of that, or copy its state_dict into one that was."
         )
     return ""
+
+
+def _simulates_quantization(module: nn.Module) -> bool:
+    """Return whether a module is a fake quantizer or an observer of torch.ao or torchao."""
+    return any(
+        each.__name__ in _QUANTIZERS and each.__module__.startswith(("torch.ao.", "torchao."))
+        for each in type(module).__mro__
+    )
 
 
 def _defined(kind: type) -> set[str]:

@@ -7,12 +7,11 @@ mistyped are answered at once. What needs it is imported inside the commands.
 from __future__ import annotations
 
 import sys
-import warnings
 
 import typer
 
 from l0prune.cli import recipes
-from l0prune.cli.edge import run_command
+from l0prune.cli.edge import own_warnings, run_command
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
@@ -40,6 +39,7 @@ app.add_typer(recipes.app, name="recipes")
 
 def main() -> None:
     """Entry point: exit code 0 done, 1 failed, 2 wrong use."""
-    warnings.filterwarnings("ignore")  # of the libraries below; our own words go to stderr
     click_command = typer.main.get_command(app)
-    sys.exit(run_command(lambda: click_command(standalone_mode=False)))
+    with own_warnings():
+        code = run_command(lambda: click_command(standalone_mode=False))
+    sys.exit(code)

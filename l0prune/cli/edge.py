@@ -6,13 +6,15 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from l0prune.errors import L0pruneError, StoppedElsewhere, UsageError
+from l0prune.errors import L0pruneError, L0pruneWarning, StoppedElsewhere, UsageError
 from l0prune.running.launcher import is_first_process
 
 # stdout carries results only; whatever else there is to say goes to stderr.
@@ -57,6 +59,24 @@ def run_command(command: Callable[[], Any]) -> int:
         unexpected(error)
         return FAILED
     return DONE
+
+
+@contextmanager
+def own_warnings() -> Iterator[None]:
+    """Within the context, say each warning of l0prune once; those of libraries stay quiet."""
+    said: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        text = " ".join(str(message).removeprefix("l0prune:").split())
+        if text not in said and is_first_process():
+            said.add(text)
+            say(f"warning: {text}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", L0pruneWarning)
+        warnings.showwarning = show
+        yield
 
 
 def complain(text: str) -> None:

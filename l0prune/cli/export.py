@@ -96,8 +96,6 @@ def export(
         result["page"] = str(_report(dense, model, path, stem))
         say(f"the report is {result['page']}")
     emit(result, json, dense)
-    if dense.times is not None and dense.times.warning:
-        say(f"warning: {dense.times.warning}")
     if not json:
         say("written: " + ", ".join(map(str, files)))
         if pretrained:

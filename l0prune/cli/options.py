@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
+from l0prune.cli.edge import say
 from l0prune.cli.project import chosen, output_path
 from l0prune.errors import UsageError
 from l0prune.files.consent import check_consent, check_root_consent
@@ -81,7 +82,31 @@ def open_model(
     if spec is None:
         raise UsageError(f"no model is named. MODEL is one of: {MODEL_HELP}")
     text = str(weights) if weights else None
-    return spec, l0prune.load_model(spec, text, trust_pickle=trust_pickle)
+    module = l0prune.load_model(spec, text, trust_pickle=trust_pickle)
+    if said := _about_named(spec, module, text):
+        say(said)
+    return spec, module
+
+
+def _about_named(spec: str, module: Any, weights: str | None) -> str:
+    """Describe a network of a package: outputs of its last layer, and its weights; else empty."""
+    package, _, name = spec.partition(":")
+    if package not in ("torchvision", "timm", "transformers") or not name:
+        return ""
+    sizes = {path: _outputs(each) for path, each in module.named_modules()}
+    last = next((path for path in reversed(sizes) if sizes[path]), None)
+    outputs = "" if last is None else f"its last layer, {last}, has {sizes[last]:,} outputs; "
+    if weights is not None:
+        return f"{spec}: {outputs}its weights are {weights}"
+    if package == "transformers":
+        return f"{spec}: {outputs}its weights are those that {name} holds"
+    way_on = "DEFAULT for published ones, or a file" if package == "torchvision" else "FILE"
+    return f"{spec}: {outputs}its weights are random, not pretrained (--weights {way_on})"
+
+
+def _outputs(layer: Any) -> int:
+    """Return the outputs of a Linear or a convolution; 0 for other modules."""
+    return int(getattr(layer, "out_features", 0) or getattr(layer, "out_channels", 0))
 
 
 def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.weights import Weight
-from l0prune.errors import CertificateError, UsageError
+from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.notes import note_on_batches, note_on_sizes
 from l0prune.exporting.onnx import file as onnx_file
@@ -209,7 +209,7 @@ class Export:
         self.certificate = certificate
         self.files = (*written, *data_files)
         if self.times is not None and self.times.warning:
-            warnings.warn(f"l0prune: {self.times.warning}", UserWarning, stacklevel=2)
+            warnings.warn(f"l0prune: {self.times.warning}", L0pruneWarning, stacklevel=2)
         return self.files
 
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ def _build(spec: str, trust_pickle: bool) -> Any:
         return from_code(spec)
     if is_smaller_model(spec):
         return from_pretrained(spec, trust_pickle=trust_pickle)
+    if Path(spec).suffix == ".py":
+        raise UsageError(_code_without_name(spec))
     if not Path(spec).exists() and not Path(spec).suffix:
         raise UsageError(_no_source(spec))
     return _read(spec, trust_pickle)
@@ -71,6 +74,24 @@ def _read(path: str, trust_pickle: bool) -> Any:
         return load_pickle(path, trust=trust_pickle)
     mark = {"l0prune": True} if "l0prune" in read_texts(path) else {}
     return {**read_tensors(path), **mark}
+
+
+def _code_without_name(path: str) -> str:
+    """Say which names a Python file has for a model; the file is read and not run."""
+    try:
+        body = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        body = []
+    names = [
+        each.name
+        for each in body
+        if isinstance(each, ast.ClassDef)
+        or (isinstance(each, ast.FunctionDef) and len(each.args.args) == len(each.args.defaults))
+    ]
+    shown = " or ".join(f"{path}:{name}" for name in names[:3]) or f"{path}:build"
+    return (
+        f"{path} is code. Name what makes the model in it, a function, a class or a module: {shown}"
+    )
 
 
 def _no_source(spec: str) -> str:

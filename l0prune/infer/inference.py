@@ -166,7 +166,7 @@ class Inference:
         operator = f"operator {called(node)}"
         why = (
             f"{operator} is unknown to l0prune{use}; a rule for it takes ten lines, "
-            f'@l0prune.infer.registry.rule("{name}"): see docs/architecture.md, '
+            f'@l0prune.infer.registry.rule("{name}"): see docs/extending.md, '
             "'A rule for a new operator'"
         )
         for operand in operands_of(node):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import nn
 
-from l0prune.errors import L0pruneError
+from l0prune.errors import L0pruneError, L0pruneWarning
 from l0prune.training import run
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
@@ -110,5 +110,5 @@ def _with_page(
         try:
             made(history).titled(title).save(folder / HTML)
         except L0pruneError as error:
-            warnings.warn(f"l0prune: there is no report: {error}", UserWarning, stacklevel=3)
+            warnings.warn(f"l0prune: there is no report: {error}", L0pruneWarning, stacklevel=3)
     return history

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.cost.bounds import Bound
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.running.processes import of_first
 from l0prune.selection.fitted import Look
 from l0prune.selection.fitting import Chosen, Fitting
@@ -134,7 +134,7 @@ def corrected(
         best = last if last.is_better(best) else best
     for bound, found in best.seen.items():
         if found > bound.most:
-            warnings.warn(_excess(bound, found), UserWarning, stacklevel=4)
+            warnings.warn(_excess(bound, found), L0pruneWarning, stacklevel=4)
     return best, tried
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
@@ -460,4 +460,4 @@ class Pruner:
 
 
 def _warned(text: str) -> None:
-    warnings.warn(f"l0prune: {text}", UserWarning, stacklevel=4)
+    warnings.warn(f"l0prune: {text}", L0pruneWarning, stacklevel=4)

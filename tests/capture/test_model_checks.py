@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import FakeQuantize, MinMaxObserver, QuantStub
+from torchao.quantization.pt2e import MinMaxObserver as Torchaos
 
 import l0prune
 from l0prune.errors import UsageError
@@ -32,3 +36,15 @@ def test_a_model_without_values_is_gated_and_not_exported():
     real = l0prune.gate(plain(), torch.randn(2, 4))
     assert real.state_dict().keys() == model.state_dict().keys()
     assert l0prune.export(real).certificate.checks
+
+
+@pytest.mark.parametrize(
+    "made", [partial(FakeQuantize, MinMaxObserver, 0, 255), MinMaxObserver, Torchaos]
+)
+def test_what_is_prepared_for_quantization_is_refused(made):
+    x = torch.randn(2, 4)
+    prepared = nn.Sequential(nn.Linear(4, 8), made(), nn.Linear(8, 2)).eval()
+    with pytest.raises(UsageError, match=r"\(1 rounds or observes.*See docs/quantization\.md"):
+        l0prune.gate(prepared, x)
+    stub = nn.Sequential(QuantStub(), *plain()).eval()  # does nothing before it is prepared
+    assert l0prune.gates(l0prune.gate(stub, x)).plan.size == 12

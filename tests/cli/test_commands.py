@@ -9,6 +9,7 @@ import pytest
 import torch
 from commands import run
 from processes import launched
+from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
@@ -16,6 +17,7 @@ from l0prune.cost import measures
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES
 
+NETS = __file__
 GATE = ["gate", "model.pt", "--input", "1x1x8x8"]
 
 
@@ -242,6 +244,10 @@ def test_help_shows_the_main_job_a_line_each(command):
         (["survey"], "no model is named"),
         (["survey", "torchvision:nothing"], "torchvision has no model"),
         (["survey", "model.pt"], "example input is needed"),
+        (
+            ["gate", NETS, "--input", "1x8"],
+            f"is code. Name what makes the model in it, a function, a class or a module: {NETS}:",
+        ),
         (["survey", "model.pt", "--input", "1xx8"], "is no input"),
         (["gate", "model.pt", "--input", "1x1x8x8", "--open-probability", "1"], "strictly between"),
         (["gate", "model.pt", "--input", "1x1x8x8", "--jitter", "-1"], "must be 0 or more, not -1"),
@@ -494,3 +500,23 @@ def test_a_size_that_cannot_be_free(command, tmp_path, asked, text):
     assert text in " ".join(err.split())
     assert code == 2
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_network_by_name_says_its_outputs_and_that_its_weights_are_random(command):
+    name = "torchvision:shufflenet_v2_x0_5"
+    code, _, err = command("survey", name, "--input", "1x3x64x64", "--json")
+    assert code == 0, err
+    assert f"{name}: its last layer, fc, has 1,000 outputs; its weights are random, not" in err
+
+
+def test_a_budget_that_is_missed_is_said_once(command, tmp_path, monkeypatch):
+    torch.save(network(), tmp_path / "model.pt")
+    assert command(*GATE)[0] == 0
+    monkeypatch.setattr(Stairs, "factor", 1.0)
+    monkeypatch.setattr(Stairs, "overhead", 1e9)  # of what is observed: no choice can do
+    with registered(Stairs):
+        code, out, err = command("fit", "--budget", "stairs=0.5", "--json")
+    assert code == 0, err
+    assert json.loads(out)["counts"]["stairs=0.5"] > 1e9
+    said = [line for line in err.splitlines() if line.startswith("warning: ")]
+    assert [line[:43] for line in said] == ["warning: the budget stairs=0.5 is not met: "]

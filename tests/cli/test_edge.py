@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
-from l0prune.cli.edge import complain, say
+from l0prune.cli.edge import complain, own_warnings, say
 from l0prune.cli.project import defaults, newest
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 
 
 def test_the_newest_file_is_a_file(tmp_path, monkeypatch):
@@ -47,3 +49,20 @@ def test_messages_give_the_terminal_no_orders(tell, capfd):
     tell("names a\x1b[2J[/b].Net, which\nis not")
     expected = "names a\N{REPLACEMENT CHARACTER}[2J[/b].Net, which\nis not\n"
     assert capfd.readouterr().err.endswith(expected)
+
+
+def test_own_warnings_are_said_once_each_and_others_are_not(capfd, monkeypatch):
+    with own_warnings():
+        for text in (
+            "l0prune: the budget\nis missed",
+            "l0prune: the budget\nis missed",
+            "l0prune: b",
+        ):
+            warnings.warn(text, L0pruneWarning)
+        warnings.warn("the library is old", UserWarning)
+        for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("WORLD_SIZE", "2"), ("RANK", "1")):
+            monkeypatch.setenv(name, value)
+        warnings.warn("l0prune: the first process says it", L0pruneWarning)
+    assert capfd.readouterr() == ("", "warning: the budget is missed\nwarning: b\n")
+    with pytest.warns(UserWarning, match="is old"):  # as they were
+        warnings.warn("the library is old", UserWarning)

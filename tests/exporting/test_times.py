@@ -8,6 +8,7 @@ import torch
 from timed_network import gated
 
 import l0prune
+from l0prune.errors import L0pruneWarning
 from l0prune.exporting.onnx import collect, times
 from l0prune.exporting.onnx.times import Times
 
@@ -63,7 +64,7 @@ def test_a_file_that_is_not_faster_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "networks_turns", lambda *_: slow)
     model = gated()
     dense = l0prune.export(model)
-    with pytest.warns(UserWarning, match="not faster than the dense network"):
+    with pytest.warns(L0pruneWarning, match="not faster than the dense network"):
         dense.save_onnx(tmp_path / "model.onnx", beside=model)
     assert "round_to" in dense.times.warning
 

@@ -174,7 +174,7 @@ def test_an_unknown_operator_is_named_with_its_line_and_what_to_do():
     assert '@l0prune.infer.registry.rule("aten.cdist")' in found["a"].output.reason
     assert "operator aten.cdist at networks.py:" in found["b"].input.reason
     text = str(l0prune.survey(model, (torch.randn(2, 10),)))
-    assert text.count("docs/architecture.md") == 1
+    assert text.count("docs/extending.md") == 1
 
 
 def test_weights_that_the_forward_computes_have_reasons():

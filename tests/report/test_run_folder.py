@@ -12,7 +12,7 @@ from small_task import data, gated, network
 
 import l0prune
 from l0prune.cost import measures
-from l0prune.errors import FileError, TrainingError, UsageError
+from l0prune.errors import FileError, L0pruneWarning, TrainingError, UsageError
 from l0prune.report.content import BudgetState, Fit, Pair
 from l0prune.report.live import live_page
 from l0prune.report.run_folder import report_of
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_written_costs_no_training(tmp_path, monkeypatch):
         raise FileError("the disk is full")
 
     monkeypatch.setattr(l0prune.Report, "of", full)
-    with pytest.warns(UserWarning, match="there is no report: the disk is full"):
+    with pytest.warns(L0pruneWarning, match="there is no report: the disk is full"):
         history = l0prune.finetune(gated(), data(), out=tmp_path, **QUIET | {"epochs": 1})
     assert len(history) == 1
 

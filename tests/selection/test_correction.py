@@ -6,6 +6,7 @@ from residual import SIZE, gated, random_scores
 from stairs import Stairs, registered
 
 import l0prune
+from l0prune.errors import L0pruneWarning
 from l0prune.selection import fitted
 from l0prune.selection.correction import corrected
 from l0prune.selection.fitting import Chosen
@@ -63,7 +64,7 @@ def test_gates_move_once_however_many_choices_are_looked_at(observed):
 
 def test_what_cannot_be_met_is_said(observed):
     observed(1.0, 1e9)
-    with pytest.warns(UserWarning, match=r"stairs=0\.5 is not met: .* st of steps were observed"):
+    with pytest.warns(L0pruneWarning, match=r"stairs=0\.5 is not met: .* st of steps were"):
         counts = l0prune.fit(gated(random_scores(2, SIZE)), "stairs=0.5")
     assert counts["stairs=0.5"] > 1e9
 
