@@ -92,7 +92,7 @@ def peak_memory(name: str, side: str) -> int:
     model, args = build(name)
     (plain if side == "capture" else survey_and_gate)(model, args)
     # Not getrusage: its maximum includes what the parent held when it started this process.
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) // 1024
 

@@ -159,7 +159,9 @@ def main() -> None:
         isolation.measure(name, steps(which, name, options.sizes, options.branches))
         return
     if options.page:
-        options.page.write_text(threads_page() if options.zoo == "threads" else page())
+        options.page.write_text(
+            threads_page() if options.zoo == "threads" else page(), encoding="utf-8"
+        )
         return
     if not options.zoo:
         parser.error("which --zoo?")

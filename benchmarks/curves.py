@@ -35,12 +35,16 @@ def metrics(folder: Path) -> Path | None:
 
 def seconds(folder: Path) -> float:
     """How long all training in a run's folder took, over all of its phases."""
-    lines = [line for path in folder.rglob(NAME) for line in path.read_text().splitlines()]
+    lines = [
+        line
+        for path in folder.rglob(NAME)
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     return sum(json.loads(line)["seconds"] for line in lines)
 
 
 def read(name: str, path: Path) -> Curve:
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not records or "expected_macs" not in records[-1]:
         raise FileError(f"{path} holds no epoch of a run with gates")
     series = {key: [record.get(key) for record in records] for key in SERIES}

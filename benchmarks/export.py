@@ -116,7 +116,7 @@ def close_half(model: nn.Module) -> None:
 def measured(work: Callable[[], Any]) -> tuple[Any, float, float]:
     """What it gives, its CPU seconds, and the most memory that was held meanwhile, in MiB."""
     settle()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
     start = time.process_time()
     result = work()
     return result, time.process_time() - start, resident("VmHWM")
@@ -130,7 +130,7 @@ def settle() -> None:
 
 def resident(field: str) -> float:
     """MiB of memory that this process holds now (``VmRSS``), or held at most (``VmHWM``)."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     line = next(line for line in status.splitlines() if line.startswith(field))
     return int(line.split()[1]) / 1024
 

@@ -29,7 +29,7 @@ def measure(name: str, steps: Iterable[Row]) -> None:
     """In the model's own process: print its row after each step, with what failed and where."""
     warnings.simplefilter("ignore")
     row: Row = {"model": name, "step": "build"}
-    with open(os.devnull, "w") as nowhere:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
         stdout, sys.stdout = sys.stdout, nowhere
         try:
             for done in steps:
@@ -65,7 +65,7 @@ def run(
     """
     for name in names:
         command = [sys.executable, "-m", module, "--one", f"{zoo}:{name}", *options]
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             code = subprocess.run(
                 ["bash", "-c", f'ulimit -c 0 -S -t {limit} && exec "$@"', "bash", *command],
                 cwd=ROOT,
@@ -80,7 +80,8 @@ def run(
             lines = out.read().splitlines()
             row = json.loads(lines[-1]) if lines else {"model": name, "step": "build"}
             if failure:
-                row["crash"] = f"{failure}: {err.read()[-500:]}" if not lines else failure
+                last = err.read()[-500:].decode(errors="replace")
+                row["crash"] = failure if lines else f"{failure}: {last}"
         append(path, row)
         print(summary(row), flush=True)
 
@@ -88,7 +89,7 @@ def run(
 def append(path: Path, row: Row) -> None:
     """One more result; the folder is made where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
@@ -99,7 +100,9 @@ def rows(path: Path, key: Sequence[str] = ("model",)) -> list[Row]:
     """
     if not path.exists():
         return []
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    lines = [
+        json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    ]
     return list({tuple(map(row.get, key)): row for row in lines}.values())
 
 

@@ -23,7 +23,7 @@ _COLOURS = re.compile(
 
 def standalone(picture: str) -> str:
     """A picture with the page's colours and letters in it, light and dark."""
-    css = Path(page.__file__).with_name("page.css").read_text()
+    css = Path(page.__file__).with_name("page.css").read_text(encoding="utf-8")
     found = _COLOURS.search(css)
     assert found is not None
     rules = [line for line in css.splitlines() if line.startswith("svg ")]

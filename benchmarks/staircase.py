@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/staircase.svg"))
     options = parser.parse_args()
     found = times()
-    options.out.write_text(picture(found))
+    options.out.write_text(picture(found), encoding="utf-8")
     for width in (80, 89, 95, 96, 97, 112):
         print(f"{width:4} channels: {found[width]:6.0f} µs")
     print(f"{options.out} written; {collect.processor()}, ONNX Runtime, one thread")

@@ -65,7 +65,7 @@ def seconds(run: Callable[[], object]) -> float:
 def processor() -> str:
     """Its name, where Linux tells it."""
     known = Path("/proc/cpuinfo")
-    lines = known.read_text().splitlines() if known.exists() else []
+    lines = known.read_text(encoding="utf-8").splitlines() if known.exists() else []
     facts = {
         key.strip(): value.strip() for key, _, value in (each.partition(":") for each in lines)
     }

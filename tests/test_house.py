@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 def imported(path):
     """The modules of l0prune that a file imports, as parts of their names."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune."):
             yield tuple(node.module.split(".")[1:])
 
@@ -59,7 +60,7 @@ def test_documented_modules_have_an_import_path():
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
 def test_what_a_benchmark_imports_is_there(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune"):
             module = importlib.import_module(node.module)
             for alias in node.names:
@@ -68,10 +69,32 @@ def test_what_a_benchmark_imports_is_there(path):
                 )
 
 
+def opened_as_text(path):
+    """The lines of a file that read or write text in the encoding of whoever runs it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call) or "encoding" in {each.arg for each in node.keywords}:
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        modes = [each.value for each in node.args if isinstance(each, ast.Constant)]
+        is_text = any(re.fullmatch("[rwax]t?[+]?", str(mode)) for mode in modes[-1:])
+        is_open = isinstance(node.func, ast.Name) and name == "open"
+        if (is_open and len(node.args) == 1) or (name == "open" and is_text):
+            yield node.lineno
+        if name == "write_text" or (name == "read_text" and not node.args):
+            yield node.lineno
+
+
+@pytest.mark.parametrize("folder", [ROOT, BENCHMARKS], ids=lambda path: path.name)
+def test_text_is_utf_8_wherever_it_is_read(folder):
+    assert {
+        str(path): found for path in folder.rglob("*.py") if (found := [*opened_as_text(path)])
+    } == {}
+
+
 def test_all_errors_are_in_errors():
     errors = importlib.import_module("l0prune.errors")
     for path in FILES:
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
             bases = [b.id for b in getattr(node, "bases", ()) if isinstance(b, ast.Name)]
             is_error = any(base in vars(errors) or base.endswith("Error") for base in bases)
             assert not is_error or path == Path("errors.py") or node.name.startswith("_"), node.name

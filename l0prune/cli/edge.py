@@ -104,5 +104,7 @@ def emit(result: dict[str, Any], as_json: bool, show: Any) -> None:
     """The result on stdout: as JSON, or as ``show`` for people."""
     if as_json:
         print(json.dumps(result, indent=2))
+    elif isinstance(show, str):  # whole lines, and paths may hold brackets
+        out.print(show, markup=False, highlight=False, soft_wrap=True)
     else:
         out.print(show)

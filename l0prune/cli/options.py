@@ -183,7 +183,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         raise UsageError(f"--set {text}: write name=value.")
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return name.strip(), value
 
 

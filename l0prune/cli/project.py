@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from l0prune.errors import UsageError
+from l0prune.files.checked_json import read_toml
 
 DEFAULTS_FILE = "l0prune.toml"
 _TEXTS = ("model", "input", "data", "data_root")
@@ -17,15 +17,13 @@ def defaults() -> dict[str, Any]:
     """Options given once for all commands in this folder.
 
     Raises:
-        UsageError: ``l0prune.toml`` is no TOML, or says what is no default.
+        FileError: ``l0prune.toml`` cannot be read, or is no TOML.
+        UsageError: it says what is no default.
     """
     path = Path(DEFAULTS_FILE)
     if not path.exists():
         return {}
-    try:
-        found = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{DEFAULTS_FILE} cannot be read: {error}") from error
+    found = read_toml(path)
     for name, value in found.items():
         if name not in (*_TEXTS, _SETTINGS):
             raise UsageError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from l0prune.cli.edge import emit, out, say
+from l0prune.cli.edge import emit, say
 from l0prune.cli.options import DataRoot, Json
 from l0prune.cli.report import NoReport
 from l0prune.cli.stages import announced
@@ -101,4 +102,6 @@ def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
     """Print a recipe, to read or to start one of your own from."""
     from l0prune.recipes import reading  # loads torch
 
-    out.print(reading.find(name).read_text(), markup=False, highlight=False, end="")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(reading.find(name).read_bytes())  # a console would wrap its lines
+    sys.stdout.buffer.flush()

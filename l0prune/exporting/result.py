@@ -35,7 +35,7 @@ from l0prune.exporting.pretrained.shorter import shortened
 from l0prune.exporting.pretrained.writing import write_folder
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.pretrained.stored import as_text
-from l0prune.files.tensor_file import each_once, write_tensors
+from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
@@ -243,9 +243,9 @@ class Export:
         if Path(path).suffix == ".safetensors":
             tensors, tied = each_once({**self._state, **apart})
             manifest = as_text(known.model_copy(update={"tied": tied}))
-            write_tensors(path, tensors, {"format": "pt", "manifest": manifest})
+            write_tensors(path, tensors, {"format": "pt", MANIFEST: manifest})
             return (Path(path),)
-        content = {"manifest": as_text(known), "state_dict": dict(self._state), "constants": apart}
+        content = {MANIFEST: as_text(known), "state_dict": dict(self._state), "constants": apart}
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 

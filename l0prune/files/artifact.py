@@ -30,7 +30,13 @@ from l0prune.files.plan_check import check_plan
 from l0prune.files.pretrained.loading import from_pretrained, resize
 from l0prune.files.pretrained.stored import is_smaller_model
 from l0prune.files.structure import check_fits, fill, pack, unpack
-from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts, write_tensors
+from l0prune.files.tensor_file import (
+    GATED,
+    is_tensor_file,
+    read_tensors,
+    read_texts,
+    write_tensors,
+)
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
@@ -38,7 +44,6 @@ from l0prune.plan.plan import Plan
 
 FORMAT = 2  # raised when older versions cannot read what this one writes
 
-_TEXT = "l0prune"
 _LOG_ALPHA = "l0prune_gates.log_alpha"
 _OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
 _EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structure"
@@ -91,7 +96,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
         gates=section,
         structure=packed and StructureContent(is_ordinary=packed.is_ordinary, hollow=packed.hollow),
     )
-    write_tensors(path, stored.tensors, {_TEXT: json.dumps(content.model_dump())})
+    write_tensors(path, stored.tensors, {GATED: json.dumps(content.model_dump())})
 
 
 def load(
@@ -181,7 +186,7 @@ def _read(path: PathLike) -> Content:
             f"{path} holds no gated model. `l0prune gate {path} --input …` makes one of a "
             "pickled module. (Gated models from before version 0.1.0 have to be made anew.)"
         )
-    text = read_texts(path).get(_TEXT)
+    text = read_texts(path).get(GATED)
     if text is None:
         raise FileError(
             f"{path} holds tensors, but no gated model. `l0prune gate --model path.py:factory "

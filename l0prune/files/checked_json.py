@@ -1,19 +1,66 @@
-"""JSON of our own files: read, of a version that we know, and of the right types."""
+"""JSON and TOML in files; of our own files the version, the digest and the types are checked."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from l0prune.errors import FileError
+from l0prune.files.atomic import PathLike
 
 
 class Strict(BaseModel):
     """Data that are what they say: no text for a number."""
 
     model_config = ConfigDict(strict=True)
+
+
+def read_text(path: PathLike) -> str:
+    """Return the text in a file, which is UTF-8.
+
+    Raises:
+        FileError: it is missing, cannot be read, or holds no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is damaged: it is no text in UTF-8 ({error.reason}).") from error
+
+
+def read_json(path: PathLike, way_on: str = "Write it anew.") -> Any:
+    """Return what a file of JSON says.
+
+    Raises:
+        FileError: it is missing, cannot be read, or is no JSON; ends with the ``way_on``.
+    """
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except (RecursionError, ValueError) as error:
+        reason = "it is nested without end" if isinstance(error, RecursionError) else error
+        raise FileError(f"{path} is damaged, it is no JSON: {reason}. {way_on}") from error
+
+
+def read_toml(path: PathLike) -> dict[str, Any]:
+    """Return what a file of TOML says.
+
+    Raises:
+        FileError: it is missing, cannot be read, or is no TOML.
+    """
+    text = read_text(path)
+    try:
+        return tomllib.loads(text)
+    except (RecursionError, ValueError) as error:
+        reason = "it is nested without end" if isinstance(error, RecursionError) else error
+        raise FileError(f"{path} is no TOML: {reason}. Correct it there.") from error
 
 
 _Checked = TypeVar("_Checked", bound=Strict)
@@ -23,7 +70,7 @@ _SHOWN = 3  # of the entries that are wrong
 def checked(
     content: Any, kind: type[_Checked], newest: int, where: object, or_else: str = ""
 ) -> _Checked:
-    """The data of a file, which have a ``version``.
+    """Return the data of a file, which have a ``version``; a field ``digest`` must be right.
 
     Args:
         content: JSON as text, or what it says.
@@ -33,7 +80,7 @@ def checked(
         or_else: what else it may be, if it is not damaged.
 
     Raises:
-        FileError: it is damaged, or of a newer version.
+        FileError: it is damaged, was changed after it was written, or is of a newer version.
     """
     try:
         data = json.loads(content) if isinstance(content, str | bytes) else content
@@ -45,10 +92,33 @@ def checked(
                 f"{where} was written by a newer l0prune (format {version}, this one reads up to "
                 f"{newest}). Upgrade with: pip install --upgrade l0prune"
             )
-        return kind.model_validate(data)
+        result = kind.model_validate(data)
+        if "digest" in kind.model_fields:
+            check_seal(data, where)
+        return result
     except ValidationError as error:
         named = dict.fromkeys(".".join(map(str, each["loc"])) for each in error.errors())
         shown = ", ".join(list(named)[:_SHOWN])
         raise FileError(f"{where} is damaged: {shown} missing or of the wrong type.") from error
     except (KeyError, RecursionError, TypeError, ValueError) as error:
         raise FileError(f"{where} is damaged{or_else}: {error!r}") from error
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return JSON data with the digest of it as its last entry."""
+    rest = {name: value for name, value in data.items() if name != "digest"}
+    text = json.dumps(rest, sort_keys=True)
+    return {**rest, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def check_seal(data: Mapping[str, Any], where: object) -> None:
+    """Compare the digest in JSON data with that of the data.
+
+    Raises:
+        FileError: it is another one, or there is none.
+    """
+    if data.get("digest") != sealed(data)["digest"]:
+        raise FileError(
+            f"{where} is damaged: its content has changed since it was written (its digest is "
+            "another). Copy or write it anew."
+        )

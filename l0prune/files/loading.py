@@ -79,6 +79,8 @@ def check_whole(source: Path) -> None:
         is_archive = zipfile.is_zipfile(source)
     except OSError as error:
         raise FileError(f"{source} cannot be read: {error.strerror or error}.") from error
+    except zipfile.BadZipFile as error:
+        raise FileError(f"{source} is damaged or truncated: {error}.") from error
     if not head:
         raise FileError(f"{source} is empty.")
     if is_archive:

@@ -22,7 +22,7 @@ from l0prune.files.named_models import (
 )
 from l0prune.files.pretrained.loading import from_pretrained, resize
 from l0prune.files.pretrained.stored import is_smaller_model
-from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts
+from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
 from l0prune.gating.bank import Gates
 
 # What training scripts call the weights in their checkpoints.
@@ -72,7 +72,7 @@ def _read(path: str, trust_pickle: bool) -> Any:
     """What lies in a file of torch or of safetensors; a gated model has its mark beside tensors."""
     if not is_tensor_file(path):
         return load_pickle(path, trust=trust_pickle)
-    mark = {"l0prune": True} if "l0prune" in read_texts(path) else {}
+    mark = {GATED: True} if GATED in read_texts(path) else {}
     return {**read_tensors(path), **mark}
 
 
@@ -123,7 +123,7 @@ def _published(spec: str, weights: str | None) -> nn.Module | None:
 
 
 def _no_module(spec: str, found: Any) -> str:
-    if isinstance(found, Mapping) and "l0prune" in found:
+    if isinstance(found, Mapping) and GATED in found:
         return (
             f"{spec} is a gated model already. Fine-tune it (l0prune finetune {spec}), export it "
             f"(l0prune export {spec}), or open it in Python with l0prune.load."

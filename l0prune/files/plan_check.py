@@ -6,16 +6,17 @@ in a plan may be much larger than the model that it speaks of, whose tensors sta
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
+from l0prune.plan.numbers import is_count, is_number
 from l0prune.plan.plan import Axis, Plan
 
 # Every entry of a parameter is a position of few layouts; the rest is for small models.
 _PER_ENTRY, _ALWAYS = 64, 2**24
+_MOST_WORK = 1e30  # operations or bytes of one entry
 _STEPS = 2**20  # more calls than any graph has
 
 
@@ -27,22 +28,17 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     """
     entries = sum(p.numel() for p in model.parameters() if not p.is_meta)
     _check_axes(plan.axes)
-    limit, total = _PER_ENTRY * entries + _ALWAYS, 0
-    for layout in set(_layouts(plan)):
-        size, depth = _measured(layout, plan.axes, limit)
-        total += size * depth
-        if total > limit:
-            raise ValueError(f"layouts of more than {limit:,} positions for {entries:,} weights")
+    check_layouts(set(_layouts(plan)), plan.axes, _PER_ENTRY * entries + _ALWAYS)
     for site in plan.sites:
-        if not _is_count(site.dim) or site.role not in ("read", "write"):
+        if not is_count(site.dim) or site.role not in ("read", "write"):
             raise ValueError(f"a site at dim {site.dim!r} that is to {site.role!r}")
     for cost in plan.costs:
-        if not _is_amount(cost.scale) or cost.unit not in ("params", "macs"):
+        if not is_number(cost.scale, most=_MOST_WORK) or cost.unit not in ("params", "macs"):
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
     for each in plan.activations:
         times = (each.made, each.last)
-        is_known = _is_amount(each.scale) and type(each.is_fixed) is bool
-        if not (is_known and all(map(_is_count, times)) and times[0] <= times[1] < _STEPS):
+        is_known = is_number(each.scale, most=_MOST_WORK) and type(each.is_fixed) is bool
+        if not (is_known and all(map(is_count, times)) and times[0] <= times[1] < _STEPS):
             raise ValueError(
                 f"activations of {each.scale!r} bytes from {times[0]!r} to {times[1]!r}"
             )
@@ -54,11 +50,25 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
         raise ValueError("a name that is no text, or holds control characters")
 
 
+def check_layouts(layouts: Iterable[Layout], axes: tuple[Axis, ...], limit: int) -> None:
+    """Refuse layouts of axes that are not there, or that have more positions than the limit.
+
+    Raises:
+        ValueError: there is one, or they have more together.
+    """
+    total = 0
+    for layout in layouts:
+        size, depth = _measured(layout, axes, limit)
+        total += size * depth
+        if total > limit:
+            raise ValueError(f"layouts of more than {limit:,} positions for a model of this size")
+
+
 def _check_axes(axes: tuple[Axis, ...]) -> None:
     start = 0
     for axis in axes:
         numbers = (axis.size, axis.start, axis.group_size)
-        if not all(map(_is_count, numbers)) or axis.start != start or not axis.size:
+        if not all(map(is_count, numbers)) or axis.start != start or not axis.size:
             raise ValueError(f"an axis {axis.name!r} of {axis.size!r} slots from {axis.start!r}")
         start += axis.size
     if len({axis.name for axis in axes}) != len(axes):
@@ -82,7 +92,7 @@ def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, 
         case Const(size):
             found = size, 1
         case Slots(axis, start, stop):
-            if not (_is_count(axis) and axis < len(axes) and 0 <= start < stop <= axes[axis].size):
+            if not (is_count(axis) and axis < len(axes) and 0 <= start < stop <= axes[axis].size):
                 raise ValueError(f"slots {start!r} to {stop!r} of axis {axis!r}")
             found = stop - start, 1
         case Cat(parts) | Prod(parts) if parts:
@@ -102,7 +112,7 @@ def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, 
             found = len(index), depth
         case _:
             raise ValueError(f"a layout {layout!r}")
-    if not _is_count(found[0]) or found[0] > limit:
+    if not is_count(found[0]) or found[0] > limit:
         raise ValueError(f"a layout of {found[0]!r} positions")
     return found
 
@@ -114,11 +124,3 @@ def _product(sizes: tuple[int, ...], limit: int) -> int:
         if result > limit:
             raise ValueError(f"a layout of more than {limit:,} positions")
     return result
-
-
-def _is_count(number: object) -> bool:
-    return type(number) is int and number >= 0
-
-
-def _is_amount(number: object) -> bool:
-    return type(number) in (int, float) and math.isfinite(number) and number >= 0  # type: ignore[arg-type, operator]

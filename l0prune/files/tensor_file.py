@@ -1,11 +1,14 @@
 """Tensors and a few texts in one file, in the format of safetensors.
 
 Reading is the library's, which checks every offset against the file's length. Writing is ours: the
-library writes texts in an order of their own each time, and holds the whole file in memory.
+library writes texts in an order of their own each time, and holds the whole file in memory. Two
+digests among the texts tell a file whose bytes have changed since: one of the tensors, and one of
+the header, which holds the first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -34,6 +37,12 @@ DTYPES = {
 }
 _MAX_HEADER = 64 * 2**20
 _TEXTS = "__metadata__"
+# Texts that only we write, beside which the digests must stand: of a gated model, of a smaller one,
+# and in the folder of one.
+GATED, MANIFEST, SAVE = "l0prune", "manifest", "save"
+_OF_DATA, _OF_HEADER = "digest_of_tensors", "digest_of_header"
+_HASH_BYTES, _CHUNK = 16, 2**20
+_NO_DIGEST = "0" * (2 * _HASH_BYTES)  # stands in the header while its digest is taken
 
 
 def is_tensor_file(path: PathLike) -> bool:
@@ -66,7 +75,7 @@ def each_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
 
 
 def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-    """Write tensors and texts, atomically; the same ones give the same bytes.
+    """Write tensors and texts with their digests, atomically; the same ones give the same bytes.
 
     Args:
         path: the file.
@@ -84,7 +93,7 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], texts: Mapping[
             )
     # Wide numbers first, so that all of them lie at multiples of their size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {_TEXTS: dict(texts)} if texts else {}
+    header: dict[str, object] = {_TEXTS: {**texts, _OF_DATA: _NO_DIGEST, _OF_HEADER: _NO_DIGEST}}
     start = 0
     for name in order:
         tensor = tensors[name]
@@ -101,36 +110,88 @@ def write_tensors(path: PathLike, tensors: Mapping[str, Tensor], texts: Mapping[
         raise FileError(f"{path} was not written: its header has {len(text):,} bytes.")
 
     def write(file: BinaryIO) -> None:
+        found = _hash()
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             plain = tensors[name].detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-            file.write(plain.contiguous().view(torch.uint8).numpy().data)
+            content = plain.contiguous().view(torch.uint8).numpy().data
+            found.update(content)
+            file.write(content)
+        whole = _with_digest(text, _OF_DATA, found.hexdigest())
+        file.seek(8)
+        file.write(_with_digest(whole, _OF_HEADER, _hash(whole).hexdigest()))
 
     atomic_write(path, write)
 
 
+def _hash(content: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(content, digest_size=_HASH_BYTES)
+
+
+def _with_digest(header: bytes, name: str, digest: str, before: str = _NO_DIGEST) -> bytes:
+    """Return the header with a digest in the place of the one that stands there under the name."""
+    entry = f'"{name}":"{{}}"'
+    return header.replace(entry.format(before).encode(), entry.format(digest).encode(), 1)
+
+
 def read_texts(path: PathLike) -> dict[str, str]:
-    """The texts in a file; no tensor is read.
+    """Return the texts in a file; no tensor is read.
 
     Raises:
-        FileError: the file is missing, damaged or truncated.
+        FileError: the file is missing, damaged or truncated, or has changed since it was written.
     """
     with _opened(path) as file:
-        return dict(file.metadata() or {})
+        texts = dict(file.metadata() or {})
+    found, _ = texts.pop(_OF_HEADER, None), texts.pop(_OF_DATA, None)
+    if found is not None or _is_ours(texts):
+        with open(path, "rb") as raw:
+            header = raw.read(int.from_bytes(raw.read(8), "little"))
+        plain = _with_digest(header, _OF_HEADER, _NO_DIGEST, before=str(found))
+        _check(found, _hash(plain), path)
+    return texts
 
 
 def read_tensors(path: PathLike) -> dict[str, Tensor]:
-    """The tensors in a file, on the CPU, in memory of their own.
+    """Return the tensors in a file, on the CPU, in memory of their own.
 
     Raises:
-        FileError: the file is missing, damaged or truncated, or holds numbers that are not known.
+        FileError: the file is missing, damaged or truncated, has changed since it was written, or
+            holds numbers that are not known.
     """
+    texts = read_texts(path)
     try:
         with _opened(path) as file:
+            digest = (file.metadata() or {}).get(_OF_DATA)
             # The library's tensors lie in the file, which somebody else may write to.
-            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
+    if digest is not None or _is_ours(texts):
+        found = _hash()
+        with open(path, "rb") as raw:
+            raw.seek(8 + int.from_bytes(raw.read(8), "little"))
+            while chunk := raw.read(_CHUNK):
+                found.update(chunk)
+        _check(digest, found, path)
+    return tensors
+
+
+def _is_ours(texts: Mapping[str, str]) -> bool:
+    """Whether only ``write_tensors`` can have written the file."""
+    return not texts.keys().isdisjoint({GATED, MANIFEST, SAVE})
+
+
+def _check(digest: str | None, found: hashlib.blake2b, path: PathLike) -> None:
+    """Compare a digest with the one that stands in a file.
+
+    Raises:
+        FileError: it is another one, or none stands there.
+    """
+    if digest != found.hexdigest():
+        raise FileError(
+            f"{path} is damaged: its content has changed since it was written (its digest is "
+            "another). Copy or write it anew."
+        )
 
 
 def _opened(path: PathLike) -> safe_open:

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from l0prune.errors import UsageError
+from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import is_code
 from l0prune.recipes.schema import DataSection, ModelSection, Recipe
 
@@ -40,13 +41,11 @@ def load(name: str, overrides: Sequence[str]) -> Recipe:
     ``section.key=`` leaves out what the recipe says there, so that the default counts.
 
     Raises:
-        UsageError: the file or an override is wrong; says where.
+        FileError: the file cannot be read, or is no TOML.
+        UsageError: it is no recipe, or an override is wrong; says where.
     """
     path = find(name)
-    try:
-        content = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+    content = read_toml(path)
     for override in overrides:
         _override(content, override)
     content.setdefault("name", path.stem)
@@ -79,7 +78,7 @@ def _override(content: dict[str, Any], text: str) -> None:
         return
     try:
         target[last] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         target[last] = value
 
 

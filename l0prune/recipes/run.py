@@ -22,6 +22,7 @@ from l0prune.errors import DataError, FileError, UsageError
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
+from l0prune.files.checked_json import read_json
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND
@@ -90,7 +91,7 @@ def _claim(folder: Path, recipe: Recipe) -> None:
     path = folder / "recipe.json"
     text = recipe.model_dump_json(indent=2)
     if path.exists():
-        if json.loads(path.read_text()) != json.loads(text):
+        if read_json(path, "Give another --out, or remove that folder.") != json.loads(text):
             raise UsageError(
                 f"{folder} holds a run with other settings ({path}). Give another --out, or remove "
                 "that folder."

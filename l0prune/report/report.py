@@ -13,6 +13,7 @@ from torch import nn
 from l0prune.errors import FileError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
+from l0prune.files.checked_json import read_text
 from l0prune.report.content import Content, parsed
 from l0prune.report.gathered import (
     now,
@@ -91,10 +92,7 @@ class Report:
         Raises:
             FileError: there is none, or it is damaged, or no report, or of a newer version.
         """
-        try:
-            return Report(parsed(Path(path).read_bytes(), path))
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}") from error
+        return Report(parsed(read_text(path), path))
 
     def titled(self, title: str) -> Report:
         """Return the report under this title."""

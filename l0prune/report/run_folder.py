@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from l0prune.errors import FileError
+from l0prune.files.checked_json import read_json
 from l0prune.report.content import (
     Comparison,
     Content,
@@ -107,10 +107,7 @@ def _result(path: Path) -> dict[str, Any] | None:
     """Return the result of a recipe's run; None if it did not end."""
     if not path.exists():
         return None
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, RecursionError, ValueError) as error:
-        raise FileError(f"{path} cannot be read: {error}") from error
+    found = read_json(path, "`l0prune run` in this folder writes it anew, once it is removed.")
     if not isinstance(found, dict):
         raise FileError(f"{path} is damaged: it is no table of results.")
     return found

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from l0prune.errors import FileError
+from l0prune.files.checked_json import read_json, read_text
 from l0prune.report.content import Amount, Asked, BudgetState, Epoch, Fit, Metric, Training
 from l0prune.running.amounts import amounts, keys
 from l0prune.running.task import LOSS, TAKEN
@@ -40,11 +41,9 @@ def training_in(folder: Path, name: str) -> Training | None:
     if not path.exists():
         return None
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).exists() else {}
+        records = [json.loads(line) for line in read_text(path).splitlines()]
+        facts = read_json(folder / FACTS) if (folder / FACTS).exists() else {}
         return _training(name, records, facts)
-    except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         reason = "a record of the wrong form" if isinstance(error, ValidationError) else repr(error)
         raise FileError(f"{path} is damaged: {reason}") from error

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from l0prune.errors import FileError
 from l0prune.exporting.onnx import collect
+from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
 from l0prune.timing.facts import facts_to_json, plan_id
@@ -48,16 +50,16 @@ def write_bundle(
         names = [f"{number:03d}.onnx" for number in range(samples)]
         for name, widths in zip(names, chosen, strict=True):
             files.write(name, plan.kept(slots_of(plan, widths)))
-        (folder / SCRIPT).write_text(Path(collect.__file__).read_text())
+        (folder / SCRIPT).write_text(read_text(collect.__file__), encoding="utf-8")
         about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
         about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-        (folder / ABOUT).write_text(json.dumps(about))
+        (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
 
 
 def _known(folder: Path) -> dict[str, Any]:
     """Return the folder's description, empty if it has none."""
     try:
-        known = json.loads((folder / ABOUT).read_text())
-    except (OSError, ValueError):
+        known = read_json(folder / ABOUT)
+    except FileError:
         return {}
     return known if isinstance(known, dict) else {}

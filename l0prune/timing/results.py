@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.files.checked_json import read_json
 from l0prune.plan.plan import Plan
 from l0prune.timing.facts import facts_from_json, plan_id
 from l0prune.timing.groups import Group, groups_of
@@ -34,12 +33,7 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
         FileError: there is no such file, or it is not whole.
     """
     again = "run run.py of the bundle again (it goes on where it was), and copy the whole file"
-    try:
-        results = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise FileError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise FileError(f"{path} holds no results: it is cut off or damaged; {again}") from error
+    results = read_json(path, f"{again[:1].upper()}{again[1:]}.")
     if not isinstance(results, dict) or results.get("format") != collect.FORMAT:
         raise FileError(f"{path} holds no results of this version of l0prune; {again}")
     if results.get("digest") != collect.digest(results):

@@ -7,11 +7,14 @@ import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field
 from torch import nn
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.plan.numbers import MOST, THREADS
 from l0prune.running.stages import stage
 from l0prune.timing.job import Job
 from l0prune.timing.latency import Observe
@@ -34,8 +37,8 @@ class Setting:
     runtime: str
     version: str
     provider: str
-    threads: int
-    batch: int
+    threads: Annotated[int, Field(ge=1, le=THREADS)]
+    batch: Annotated[int, Field(ge=1, le=MOST)]
     processor: str
     system: str
 

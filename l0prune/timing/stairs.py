@@ -21,9 +21,11 @@ from torch import Tensor
 from l0prune.cost.expected import SumTable
 from l0prune.cost.moments import Polynomial, Sums
 from l0prune.plan.layout import Layout, axes_of, from_json, to_json
+from l0prune.plan.numbers import is_count, is_number
 from l0prune.plan.plan import Plan
 
 Numbers = NDArray[np.float64]
+_WIDEST = 2**16  # slots of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +157,8 @@ class Stairs:
             layouts = tuple(map(from_json, data["layouts"]))
             terms = tuple(
                 Term(
-                    int(group),
-                    float(ms),
+                    group,
+                    ms,
                     _steps(factors),
                     _steps(aligned),
                     tuple(map(_steps, unless)),
@@ -164,10 +166,12 @@ class Stairs:
                 for group, ms, factors, aligned, unless in data["terms"]
             )
             used = [step for term in terms for step in term.steps]
-            if any(not 0 <= step.layout < len(layouts) or step.block < 1 for step in used):
+            if not all(is_count(step.layout, len(layouts) - 1) for step in used):
                 raise ValueError("a term is about a layout that is not there")
-            if not all(0 <= term.ms < np.inf for term in terms):
-                raise ValueError("a time is no number of milliseconds")
+            if not all(step.block and is_count(step.block, _WIDEST) for step in used):
+                raise ValueError("a block is no number of slots")
+            if not all(is_number(term.ms) and is_count(term.group) for term in terms):
+                raise ValueError("a time is no number of milliseconds, or of no group")
         except (KeyError, TypeError) as error:
             raise ValueError(f"these are no stairs: {error}") from error
         return Stairs(layouts, terms)
@@ -178,7 +182,7 @@ def _plain(steps: Sequence[Step]) -> list[list[int]]:
 
 
 def _steps(data: Any) -> tuple[Step, ...]:
-    return tuple(Step(int(layout), int(block)) for layout, block in data)
+    return tuple(Step(layout, block) for layout, block in data)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:

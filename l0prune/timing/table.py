@@ -7,13 +7,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
+from l0prune.files.checked_json import check_seal, read_json, sealed
+from l0prune.files.plan_check import check_layouts
 from l0prune.plan.layout import from_json, to_json
+from l0prune.plan.numbers import LARGEST, MOST, is_count, is_number
 from l0prune.plan.plan import Plan
 from l0prune.timing.facts import plan_id
 from l0prune.timing.groups import Group
@@ -25,6 +29,8 @@ FORMAT = 1
 _NOISY = 0.05  # half of all times of one network within this share, and no more
 _WRONG = 0.05
 _KIND = "l0prune latency table"
+_POSITIONS = 2**40  # of all layouts; no network reads or writes more
+_Share = Annotated[float, Field(ge=0, le=LARGEST)]
 
 
 @dataclass(frozen=True)
@@ -37,10 +43,10 @@ class Quality:
         noise: how far the dense network's time strayed meanwhile: half of all within this share.
     """
 
-    median: float
-    worst: float
-    networks: int
-    noise: float
+    median: _Share
+    worst: _Share
+    networks: Annotated[int, Field(ge=1, le=MOST)]
+    noise: _Share
 
     def __str__(self) -> str:
         return (
@@ -83,13 +89,19 @@ class LatencyTable:
         """The measure of a network with this plan.
 
         Raises:
-            UsageError: the table was made for another one.
+            UsageError: the table was made for another one, or speaks of what this does not have.
         """
         if plan_id(plan) != self.plan:
             raise UsageError(
                 "this latency table was made for another model, or for the same with other gates: "
                 "make one for this (l0prune measure model.gated.pt, or l0prune.measure(model))"
             )
+        layouts = {*self.stairs.layouts, *self.smooth.layouts}
+        layouts.update(layout for group in self.groups for layout in group.layouts)
+        try:
+            check_layouts(layouts, plan.axes, _POSITIONS)
+        except ValueError as error:
+            raise UsageError(f"this latency table does not fit its model: {error}") from error
         return TimedLatency(
             plan, self.groups, self.stairs, self.smooth, self.dense, self._observing
         )
@@ -146,10 +158,10 @@ class LatencyTable:
         if data.get("kind") != _KIND or data.get("format") != FORMAT:
             raise ValueError("it is no latency table of this version of l0prune")
         try:
-            return LatencyTable(
-                Setting(**data["setting"]),
-                str(data["plan"]),
-                float(data["dense"]),
+            table = LatencyTable(
+                TypeAdapter(Setting).validate_python(data["setting"]),
+                data["plan"],
+                data["dense"],
                 tuple(
                     Group(
                         owner, operator, tuple(nodes), tuple(tuple(map(from_json, m)) for m in ms)
@@ -158,11 +170,36 @@ class LatencyTable:
                 ),
                 Stairs.from_json(data["stairs"]),
                 Stairs.from_json(data["smooth"]),
-                Quality(**data["quality"]),
-                tuple((tuple(widths), float(ms)) for widths, ms in data["samples"]),
+                TypeAdapter(Quality).validate_python(data["quality"]),
+                tuple((tuple(widths), ms) for widths, ms in data["samples"]),
             )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"it is incomplete ({error})") from error
+            table._check()
+        except ValidationError as error:
+            wrong = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
+            raise ValueError(f"{wrong} of its setting or quality makes no sense") from error
+        except (KeyError, RecursionError, TypeError) as error:
+            raise ValueError(f"it is incomplete or damaged ({error!r})") from error
+        return table
+
+    def _check(self) -> None:
+        """Refuse values that no measurement gives.
+
+        Raises:
+            ValueError: there is one.
+        """
+        texts = [self.plan]
+        for group in self.groups:
+            texts += [group.owner, group.operator, *group.nodes]
+        if not all(type(text) is str and text.isprintable() for text in texts):
+            raise ValueError("a name in it is no text")
+        times = [self.dense, *(ms for _, ms in self.samples)]
+        if not all(map(is_number, times)) or not self.dense:
+            raise ValueError("a time in it is no number of milliseconds")
+        if not all(is_count(width) for widths, _ in self.samples for width in widths):
+            raise ValueError("a width in it is no number of slots")
+        terms = (*self.stairs.terms, *self.smooth.terms)
+        if any(term.group > len(self.groups) for term in terms):  # the last is the runtime itself
+            raise ValueError("a term in it is of no group")
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write it as JSON.
@@ -170,7 +207,7 @@ class LatencyTable:
         Raises:
             FileError: the file cannot be written.
         """
-        write_whole(path, json.dumps(self.to_dict()))
+        write_whole(path, json.dumps(sealed(self.to_dict())))
         return Path(path)
 
     @staticmethod
@@ -178,13 +215,13 @@ class LatencyTable:
         """Read what ``save`` wrote.
 
         Raises:
-            FileError: there is no such file, or it is no latency table.
+            FileError: there is no such file, or it is no latency table, or it was changed.
         """
+        data = read_json(path, "`l0prune measure` writes a latency table.")
         try:
-            data = json.loads(Path(path).read_text())
-            return LatencyTable.from_dict(data if isinstance(data, dict) else {})
-        except OSError as error:
-            raise FileError(f"cannot read {path}: {error.strerror}") from error
+            table = LatencyTable.from_dict(data if isinstance(data, dict) else {})
+            check_seal(data, path)
+            return table
         except ValueError as error:
             raise FileError(
                 f"{path} is no latency table: {error}. `l0prune measure` writes one"

@@ -122,7 +122,7 @@ class Log:
             FileError: the disk is full, or the folder has gone.
         """
         try:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(_line(record))
         except OSError as error:
             raise FileError(f"{self._path} cannot be written: {error}") from error

@@ -14,6 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.cost import measures
+from l0prune.recipes import reading
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES
 
@@ -210,7 +211,7 @@ def test_recipes(command):
     assert "digits-lenet" in json.loads(out)
     code, out, _ = command("recipes", "show", "digits-lenet")
     assert code == 0
-    assert 'source = "digits"' in out
+    assert out == reading.find("digits-lenet").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "run"])

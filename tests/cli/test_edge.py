@@ -8,7 +8,7 @@ import pytest
 
 from l0prune.cli.edge import complain, own_warnings, say
 from l0prune.cli.project import defaults, newest
-from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.errors import FileError, L0pruneWarning, UsageError
 
 
 def test_the_newest_file_is_a_file(tmp_path, monkeypatch):
@@ -34,13 +34,20 @@ def test_what_a_folder_knows(tmp_path, monkeypatch):
         ('budget = "macs=0.5"', r"a table \[finetune\] of the settings of training, not budget"),
         ("data = 5", "data in l0prune.toml is a text, not 5"),
         ("finetune = 3", "finetune in l0prune.toml is a table, not 3"),
-        ("data = ", "cannot be read"),
     ],
 )
 def test_what_a_folder_cannot_say(tmp_path, monkeypatch, text, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "l0prune.toml").write_text(text)
     with pytest.raises(UsageError, match=message):
+        defaults()
+
+
+@pytest.mark.parametrize("text", [b"data = ", b"data = '\xff'", b"data = " + b"[" * 10**5])
+def test_a_folder_whose_defaults_cannot_be_read(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "l0prune.toml").write_bytes(text)
+    with pytest.raises(FileError, match=r"l0prune.toml is (no TOML|damaged: it is no text)"):
         defaults()
 
 

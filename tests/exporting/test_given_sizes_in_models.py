@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import FileError
+from l0prune.files.checked_json import sealed
 from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 
 
@@ -214,7 +216,8 @@ def test_a_damaged_manifest_changes_nothing(tmp_path):
     dense, _, x = exported(ReadsItsInput())
     dense.save_pretrained(tmp_path / "net")
     path = next((tmp_path / "net").glob("*.json"))
-    path.write_text(path.read_text().replace('"reshape"', '"eval"'))
+    changed = json.loads(path.read_text().replace('"reshape"', '"eval"'))
+    path.write_text(json.dumps(sealed(changed)))
     model = network(ReadsItsInput())[0]
     before = model(x)
     with pytest.raises(FileError, match=r"2\.given_sizes cannot be"):

@@ -11,7 +11,7 @@ import l0prune
 from l0prune.cli.gate import gate as command_gate
 from l0prune.cli.stages import announced
 from l0prune.cost.limits import limits
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError, FileError, UsageError
 from l0prune.objective.lambdas import Lambda
 from l0prune.recipes.reading import builtin, load
 from l0prune.recipes.run import run
@@ -166,7 +166,7 @@ def test_unknown_recipe_names_the_known_ones():
 def test_a_file_that_is_no_recipe(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("model = [")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(FileError, match="is no TOML"):
         load(str(path), [])
     path.write_text('[model]\nsource = "m.py:f"\n')
     with pytest.raises(UsageError, match="description"):

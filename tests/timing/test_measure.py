@@ -163,9 +163,9 @@ def test_times_of_another_machine_are_predicted_and_not_observed(model, table):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"kind": "l0prune latency table"}'])
 def test_a_file_that_is_no_table_is_refused(tmp_path, content):
     (tmp_path / "x.json").write_text(content)
-    with pytest.raises(FileError, match="no latency table"):
+    with pytest.raises(FileError, match="latency table"):
         l0prune.LatencyTable.load(tmp_path / "x.json")
-    with pytest.raises(FileError, match="cannot read"):
+    with pytest.raises(FileError, match="cannot be read"):
         l0prune.LatencyTable.load(tmp_path / "none.json")
 
 
@@ -182,7 +182,7 @@ def test_damaged_results_are_refused(tmp_path, folder, damage):
         results["digest"] = collect.digest(results)
     text = text[: len(text) // 2] if damage == "cut off" else json.dumps(results)
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(FileError, match=r"cut off|changed|lacks 1"):
+    with pytest.raises(FileError, match=r"no JSON|changed|lacks 1"):
         read_results(tmp_path / "results.json")
 
 

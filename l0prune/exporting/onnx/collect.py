@@ -164,7 +164,7 @@ def profiled(
     with tempfile.TemporaryDirectory() as folder:
         network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
         network.median(inputs, times + 1)
-        events = json.loads(Path(network.session.end_profiling()).read_text())
+        events = json.loads(Path(network.session.end_profiling()).read_text(encoding="utf-8"))
     return node_times(events, times + 1)
 
 
@@ -187,7 +187,7 @@ def machine() -> dict[str, Any]:
 def processor() -> str:
     """The name of the processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -215,10 +215,10 @@ def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict
 def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
     """What an earlier run, which was stopped, found of the same; else nothing."""
     try:
-        old: dict[str, Any] = json.loads(out.read_text())
+        old: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         is_same = old | settings == old and old["about"] | about == old["about"]
         return old if is_same and old["digest"] == digest(old) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 
@@ -226,7 +226,7 @@ def keep(results: dict[str, Any], out: Path) -> None:
     """Write the results, whole."""
     results["digest"] = digest(results)
     unfinished = out.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(results))
+    unfinished.write_text(json.dumps(results), encoding="utf-8")
     unfinished.replace(out)
 
 
@@ -238,7 +238,7 @@ def collect(
     say: Any = None,
 ) -> dict[str, Any]:
     """Time all networks of the folder that ``out`` has no figures of yet."""
-    about = json.loads((folder / "bundle.json").read_text())
+    about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
     inputs = dict(np.load(folder / "inputs.npz").items())
     settings = settings_of("onnxruntime", version(), provider, threads)
     results = known(out, settings, about) or {**settings, "about": about, "samples": {}}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from l0prune import __version__
 from l0prune.errors import L0pruneError
 from l0prune.exporting.pretrained.trial import Trials, fault_of
+from l0prune.files.checked_json import sealed
 from l0prune.files.named_models import is_rebuildable
 from l0prune.files.pretrained.manifest import FORMAT, Manifest, Origin, Sizes, parsed
 from l0prune.files.pretrained.origin import built, class_of_transformers
@@ -34,7 +35,7 @@ def described(
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     versions = {"l0prune": __version__, "torch": torch.__version__}
     content = {"version": FORMAT, "versions": versions, "origin": {"kind": kind}, **facts}
-    manifest = parsed(json.dumps(content), "the manifest")
+    manifest = parsed(json.dumps(sealed(content)), "the manifest")
     return _with_origin(manifest, module, spec, trials) if manifest.rebuild.verified else manifest
 
 

@@ -25,7 +25,7 @@ from l0prune.files.folder import replaced_folder
 from l0prune.files.pretrained.manifest import Manifest
 from l0prune.files.pretrained.origin import GENERATION
 from l0prune.files.pretrained.stored import MANIFEST, WEIGHTS, as_text
-from l0prune.files.tensor_file import each_once, write_tensors
+from l0prune.files.tensor_file import SAVE, each_once, write_tensors
 
 CONFIG = "config.json"
 
@@ -49,7 +49,7 @@ def write_folder(
     save = _digest(tensors)
     manifest = manifest.model_copy(update={"tied": tied, "save": save})
     with replaced_folder(folder, MANIFEST, {WEIGHTS, CONFIG, GENERATION, CODE}) as scratch:
-        write_tensors(scratch / WEIGHTS, tensors, {"format": "pt", "save": save})
+        write_tensors(scratch / WEIGHTS, tensors, {"format": "pt", SAVE: save})
         (scratch / MANIFEST).write_text(as_text(manifest, indent=1), encoding="utf-8")
         lines = [_way_back(folder, manifest)]
         if code:

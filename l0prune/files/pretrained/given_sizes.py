@@ -153,7 +153,7 @@ def are_sizes_of_calls(data: Any) -> bool:
         and isinstance(call[2], (tuple, list))
         and len(call[2]) > 0
         and call[1] in (1, len(call[2]))
-        and all(size is None or (type(size) is int and size >= -1) for size in call[2])
+        and all(size is None or (type(size) is int and -1 <= size < 2**31) for size in call[2])
         for call in data
     )
 

@@ -62,6 +62,7 @@ class Manifest(Strict):
         tied: further names of tensors that are stored under another one.
         save: drawn anew for each save, as the tensors beside the manifest have it.
         certificate: the comparisons of the export.
+        digest: of all the rest.
     """
 
     version: int
@@ -75,6 +76,7 @@ class Manifest(Strict):
     tied: dict[str, str] = Field(default_factory=dict)
     save: str = ""
     certificate: list[dict[str, Any]] = Field(default_factory=list)
+    digest: str = ""
 
     @property
     def kind(self) -> str:

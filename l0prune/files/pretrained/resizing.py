@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,10 +20,20 @@ from l0prune.files.pretrained.given_sizes import (
 )
 from l0prune.files.pretrained.layers import LAYERS, change, tensors_of
 from l0prune.files.pretrained.manifest import Manifest, Sizes
+from l0prune.plan.numbers import LARGEST, MOST, is_count, is_number
 
 _PICKED = "kept"  # the tensor that a layer gains which reads some of its inputs
-# of attributes that are no numbers
-_CHECKS = {GIVEN: are_sizes_of_calls, PADDED: are_whole_sizes, "windows": are_windows}
+_DIMS = 64  # of a tensor; torch has no more
+# Of attributes that a layer gains and that may not have every value of their type.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    GIVEN: are_sizes_of_calls,
+    PADDED: are_whole_sizes,
+    "windows": are_windows,
+    "inputs": lambda value: is_count(value, MOST) and value > 0,
+    "dim": lambda value: type(value) is int and abs(value) <= _DIMS,
+    "scale": lambda value: type(value) is float and is_number(abs(value)),
+    **dict.fromkeys(("at", "channels", "results"), lambda value: is_count(value, MOST)),
+}
 
 
 def put_on(
@@ -154,13 +164,14 @@ def _gained(kind: str | None) -> dict[str, Any]:
 
 
 def _is_alike(new: Any, old: Any) -> bool:
-    """May a number, or a few, stand for another? No code, and nothing that is not a number."""
+    """Return whether a number, or a few, may stand for another: sizes do not grow."""
     if isinstance(new, list):
-        return isinstance(old, tuple | list) and all(type(each) is int for each in new)
+        return isinstance(old, tuple | list) and all(is_count(each, MOST) for each in new)
     if type(new) is bool or type(old) is bool:
         return type(new) is type(old)
-    kinds = (int, float) if isinstance(old, float) else int
-    return isinstance(new, kinds) and isinstance(old, int | float)
+    if isinstance(old, float):
+        return is_number(new, -LARGEST)
+    return type(new) is int and isinstance(old, int) and min(0, old) <= new <= max(0, old)
 
 
 def _check_tensors(

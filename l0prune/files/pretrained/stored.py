@@ -12,12 +12,13 @@ from torch import Tensor
 
 from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
+from l0prune.files.checked_json import read_text, sealed
 from l0prune.files.loading import check_exists, load_pickle
 from l0prune.files.pretrained.manifest import Manifest, parsed
-from l0prune.files.tensor_file import is_tensor_file, read_tensors, read_texts
+from l0prune.files.tensor_file import MANIFEST as TEXT
+from l0prune.files.tensor_file import SAVE, is_tensor_file, read_tensors, read_texts
 
 MANIFEST, WEIGHTS = "l0prune.json", "model.safetensors"  # in a folder
-TEXT = "manifest"  # its key in files
 _FIRST, _HEAD = b"\x08\x00\x00\x00manifest", 64  # as a pickle writes that key
 
 
@@ -73,7 +74,7 @@ def read(source: PathLike | Mapping[str, Any]) -> Stored:
         return _folder(path)
     check_exists(path)
     if path.suffix == ".json":
-        return Stored(parsed(_text_of(path), where), None, where)
+        return Stored(parsed(read_text(path), where), None, where)
     if is_tensor_file(path):
         texts = read_texts(path)
         if TEXT not in texts:
@@ -97,24 +98,15 @@ def _folder(path: Path) -> Stored:
             f"{path} is no folder of l0prune: it has no {MANIFEST}. Export.save_pretrained(folder) "
             "writes one."
         )
-    manifest = parsed(_text_of(path / MANIFEST), path / MANIFEST)
+    manifest = parsed(read_text(path / MANIFEST), path / MANIFEST)
     weights = path / WEIGHTS
     check_exists(weights)
-    if read_texts(weights).get("save", "") != manifest.save:
+    if read_texts(weights).get(SAVE, "") != manifest.save:
         raise FileError(
             f"{path} holds files of two saves, the last of which was interrupted: save the model "
             "again."
         )
     return _with_ties(manifest, read_tensors(weights), str(weights))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{path} is damaged: it is no text.") from error
 
 
 def _with_ties(manifest: Manifest, tensors: dict[str, Tensor], where: str) -> Stored:
@@ -126,5 +118,5 @@ def _with_ties(manifest: Manifest, tensors: dict[str, Tensor], where: str) -> St
 
 
 def as_text(manifest: Manifest, *, indent: int | None = None) -> str:
-    """The manifest as JSON."""
-    return json.dumps(manifest.model_dump(), indent=indent)
+    """Return the manifest as JSON, with its digest."""
+    return json.dumps(sealed(manifest.model_dump()), indent=indent)

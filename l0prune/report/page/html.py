@@ -51,8 +51,8 @@ def html(content: Content, *, live: bool = False) -> str:
         commands=_commands(content),
         unfinished=is_unfinished(content),
         refresh=_REFRESH if live else None,
-        style=Markup((_FOLDER / "page.css").read_text()),
-        script=Markup((_FOLDER / "page.js").read_text()),
+        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        script=Markup((_FOLDER / "page.js").read_text(encoding="utf-8")),
     )
 
 

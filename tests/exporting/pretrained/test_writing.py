@@ -12,6 +12,7 @@ from deadness import close_some, randomise
 
 import l0prune
 from l0prune.errors import FileError, UsageError
+from l0prune.files.checked_json import sealed
 
 transformers = pytest.importorskip("transformers", reason="pip install 'l0prune[transformers]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the framework
@@ -204,7 +205,7 @@ def manifest_of(folder):
 def with_config(folder, change):
     manifest = manifest_of(folder)
     change(manifest["origin"])
-    (folder / "l0prune.json").write_text(json.dumps(manifest))
+    (folder / "l0prune.json").write_text(json.dumps(sealed(manifest)))
 
 
 BAD = {

@@ -15,7 +15,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import AlreadyGated, FileError
+from l0prune.files.checked_json import sealed
 from l0prune.files.pretrained.stored import MANIFEST, WEIGHTS
+from l0prune.files.tensor_file import write_tensors
 
 X = torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -122,7 +124,7 @@ def changed(folder, change):
     path = folder / MANIFEST
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(sealed(manifest)))
 
 
 def weights(folder, change):
@@ -131,7 +133,7 @@ def weights(folder, change):
         texts = file.metadata()
     tensors = safetensors.torch.load_file(path)
     change(tensors)
-    safetensors.torch.save_file(tensors, path, texts)
+    write_tensors(path, tensors, texts)
 
 
 BAD = {

@@ -1,0 +1,48 @@
+"""Bounds of the numbers that users and files give, so that none asks for more than there can be."""
+
+from __future__ import annotations
+
+from l0prune.errors import UsageError
+
+MOST = 2**31 - 1  # of examples in a batch, of steps, of networks that are timed, of a seed
+THREADS = 2**12
+LARGEST = 1e12  # of prices, rates and milliseconds
+
+
+def check_whole(name: str, number: object, least: int = 1, most: int = MOST) -> None:
+    """Refuse what is no whole number within bounds.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if type(number) is not int or not least <= number <= most:
+        raise UsageError(
+            f"{name} must be a whole number from {least:,} to {most:,}, not {_shown(number)}"
+        )
+
+
+def check_number(name: str, number: object, least: float = 0.0, most: float = LARGEST) -> None:
+    """Refuse what is no finite number within bounds.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not is_number(number, least, most):
+        raise UsageError(
+            f"{name} must be a number from {least:g} to {most:g}, not {_shown(number)}"
+        )
+
+
+def is_number(number: object, least: float = 0.0, most: float = LARGEST) -> bool:
+    """Return whether this is an int or a float within bounds, which nan never is."""
+    return type(number) in (int, float) and least <= number <= most  # type: ignore[operator]
+
+
+def is_count(number: object, most: int = 2**63 - 1) -> bool:
+    """Return whether this is a whole number from 0 on."""
+    return type(number) is int and 0 <= number <= most
+
+
+def _shown(number: object) -> str:
+    text = repr(number) if not isinstance(number, int) or abs(number) < 10**20 else "one as large"
+    return text if len(text) <= 40 else f"{text[:40]}…"
