@@ -19,6 +19,7 @@ from l0prune.capture.batches import ANY, Batches, batch_of, widened
 from l0prune.capture.compat import size_hint
 from l0prune.capture.failures import explained
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.held_inputs import plain
 from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
 from l0prune.capture.kept_state import without_state
@@ -104,11 +105,18 @@ def capture(
         CaptureError: torch.export cannot follow the model's forward on these inputs.
         UsageError: its forward uses parameters that it does not own.
     """
-    kwargs = kwargs or {}
+    example = (args, kwargs or {})
+    args, kwargs = plain(example)
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
-    with evaluating(part), own_forward(part), without_state(part), without_hints(), _quiet():
+    with (
+        evaluating(part),
+        own_forward(part),
+        without_state(part, example),
+        without_hints(),
+        _quiet(),
+    ):
         found = with_symbols(part, (args, kwargs), free) if dynamic_batch and batch else Found()
         program = found.program
         if program is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.held_inputs import Held
 from l0prune.errors import UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -108,6 +109,7 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
 
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
     """Each leaf of an input with what is asked for it."""
+    value = list(value.tensors) if isinstance(value, Held) else value
     if isinstance(value, Mapping) and (spec is None or isinstance(spec, Mapping)):
         return [p for k, v in value.items() for p in _leaves(v, (spec or {}).get(k), name)]
     if isinstance(value, list | tuple) and (spec is None or isinstance(spec, list | tuple)):

@@ -8,28 +8,39 @@ model's own code goes on, and no result of it: a captured graph does without.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
+
+from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import opener
 
 _DATA = (Tensor, bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @contextmanager
-def without_state(model: nn.Module) -> Iterator[None]:
-    """Within the context the model returns None for objects that are no data, beside tensors."""
+def without_state(model: nn.Module, example: Inputs) -> Iterator[None]:
+    """Within the context the model returns None for objects that are no data, beside tensors.
+
+    And for objects in its inputs it takes their tensors, as of ``plain`` of the example.
+    """
     held, forward = vars(model), model.forward
+    opened = opener(example) if not isinstance(model, GraphModule) else lambda given: given
     before = held.get("forward")
 
     @functools.wraps(forward)
     def results(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = opened((args, kwargs))
         return _without(forward(*args, **kwargs))
 
+    results.__signature__ = _with_names(forward, example[1])  # type: ignore[attr-defined]
     held["forward"] = results
     try:
         yield
@@ -38,6 +49,18 @@ def without_state(model: nn.Module) -> Iterator[None]:
             del held["forward"]
         else:
             held["forward"] = before
+
+
+def _with_names(forward: Callable[..., Any], given: Iterable[str]) -> Signature:
+    """Return a forward's signature with a parameter for each input that is given by name.
+
+    torch's guards do not find a list that a forward takes by its ``**kwargs``.
+    """
+    found = signature(forward).parameters
+    named = [p for p in found.values() if p.kind is not Parameter.VAR_KEYWORD]
+    if len(named) < len(found):
+        named += [Parameter(n, Parameter.KEYWORD_ONLY) for n in given if n not in found]
+    return Signature(named)
 
 
 def _without(output: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.batches import batch_of
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import call
 from l0prune.capture.modes import evaluating
 
 
@@ -92,9 +93,8 @@ def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        args, kwargs = _copied(inputs)
         with evaluating(model), torch.random.fork_rng(devices=[]):
-            model(*args, **kwargs)
+            call(model, _copied(inputs))
     finally:
         for handle in handles:
             handle.remove()

@@ -72,7 +72,9 @@ def gate(
     Args:
         model: any module that torch.export can capture. Of a compiled one, or one in
             DataParallel, the model inside is gated.
-        args: example positional inputs of its forward, a tuple (or a single tensor).
+        args: example positional inputs of its forward, a tuple (or a single tensor). Copies are
+            kept, of which each call of the model gets one of its own. Programs and files take a
+            list of its tensors for an object that torch has no name for, such as a cache.
         kwargs: example keyword inputs.
         dynamic_shapes: sizes of the inputs that programs and files leave free beside the batch, in
             torch.export's format: ``{"input_ids": {1: "seq"}}``.
@@ -102,7 +104,8 @@ def gate(
         AlreadyGated: the model carries gates.
         CaptureError: torch.export could not capture it.
         NothingToPrune: nothing can be cut, or nothing that ``include`` and ``exclude`` leave.
-        UsageError: an argument makes no sense, such as a glob that matches no axis.
+        UsageError: an argument makes no sense, such as a glob that matches no axis, or an input
+            cannot be copied.
     """
     given = model
     if isinstance(model, nn.Module):

@@ -20,6 +20,7 @@ from l0prune.capture.batches import batch_of
 from l0prune.capture.capture import capture
 from l0prune.capture.copying import copied
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import keep
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
 from l0prune.capture.recording import examples_given, filled, record
@@ -90,7 +91,7 @@ def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> P
             "The example inputs hold no tensor with a batch dimension. Give them as the model "
             "takes them: survey(model, (torch.randn(2, 3, 224, 224),))."
         )
-    return parts_of(model, (args, by_name))
+    return parts_of(model, keep(model, args, by_name))
 
 
 def parts_of(model: nn.Module, example: Inputs) -> Parts:

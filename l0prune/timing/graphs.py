@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.held_inputs import plain
 from l0prune.exporting.slicing.chosen import chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_tensors
@@ -57,5 +58,4 @@ class Graphs:
             value = leaf.float() if leaf.is_floating_point() else leaf
             return value[torch.arange(self._batch) % len(value)] if value.ndim else value
 
-        args, kwargs = pytree.tree_map(sized, self._subject.example)
-        return args, kwargs
+        return plain(pytree.tree_map(sized, self._subject.example))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.held_inputs import call
 from l0prune.capture.modes import evaluating
 from l0prune.capture.wrappers import holds_ddp
 from l0prune.cost.model import cost_of
@@ -166,10 +167,10 @@ class Compaction:
         """
         device = device_of(self._root)
         to_device = partial(pytree.tree_map_only, Tensor, lambda x: x.to(device))
-        args, kwargs = to_device(self._gates.example)
+        example = to_device(self._gates.example)
         try:
             with rng.undisturbed(device), evaluating(self._root):
-                self._root(*args, **kwargs)
+                call(self._root, example)
         except Exception as error:
             raise UsageError(
                 f"without the branches that are gone it does not run on its example: {error}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import call
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.lending import lent, read_of
@@ -136,9 +137,8 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
     The next one draws the same random numbers, if it draws any.
     """
-    args, kwargs = cast(given, None)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return lent(model)(*args, **kwargs)
+        return call(lent(model), cast(given, None))
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
@@ -146,10 +146,9 @@ def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
 
     The next one draws the same random numbers, if it draws any.
     """
-    args, kwargs = cast(given, dtype)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), running_in(dtype):
         torch.default_generator.manual_seed(0)
-        return model(*args, **kwargs)
+        return call(model, cast(given, dtype))
 
 
 @contextmanager

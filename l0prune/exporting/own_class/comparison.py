@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import version_of
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import call
 from l0prune.capture.places import raised_at
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.recording import record
@@ -110,12 +111,12 @@ class InTraining:
         for bank in again.modules():
             if isinstance(bank, Gates):
                 bank.fixed = True
-        args, kwargs = cast(inputs, torch.float64)
+        given = cast(inputs, torch.float64)
         before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
         with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
             warnings.simplefilter("ignore")
-            output = again(*args, **kwargs)
+            output = call(again, given)
         left = {}
         for name, tensor in _held(again):
             was, version = before.get(name, (None, 0))

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.batches import ANY, Batches, batch_shapes, widened
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.held_inputs import plain
 from l0prune.capture.hints import without_hints
 from l0prune.capture.kept_state import without_state
 from l0prune.capture.left_behind import exported
@@ -59,8 +60,9 @@ def reexport(
     It refuses all but these ``batches``. Of the ``free`` sizes it keeps those that it can.
     """
     wide = widened(*example, batches) if dynamic else example
+    args, kwargs = plain(wide)
     for wanted in (free, ALL_FIXED) if free else (ALL_FIXED,) if dynamic else ():
-        shapes = partial(batch_shapes, module, *wide, batches if dynamic else None, wanted)
+        shapes = partial(batch_shapes, module, args, kwargs, batches if dynamic else None, wanted)
         with _at_least(module, 1 if batches.multiple > 1 else batches.least):
             made = _exported(module, wide, shapes)
         if made.dynamic:
@@ -76,7 +78,7 @@ def _let_pass(program: ExportedProgram, module: nn.Module, example: Inputs) -> N
     torch.export goes by several groups of rows, and asks for several. That it is right for one has
     been shown.
     """
-    args, kwargs = example
+    args, kwargs = plain(example)
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     known = {"L": arguments, "torch": torch}
     program._guards_code = [code for code in program._guards_code if eval(code, known)]
@@ -155,8 +157,13 @@ def _with_batch(made: Exported) -> Exported:
 
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
     """The program with these dynamic shapes, or static where the module does not allow them."""
-    args, kwargs = example
-    with warnings.catch_warnings(), torch.no_grad(), without_hints(), without_state(module):
+    args, kwargs = plain(example)
+    with (
+        warnings.catch_warnings(),
+        torch.no_grad(),
+        without_hints(),
+        without_state(module, example),
+    ):
         warnings.simplefilter("ignore")
         if shapes is not None:
             # the static shapes come next, and the result says so

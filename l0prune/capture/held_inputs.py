@@ -1,0 +1,198 @@
+"""Example inputs as they are kept: copies, of which every call of a model gets one of its own.
+
+A forward may write into what it is given: a cache of keys and values grows with every call. An
+input that is neither a tensor nor a container that torch knows is kept as a ``Held``: its tensors
+beside an object without them, of which each call gets a new copy around its tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.modes import evaluating
+from l0prune.errors import UsageError
+
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+# What no call can change.
+_DATA = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, type),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shell:
+    """An object whose tensors are gone: ``places`` are in it where they were."""
+
+    value: Any
+    places: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An object with the tensors in it; a node of torch's pytrees, whose leaves are these."""
+
+    shell: _Shell
+    tensors: tuple[Any, ...]
+
+    def opened(self) -> Any:
+        """Return a new object with these tensors."""
+        pairs = zip(self.shell.places, self.tensors, strict=True)
+        return copy.deepcopy(self.shell.value, {id(place): tensor for place, tensor in pairs})
+
+
+pytree.register_pytree_node(
+    Held,
+    lambda held: (list(held.tensors), held.shell),
+    lambda tensors, shell: Held(shell, tuple(tensors)),
+)
+
+
+class _Emptied(TorchFunctionMode):
+    """Within the context, copies of objects have empty tensors; what they stand for is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not Tensor.__deepcopy__:
+            return function(*args, **(kwargs or {}))
+        self.places.append(torch.empty(0))
+        self.tensors.append(args[0].detach().clone())
+        return self.places[-1]
+
+
+def keep(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Inputs:
+    """Return copies of example inputs; tensors of classes of their own become plain ones.
+
+    Raises:
+        UsageError: an input cannot be copied, or with plain tensors the model computes something
+            else than with those of a class of their own.
+    """
+    names = _names(model, args, kwargs)
+    values = [
+        _kept(value, name) for value, name in zip((*args, *kwargs.values()), names, strict=True)
+    ]
+    kept = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+    for value, name in zip((*args, *kwargs.values()), names, strict=True):
+        kind = next((type(leaf) for leaf in pytree.tree_leaves(value) if _is_special(leaf)), None)
+        if kind is not None and not _is_plain(model, (args, dict(kwargs)), kept):
+            raise UsageError(
+                f"The example input {name} is a {kind.__name__}. With a plain torch.Tensor in its "
+                "place the model does not compute the same, and programs and files take no other. "
+                "Give a torch.Tensor, and let the model make of it what it needs."
+            )
+    return kept
+
+
+def _names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return what the inputs are called in the model's forward, or else their places."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    by_place = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
+    by_place += [str(number) for number in range(len(by_place), len(args))]
+    return [*by_place[: len(args)], *kwargs]
+
+
+def _kept(value: Any, name: str) -> Any:
+    """Return a copy of an input."""
+
+    def keep_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return (leaf.as_subclass(Tensor) if _is_special(leaf) else leaf).detach().clone()
+        if isinstance(leaf, _DATA) or callable(leaf):
+            return leaf
+        with _Emptied() as emptied:
+            shell = copy.deepcopy(leaf)
+        return Held(_Shell(shell, tuple(emptied.places)), tuple(emptied.tensors))
+
+    try:
+        return pytree.tree_map(keep_leaf, value)
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise UsageError(
+            f"The example input {name} (a {type(value).__name__}) cannot be copied, and a model "
+            f"may change what it is given, so that each call needs a copy of its own: {first}. "
+            "Give tensors, or an object that copy.deepcopy takes."
+        ) from error
+
+
+def _is_special(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter)
+
+
+def _is_plain(model: nn.Module, given: _Inputs, kept: _Inputs) -> bool:
+    """Return whether the model computes the same of what is given and of what is kept of it."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return True
+    args, kwargs = given
+    with evaluating(model), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        expected = model(*args, **kwargs)
+        torch.default_generator.manual_seed(0)
+        found = call(model, kept)
+    outputs = [pytree.tree_leaves(output) for output in (expected, found)]
+    pairs = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in outputs]
+    return len(pairs[0]) == len(pairs[1]) and all(
+        torch.equal(a.as_subclass(Tensor).nan_to_num(), b.as_subclass(Tensor).nan_to_num())
+        for a, b in zip(*pairs, strict=True)
+    )
+
+
+def call(model: nn.Module, inputs: _Inputs) -> Any:
+    """Call a model with copies of the objects in its inputs; a captured graph with their tensors.
+
+    The tensors beside them are given as they are.
+    """
+    args, kwargs = plain(inputs) if isinstance(model, GraphModule) else _opened(inputs)
+    return model(*args, **kwargs)
+
+
+def plain(inputs: _Inputs) -> _Inputs:
+    """Return the inputs with a list of its tensors for each object, as programs take them."""
+    return _mapped(inputs, lambda held: list(held.tensors))
+
+
+def _opened(inputs: _Inputs) -> _Inputs:
+    return _mapped(inputs, Held.opened)
+
+
+def _mapped(inputs: _Inputs, change: Callable[[Held], Any]) -> _Inputs:
+    def changed(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, Held) else leaf
+
+    args, kwargs = pytree.tree_map(changed, inputs, is_leaf=lambda each: isinstance(each, Held))
+    return args, kwargs
+
+
+def holds_objects(inputs: _Inputs) -> bool:
+    """Return whether any input is an object, which the model may change."""
+    leaves = pytree.tree_leaves(inputs, is_leaf=lambda each: isinstance(each, Held))
+    return any(isinstance(leaf, Held) for leaf in leaves)
+
+
+def opener(example: _Inputs) -> Callable[[_Inputs], _Inputs]:
+    """Return what makes of ``plain`` inputs like the example such as the model itself takes."""
+    structure = pytree.tree_structure(example)
+
+    def opened(given: _Inputs) -> _Inputs:
+        args, kwargs = given
+        ordered = {name: kwargs[name] for name in example[1]}
+        return _opened(pytree.tree_unflatten(pytree.tree_leaves((args, ordered)), structure))
+
+    return opened if holds_objects(example) else lambda given: given
