@@ -173,7 +173,7 @@ class Cut:
                 self._first[name] = first[id(tensor)]
             elif known in form.emptied and tensor.numel():
                 none = torch.empty(0, dtype=torch.long)
-                places[name] = Place(tensor.shape, (none,) * tensor.dim())
+                places[name] = Place.of(tensor, (none,) * tensor.dim())
                 first[id(tensor)] = self._first[name] = name
             elif dims is not None:
                 if list(map(size_of, dims)) != list(tensor.shape):
@@ -181,7 +181,7 @@ class Cut:
                 masks = [plan.mask(dim, kept) for dim in dims]
                 if not all(bool(mask.all()) for mask in masks):
                     left = tuple(None if m.all() else m.nonzero().flatten() for m in masks)
-                    places[name] = Place(tensor.shape, left)
+                    places[name] = Place.of(tensor, left)
                     first[id(tensor)] = self._first[name] = name
         return places
 
@@ -261,7 +261,7 @@ class Cut:
             if tensor.shape != self.places[name].shape:
                 whole, grad = self.in_whole(name, tensor.data), tensor.grad
                 if grad is not None:
-                    grad = _grad_of(self.places[name], grad, whole)
+                    grad = _grad_of(self.places[name], grad)
                 _put_data(tensor, whole, grad)
         self._gates.cut_to(None)
 
@@ -301,12 +301,11 @@ def _put_data(tensor: Tensor, data: Tensor, grad: Tensor | None) -> None:
     tensor.grad = grad
 
 
-def _grad_of(place: Place, small: Tensor, whole: Tensor) -> Tensor:
+def _grad_of(place: Place, small: Tensor) -> Tensor:
     """The gradient of a whole tensor, of which there is one of what is left."""
-    nothing = torch.zeros_like(whole)
     if small.layout == torch.strided:
-        return place.put(small, nothing)
-    return place.put(small.to_dense(), nothing).to_sparse(small.sparse_dim())  # of an embedding
+        return place.put(small)
+    return place.put(small.to_dense()).to_sparse(small.sparse_dim())  # of an embedding
 
 
 def _restore(before: _Before) -> None:

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor of the model was cut.
+    """Place where a tensor of the model was cut.
+
+    All that belongs to the tensor (gradient, moments, averages) lies in memory as it does: fused
+    optimizers refuse anything else.
 
     Attributes:
-        shape: that it had.
+        shape: of the whole tensor.
+        stride: of the same.
         left: for each dim the positions that are left, or None for all.
     """
 
     shape: torch.Size
+    stride: tuple[int, ...]
     left: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, left: tuple[Tensor | None, ...]) -> Place:
+        """The place of a whole tensor of which these positions are left."""
+        dense = torch.empty_like(tensor, device="meta", requires_grad=False)
+        return cls(tensor.shape, dense.stride(), left)
 
     @property
     def small(self) -> torch.Size:
@@ -27,19 +41,42 @@ class Place:
         pairs = zip(self.shape, self.left, strict=True)
         return torch.Size(size if left is None else len(left) for size, left in pairs)
 
+    @cached_property
+    def small_stride(self) -> tuple[int, ...]:
+        """The strides that torch gives a tensor of that shape in the whole one's memory format."""
+        for memory in (torch.contiguous_format, _FORMATS.get(len(self.shape))):
+            if memory and _strides(self.shape, memory) == self.stride:
+                return _strides(self.small, memory)
+        order = sorted(range(len(self.shape)), key=lambda dim: self.stride[dim])
+        found, step = dict.fromkeys(order, 1), 1
+        for dim in order:
+            found[dim], step = step, step * max(1, self.small[dim])
+        return tuple(found[dim] for dim in range(len(order)))
+
     def cut(self, tensor: Tensor) -> Tensor:
-        """What is left of a tensor of that shape, in the same order of memory."""
+        """What is left of a tensor of that shape."""
         result = tensor
         for dim, left in enumerate(self.left):
             if left is not None:
                 result = result.index_select(dim, left.to(tensor.device))
-        if tensor.dim() == 4 and not tensor.is_contiguous():
-            return result.contiguous(memory_format=torch.channels_last)
-        return result
+        return _laid_out(result, self.small_stride)
 
-    def put(self, small: Tensor, whole: Tensor) -> Tensor:
-        """A copy of ``whole`` with ``small`` at what is left of it."""
-        return _put(self.left, 0, small, whole.clone())
+    def put(self, small: Tensor, whole: Tensor | None = None) -> Tensor:
+        """A copy of ``whole``, of zeros by default, with ``small`` at what is left of it."""
+        copy = small.new_empty_strided(self.shape, self.stride)
+        copy = copy.zero_() if whole is None else copy.copy_(whole)
+        return _put(self.left, 0, small, copy)
+
+
+def _strides(shape: torch.Size, memory: torch.memory_format) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta", memory_format=memory).stride()
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same numbers with these strides; what is sparse has none."""
+    if tensor.layout != torch.strided or tensor.stride() == stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def _put(left: Sequence[Tensor | None], dim: int, small: Tensor, whole: Tensor) -> Tensor:

@@ -111,14 +111,14 @@ def _statistics(block: nn.Module) -> list[_NormBase]:
 def channels_last(model: nn.Module, wanted: bool = True) -> Iterator[None]:
     """Within the context, filters lie in memory with their channels last; afterwards as before."""
     tensors = chain(model.parameters(), model.buffers()) if wanted else ()
-    changed = [t for t in tensors if t.dim() == 4 and t.is_contiguous()]
-    for tensor in changed:
-        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    changed = [(t, t.stride()) for t in tensors if t.dim() == 4 and t.is_contiguous()]
+    for tensor, _ in changed:
+        tensor.data = tensor.data.to(memory_format=torch.channels_last)
     try:
         yield
     finally:
-        for tensor in changed:
-            tensor.data = tensor.data.contiguous()
+        for tensor, stride in changed:
+            tensor.data = tensor.data.new_empty_strided(tensor.shape, stride).copy_(tensor.data)
 
 
 def images_channels_last(part: Any) -> Any:

@@ -140,7 +140,7 @@ def _left(place: Place, value: Tensor) -> Tensor:
 def _put(place: Place, value: Tensor, rest: Tensor | None = None) -> Tensor:
     if value.shape != place.small:
         return value
-    return place.put(value, value.new_zeros(place.shape) if rest is None else rest.to(value))
+    return place.put(value, None if rest is None else rest.to(value))
 
 
 def _change(state: dict[str, Any], change: Callable[[Tensor], Tensor]) -> None:

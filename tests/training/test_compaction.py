@@ -156,17 +156,37 @@ def test_a_closed_branch_that_the_class_computes_itself_is_as_narrow_as_can_be()
     small.end()
 
 
-def test_channels_last_stays(model):
-    model.to(memory_format=torch.channels_last)
-    last = {"memory_format": torch.channels_last}
-    x = IMAGES.to(**last)
-    assert compare(model, x, OPTIMIZERS["adam"]) == ""
-    small = Compaction(model.train())
-    small.begin()
-    assert model.stem.weight.shape[0] < 6
-    assert model.stem.weight.is_contiguous(**last)
-    small.end()
-    assert model.stem.weight.is_contiguous(**last)
+def laid_out(model: nn.Module, optimizer: torch.optim.Optimizer, memory: torch.memory_format):
+    """Each parameter lies as in a module moved there, and what belongs to it as it does."""
+    for parameter in weights(model):
+        plain = nn.ParameterList([torch.empty(parameter.shape)]).to(memory_format=memory)[0]
+        assert parameter.stride() == plain.stride()
+        of = [v for v in optimizer.state[parameter].values() if v.shape == parameter.shape]
+        if parameter.grad is not None:
+            of.append(parameter.grad)
+        assert all(each.stride() == parameter.stride() for each in of)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("net", [Residual, Side, Strided])
+def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, memory):
+    """Fused optimizers refuse moments that lie otherwise than their parameter."""
+    model = gated(net(), (IMAGES,)).to(memory_format=memory)
+    x = IMAGES.to(memory_format=memory)
+    optimizer = OPTIMIZERS["adam"](weights(model))
+    small = Compaction(model)
+    small.follow((optimizer,))
+    for _ in range(2):  # a second cut is of what the first one left
+        steps(model, optimizer, x, 1)
+        for parameter in weights(model):
+            parameter.grad = torch.zeros_like(parameter)
+        small.begin()
+        assert small.cut is not None
+        laid_out(model, optimizer, memory)
+        steps(model, optimizer, x, 1)
+        laid_out(model, optimizer, memory)
+        small.end()
+        laid_out(model, optimizer, memory)
 
 
 def test_parameters_are_the_same_objects_and_their_hooks_are_called(model):
