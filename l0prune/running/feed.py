@@ -46,9 +46,18 @@ class Feed:
             raise DataError("the training data is empty")
 
     def _count(self) -> int:
-        if is_split(self.task.train):
-            return max(1, len(self.task.train) // self.batch_size)
-        return _length(self.task.train, "Task(…, steps=…)")
+        source = self.task.train
+        if is_split(source):
+            return max(1, len(source) // self.batch_size)
+        found, own = _length(source), getattr(source, "batch_size", None)
+        if found is not None:
+            return found
+        if self.task.size is not None and isinstance(own, int):  # a stream in batches
+            drops = getattr(source, "drop_last", False)
+            return self.size // own if drops else -(-self.size // own)
+        raise DataError(
+            "the training data cannot say how many batches it has; give Task(…, steps=…)"
+        )
 
     @property
     def length(self) -> int:
@@ -165,9 +174,9 @@ def _examples(source: Source) -> int:
     """Return the number of examples that a source holds."""
     if is_split(source):
         return len(source)
-    dataset = getattr(source, "dataset", None)
-    if dataset is not None and hasattr(dataset, "__len__"):
-        return len(dataset)
+    found = _length(getattr(source, "dataset", None))
+    if found is not None:
+        return found
     if isinstance(source, (list, tuple)):
         return sum(batch_length(*pair(batch)) for batch in source)
     raise DataError(
@@ -176,7 +185,9 @@ def _examples(source: Source) -> int:
     )
 
 
-def _length(source: Any, way_on: str) -> int:
-    if not hasattr(source, "__len__"):
-        raise DataError(f"the training data cannot say how many batches it has; give {way_on}")
-    return len(source)
+def _length(source: Any) -> int | None:
+    """The length of a source, or None where it has none; a stream's loader finds out when asked."""
+    try:
+        return len(source)
+    except TypeError:
+        return None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from shared_runs import OneByOne, doubled
 from small_task import clouds
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from l0prune.data import Loaded
@@ -79,6 +79,30 @@ def test_a_stream_must_say_what_it_holds():
         feed(Stream(), size=100)
     one = feed(Stream(), size=100, steps=2)
     assert len(list(one.train(0, CPU))) == 2
+
+
+class OfUnknownLength(IterableDataset):
+    """Examples one by one, and nobody knows how many."""
+
+    def __iter__(self):
+        yield from zip(SPLIT.inputs, SPLIT.targets, strict=True)
+
+
+@pytest.mark.parametrize(("drops", "steps"), [(False, 4), (True, 3)])
+def test_the_batches_of_a_stream_follow_from_the_number_of_its_examples(drops, steps):
+    source = DataLoader(OfUnknownLength(), batch_size=30, drop_last=drops)
+    with pytest.raises(DataError, match="size=N"):
+        feed(source)
+    one = feed(source, size=100)
+    assert (one.steps, one.length) == (steps, 30)
+    for epoch in range(2):
+        assert targets(one.train(epoch, CPU)) == SPLIT.targets.tolist()[: 30 * steps]
+    assert len(list(feed(source, size=100, steps=2).train(0, CPU))) == 2
+
+
+def test_a_stream_whose_loader_makes_no_batches_must_say_how_many_there_are():
+    with pytest.raises(DataError, match="steps="):
+        feed(DataLoader(OfUnknownLength(), batch_size=None), size=100)
 
 
 @pytest.mark.parametrize("source", [[], clouds(0)])
