@@ -35,7 +35,7 @@ def fit(
     ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(help="macs=0.5, latency=12ms, 'layer3.*: params=0.3', …"),
+        typer.Option(help="macs=0.5, latency=12ms, 'layer3.*: params=0.3', 'conv1: width=0.5', …"),
     ] = None,
     score: Annotated[
         str,

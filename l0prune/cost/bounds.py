@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import floor
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from l0prune.cost.limits import Limit
 from l0prune.cost.measures import Measure, Source, measure_of
 from l0prune.errors import UsageError
 from l0prune.plan.plan import Plan
+
+_ROUNDING = 1e-9  # of a share of slots: 0.29 of 100 is 28.999…96
 
 
 class Bound:
@@ -39,6 +43,9 @@ class Bound:
             )
         self.most = limit.most(self.dense)
         self.share = min(1.0, limit.share(self.dense))
+        if measure.each_axis:
+            self.most = float(max(1, floor(self.most + _ROUNDING)))
+            self.share = min(1.0, self.most / self.dense)
 
     def actual(self, open_: Tensor) -> float:
         """The amount in an export with these open gates, bool and flat."""
@@ -73,4 +80,23 @@ def bounds(
     """
     names = dict.fromkeys(limit.measure for limit in wanted)
     measures = {name: measure_of(plan, name, sources) for name in names}
-    return tuple(Bound(limit, measures[limit.measure]) for limit in wanted)
+    found: dict[tuple[str, frozenset[int] | None], Bound] = {}
+    for limit in wanted:
+        measure = measures[limit.measure]
+        for each in _by_axis(limit, measure) if measure.each_axis else (limit,):
+            bound = Bound(each, measure)
+            key = limit.measure, bound.through
+            if key not in found or not measure.each_axis or bound.most < found[key].most:
+                found[key] = bound
+    return tuple(found.values())
+
+
+def _by_axis(limit: Limit, measure: Measure) -> Iterator[Limit]:
+    """The limit on each of the axes that it is about."""
+    names, meant = measure.plan.names, limit.axes(measure.plan)
+    numbers = sorted(measure.axes if meant is None else measure.axes & meant)
+    if not numbers:
+        raise UsageError(
+            f"the budget {limit} limits nothing: no axis that is gated there has {measure.label}"
+        )
+    yield from (replace(limit, glob=names[number]) for number in numbers)

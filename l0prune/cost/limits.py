@@ -5,6 +5,7 @@ params=10k                      ten thousand parameters
 latency=12ms                    twelve milliseconds
 macs=50%, params=0.1            both at once
 layer3.*: params=0.3            axes named layer3.…: what goes through them, to 30 %
+layer3.*: width=0.5             half of the slots of each of these axes
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from l0prune.plan.plan import Plan
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
 _FEWEST = 10  # no network is smaller
-_HELP = "write macs=0.5, params=10k, 'macs=50%, params=0.1' or 'layer3.*: params=0.3'"
+_HELP = (
+    "write macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
+    "'layer3.*: width=0.5'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +48,10 @@ class Limit:
     suffix: str = ""
 
     def __post_init__(self) -> None:
-        kind_of(self.measure)
+        kind = kind_of(self.measure)
         if not 0 < self.amount < float("inf"):
             raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {_HELP}")
-        if not self.suffix and 1 < self.amount < _FEWEST:
+        if not self.suffix and 1 < self.amount < _FEWEST and not kind.each_axis:
             raise UsageError(
                 f"a budget of {self.amount:g} is neither a share, which is at most 1 (100 %), nor "
                 f"a count that a network could have; {_HELP}"

@@ -163,7 +163,9 @@ class Fitting:
         order = self._ascending(~start.open_ & counted & self._moves).flip(0)
         chosen = start
         for _ in range(_MISFITS):
-            if not len(order) or self._used_up(chosen):
+            full = self._used_up(chosen)
+            order = order if full is None else order[~full[order]]
+            if not len(order):
                 break
             fitting = self._fitting(chosen, order)
             chosen = self._with(chosen, order[:fitting])
@@ -182,13 +184,14 @@ class Fitting:
     def _all_met(self, chosen: Chosen) -> bool:
         return all(self._meets(bound, chosen) for bound in self._bounds)
 
-    def _used_up(self, chosen: Chosen) -> bool:
-        """Return whether a bound of the whole network is nearly used up."""
-        return any(
-            bound.actual(chosen.open_) > (1 - _SLACK) * self.most[bound]
-            for bound in self._bounds
-            if bound.through is None
-        )
+    def _used_up(self, chosen: Chosen) -> Tensor | None:
+        """The gates of bounds that are nearly used up, bool and flat; None where there are none."""
+        full = [
+            torch.ones(self._plan.size, dtype=torch.bool) if b.through is None else b.gates()
+            for b in self._bounds
+            if b.actual(chosen.open_) > (1 - _SLACK) * self.most[b]
+        ]
+        return torch.stack(full).any(0) if full else None
 
     def _ascending(self, among: Tensor) -> Tensor:
         """Numbers of the gates that are True in ``among``, the one of lowest score first."""

@@ -43,8 +43,9 @@ class GateSettings(BaseModel):
     budget: Any = Field(
         None,
         description="What the exported model may cost: macs=0.5, params=10k, latency=12ms, "
-        "'layer3.*: params=0.3'. A text, a mapping such as {'macs': 0.5} or a list of those; None "
-        "for no such constraint.",
+        "'layer3.*: params=0.3', or 'layer3.*: width=0.5' for half of the slots of each of these "
+        "axes. A text, a mapping such as {'macs': 0.5} or a list of those; None for no such "
+        "constraint.",
     )
     latency: Any = Field(
         None,

@@ -18,6 +18,7 @@ from l0prune.errors import UsageError
         ({"macs": 0.5, "fc1: params": "3k"}, [("macs", 0.5, "*"), ("params", 3000, "fc1")]),
         (["macs=0.5", "params=0.1"], [("macs", 0.5, "*"), ("params", 0.1, "*")]),
         (Limit("macs", 0.25), [("macs", 0.25, "*")]),
+        ("0: width=0.5, 1: width=3", [("width", 0.5, "0"), ("width", 3, "1")]),
         ("latency=12ms", [("latency", 12, "*")]),
         ("latency = 900 us", [("latency", 0.9, "*")]),
         ("latency=0.5s, macs=0.5", [("latency", 500, "*"), ("macs", 0.5, "*")]),
@@ -31,7 +32,7 @@ def test_what_a_budget_says(given, expected):
 @pytest.mark.parametrize(
     "text",
     ["macs=0.5", "layer3.*: params=0.3", "params=10000", "latency=12ms", "latency=0.5",
-     "latency=0.5ms", "layer3.*: latency=1.5ms"],
+     "latency=0.5ms", "layer3.*: latency=1.5ms", "0: width=3"],
 )  # fmt: skip
 def test_a_limit_is_written_as_it_is_read(text):
     (limit,) = limits(text)
@@ -46,6 +47,7 @@ def test_a_limit_is_written_as_it_is_read(text):
         ("macs=0", "more than 0"), ("macs=-0.5", "cannot read"), ("macs=120%", "whole network"),
         ("macs=1.5", "neither a share"),
         (": macs=0.5", "cannot read"), ("macs=0.5, macs=0.4", "twice"), ([], "empty"),
+        ("width=3k", "none of its units"),
         ("latency=12", "of what"), ("latency=12MB", "none of its units"), ("macs=12ms", "units"),
         ("params=0.005k", "fewer than a network has"), ("latency=0ms", "more than 0"),
         (0.5, "float is no budget"), ("macs=nan", "nan"), ("macs=1e999", "more than 0"),

@@ -5,7 +5,16 @@ from hypothesis import strategies as st
 from plans import count, enumerate_expected, plan_of, plans, probabilities, whole
 
 from l0prune.cost.amounts import Amounts
-from l0prune.cost.measures import Macs, Measure, Params, SumOfTerms, measure_of, names, register
+from l0prune.cost.measures import (
+    Macs,
+    Measure,
+    Params,
+    SumOfTerms,
+    Width,
+    measure_of,
+    names,
+    register,
+)
 from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
 from l0prune.plan.plan import Cost
@@ -27,7 +36,7 @@ class OfTerms(SumOfTerms):
 
 
 def test_params_and_macs_are_there_first():
-    assert names()[:3] == ("params", "macs", "latency")
+    assert names()[:4] == ("params", "macs", "width", "latency")
     assert isinstance(measure_of(PLAN, "params"), Params)
     assert isinstance(measure_of(PLAN, "macs"), Macs)
 
@@ -42,6 +51,18 @@ def test_params_and_macs_are_what_the_plan_costs(plan, data):
         )
         assert measure.dense() == CostModel(plan).dense(kind.name)
         assert isinstance(measure.dense(), int)
+
+
+@given(plans(), st.data())
+def test_a_width_is_the_number_of_slots_of_each_axis(plan, data):
+    width, p = Width(plan), data.draw(probabilities(plan.size))
+    open_ = p > 0.5
+    for number, axis in enumerate(plan.axes):
+        assert width.dense({number}) == axis.size
+        assert width.actual(open_, {number}) == int(plan.kept(open_)[axis.slice].sum())
+        assert float(width.expected(p, through=frozenset([number]))) == pytest.approx(
+            float(p[axis.slice].sum()), rel=1e-12, abs=1e-12
+        )
 
 
 @given(plans(), st.data())

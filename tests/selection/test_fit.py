@@ -1,5 +1,8 @@
+from itertools import pairwise
+
 import pytest
 import torch
+import with_branches
 from example_counts import costly
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,6 +111,60 @@ def test_a_budget_for_one_axis_closes_no_other():
     fit(model, "inner: params=0.5")
     others = [axis for axis in l0prune.gates(model).axes if axis.name != "inner"]
     assert all(axis.open.all() for axis in others)
+
+
+def layers() -> nn.Module:
+    """Three widths that are read one by the next."""
+    sizes, modules = (3, 7, 12, 29, 4), []
+    for before, after in pairwise(sizes):
+        modules += [nn.Conv2d(before, after, 1), nn.ReLU()]
+    return l0prune.gate(nn.Sequential(*modules[:-1]).eval(), torch.randn(2, 3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("budget", "widths"),
+    [
+        ("0: width=0.5, 2: width=0.5, 4: width=0.5", {"0": 3, "2": 6, "4": 14}),
+        ("*: width=0.29", {"0": 2, "2": 3, "4": 8}),
+        ("[24]: width=5", {"2": 5, "4": 5}),
+        ("width=0.01", {"0": 1, "2": 1, "4": 1}),
+        ("[0-9]: width=0.5, 4: width=2, 2: width=0.9", {"0": 3, "2": 6, "4": 2}),
+    ],
+)
+@pytest.mark.parametrize("before", [None, "params=0.1"])
+def test_each_axis_keeps_its_share_of_slots(budget, widths, before):
+    """Also those of an axis that has fewer before: there is room for as many as it may have."""
+    torch.manual_seed(1)
+    model = layers()
+    scores = torch.rand(l0prune.gates(model).plan.size)
+    if before is not None:
+        fit(model, before, scores)
+    untouched = {axis.name: axis.open for axis in l0prune.gates(model).axes}
+    counts = fit(model, budget, scores)
+    assert {text.partition(":")[0]: count for text, count in counts.items()} == widths
+    for axis in l0prune.gates(model).axes:
+        best = scores[axis.slice].argsort(descending=True)[: widths.get(axis.name)]
+        expected = torch.zeros(axis.size, dtype=torch.bool).index_fill(0, best, True)
+        assert torch.equal(axis.open, expected if axis.name in widths else untouched[axis.name])
+
+
+def test_widths_and_another_budget_are_met_together():
+    model = layers()
+    counts = fit(model, "4: width=0.3, macs=0.3")
+    dense = l0prune.export(model)
+    assert counts["4: width=0.3"] <= 8
+    assert dense.macs == counts["macs=0.3"] <= 0.3 * dense.macs_before
+
+
+def test_a_branch_has_no_width():
+    model = l0prune.gate(with_branches.Net().eval(), with_branches.X, branches=True)
+    kinds = {axis.name: axis.kind for axis in l0prune.gates(model).axes}
+    counts = fit(model, "width=0.5")
+    assert "branch" in kinds.values()
+    assert {kinds[text.partition(":")[0]] for text in counts} == set(kinds.values()) - {"branch"}
+    (branch, *_) = (name for name, kind in kinds.items() if kind == "branch")
+    with pytest.raises(UsageError, match="no axis that is gated there has slots"):
+        fit(model, f"{branch}: width=0.5")
 
 
 def test_widths_alone_are_rounded_up():

@@ -1,8 +1,8 @@
-"""Measures that a budget can limit: params, MACs, milliseconds, and the user's own."""
+"""Measures that a budget can limit: params, MACs, slots, milliseconds, and the user's own."""
 
 from l0prune.cost.amounts import Amounts
 from l0prune.cost.measures.base import Measure, Source
-from l0prune.cost.measures.counts import Count, Macs, Params
+from l0prune.cost.measures.counts import Count, Macs, Params, Width
 from l0prune.cost.measures.latency import Latency
 from l0prune.cost.measures.registry import kind_of, measure_of, names, register
 from l0prune.cost.measures.terms import SumOfTerms
@@ -16,6 +16,7 @@ __all__ = [
     "Params",
     "Source",
     "SumOfTerms",
+    "Width",
     "kind_of",
     "measure_of",
     "names",

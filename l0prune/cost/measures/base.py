@@ -27,12 +27,15 @@ class Measure(ABC):
         suffixes: what may stand after an amount, and how much it is. The first is the unit in
             which all amounts of this measure are, 1 of it; ``""`` where that has no name. Such as
             ``{"ms": 1.0, "us": 1e-3, "s": 1e3}``.
+        each_axis: whether a limit is about each axis by itself, in whole slots of which one is
+            always allowed, instead of about all of them together.
         plan: of the network.
     """
 
     name: ClassVar[str]
     label: ClassVar[str]
     suffixes: ClassVar[Mapping[str, float]]
+    each_axis: ClassVar[bool] = False
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

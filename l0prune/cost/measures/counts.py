@@ -1,4 +1,4 @@
-"""Parameters and multiply-accumulates, counted exactly."""
+"""Parameters, multiply-accumulates and slots, counted exactly."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from torch import Tensor
 from l0prune.cost.measures.base import Axes
 from l0prune.cost.measures.registry import register
 from l0prune.cost.measures.terms import SumOfTerms
+from l0prune.cost.model import CostModel
+from l0prune.plan.branch import KIND
+from l0prune.plan.layout import Slots
+from l0prune.plan.plan import Cost, Plan
 
 _LARGE = ["", " k", " M", " G", " T"]
 
@@ -53,3 +57,20 @@ class Macs(Count):
     """Multiply-accumulates of one example; 1 MAC is 2 FLOPs."""
 
     name, label = "macs", "MACs"
+
+
+@register
+class Width(Count):
+    """Slots of an axis: channels, neurons, heads; a branch has no width."""
+
+    name, label = "width", "slots"
+    suffixes: ClassVar = {"": 1.0}
+    each_axis = True
+
+    def __init__(self, plan: Plan) -> None:
+        slots = (
+            Cost(axis.name, self.name, 1.0, (Slots(number, 0, axis.size),))
+            for number, axis in enumerate(plan.axes)
+            if axis.kind != KIND
+        )
+        super().__init__(plan, CostModel(plan, [*slots]))
