@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from networks import FLAT, IMAGE, Fn, conv
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 
 def between(middle, shape=FLAT, **layers):
@@ -80,6 +80,23 @@ def one_norm(norm):
     """A scale of a whole weight, of which rows and columns go."""
     return nn.Sequential(
         nn.Linear(10, 8), nn.ReLU(), norm(nn.Linear(8, 6), dim=None), nn.ReLU(), nn.Linear(6, 3)
+    )
+
+
+@torch.no_grad()
+def spectral_norm_with_hooks(layer):
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        return nn.utils.spectral_norm(layer)
+
+
+def spectral_block(norm):
+    """A branch of two such layers beside a stream, as in discriminators."""
+    return Fn(
+        lambda m, x: m.o((y := m.i(x)) + m.b(F.relu(m.a(y)))),
+        i=nn.Linear(10, 8),
+        a=norm(nn.Linear(8, 6)),
+        b=norm(nn.Linear(6, 8)),
+        o=nn.Linear(8, 3),
     )
 
 
@@ -153,6 +170,16 @@ MADE_WEIGHTS = {
         one_norm(norm_with_hooks),
         FLAT,
         {"0": 8, "2.weight_v": 6, "0.in": 10},
+    ),
+    "spectral_block": (
+        spectral_block(spectral_norm),
+        FLAT,
+        {"i": 8, "a.parametrizations.weight.original": 6, "i.in": 10},
+    ),
+    "spectral_block_with_hooks": (
+        spectral_block(spectral_norm_with_hooks),
+        FLAT,
+        {"i": 8, "a.weight_orig": 6, "i.in": 10},
     ),
     "one_filter_for_all_channels": (
         Fn(smoothed, a=conv(3, 8), f=torch.rand(1, 1, 3, 3), b=conv(8, 2)),

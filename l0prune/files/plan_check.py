@@ -70,6 +70,8 @@ def _check_axes(axes: tuple[Axis, ...]) -> None:
         numbers = (axis.size, axis.start, axis.group_size)
         if not all(map(is_count, numbers)) or axis.start != start or not axis.size:
             raise ValueError(f"an axis {axis.name!r} of {axis.size!r} slots from {axis.start!r}")
+        if type(axis.keeps_one) is not bool:
+            raise ValueError(f"an axis {axis.name!r} of which {axis.keeps_one!r} stays")
         start += axis.size
     if len({axis.name for axis in axes}) != len(axes):
         raise ValueError("two axes of one name")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.compat import version_of, without_compiler
@@ -132,7 +133,28 @@ class Gates(nn.Module):
     @torch.no_grad()
     def z(self) -> Tensor:
         """The multipliers of eval mode, shape ``(plan.size,)``, without gradient."""
-        return self.gate.estimate(self.log_alpha)
+        return self.estimated(self.log_alpha)
+
+    def estimated(self, log_alpha: Tensor) -> Tensor:
+        """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
+        return self._with_one(self.gate.estimate(log_alpha), log_alpha)
+
+    def _with_one(self, z: Tensor, log_alpha: Tensor) -> Tensor:
+        """Multipliers of which one is 1 in each axis that ``keeps_one`` and would have none.
+
+        It is that of the gate which is furthest open, of those whose slots are not cut; the last
+        one of several.
+        """
+        kept = [axis for axis in self.plan.axes if axis.keeps_one]
+        if not kept:
+            return z
+        values, opened = log_alpha.detach(), torch.zeros_like(z)
+        if self.kept is not None:
+            values = values.masked_fill(~self.kept.to(values.device), float("-inf"))
+        for axis in kept:
+            best = F.one_hot(values[axis.slice].flip(0).argmax(), axis.size).flip(0)
+            opened[axis.slice] = best * (z.detach()[axis.slice] == 0).all()
+        return z + opened
 
     def open(self) -> Tensor:
         """Return the gates that are open (z > 0) in eval mode; bool, shape ``(plan.size,)``."""
@@ -318,13 +340,13 @@ class Gates(nn.Module):
         elif self.training and not self.fixed:
             if now.noise is None:
                 now.noise = _uniform(value)
-            now.z = self.gate.sample(value, now.noise)
+            now.z = self._with_one(self.gate.sample(value, now.noise), value)
         elif self.fixed:
-            now.z = self.gate.estimate(value.detach())
+            now.z = self.estimated(value.detach())
             if self.training and _is_spread():
                 now.z = now.z + 0 * value  # DDP waits for a gradient of every parameter
         else:
-            now.z = self.gate.estimate(value)
+            now.z = self.estimated(value)
         for places, values in zip(self._by_layout, self._spreader(now.z), strict=True):
             for place in places:
                 place.put(values)

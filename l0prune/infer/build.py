@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from cmath import isnan
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod as product
 
+import torch
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
@@ -32,7 +34,7 @@ from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import pins
-from l0prune.infer.zero_flow import Zeros, zeroing
+from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch
 from l0prune.plan.needs import Needs
@@ -109,7 +111,29 @@ class Builder:
             activations=tuple(activations(self.infer, self.layout)),
             branches=tuple(self._branch(ending, axes) for ending in self.branches.endings),
         )
-        return replace(plan, branches=tuple(closing(plan)))
+        plan = replace(plan, axes=tuple(self._kept_ones(plan)))
+        kept = {axis.name for axis in plan.axes if axis.keeps_one}
+        left = tuple(branch for branch in plan.branches if kept.isdisjoint(branch.axes))
+        return replace(plan, branches=tuple(closing(replace(plan, branches=left))))
+
+    def _kept_ones(self, plan: Plan) -> Iterator[Axis]:
+        """The axes, marked where all of their gates closed would leave 0/0."""
+        axes: dict[str, set[int]] = defaultdict(set)
+        for site in plan.sites:
+            axes[site.tensor] |= data.axes_of(site.layout)
+        with torch.device("cpu"):  # also where the caller plans on the meta device
+            closed = torch.zeros(plan.size, dtype=torch.bool)
+            empty = {s.tensor for s in plan.sites if not plan.mask(s.layout, closed).any()}
+        kept: set[int] = set()
+        while empty:
+            found = when_zero(self.infer, empty, self.infer.captured.graph.nodes)
+            guilty = next((names for number, names in found.values() if isnan(number)), None)
+            if guilty is None:
+                break
+            empty -= guilty
+            kept |= {number for name in guilty for number in axes[name]}
+        for number, axis in enumerate(plan.axes):
+            yield replace(axis, keeps_one=number in kept)
 
     def _branch(self, ending: Ending, axes: Sequence[Axis]) -> Branch:
         own = self.branches.tensors(ending.name)

@@ -37,8 +37,9 @@ def _of(plan: Plan, branch: Branch, only: Mapping[int, frozenset[str]]) -> Itera
     tensors = [plan.tensors[name] for name in branch.tensors]
     shared = frozenset.intersection(*map(_axes, tensors))
     for number in sorted(shared):
+        axis = plan.axes[number]
         if branch.name in only.get(number, ()) and _ends(plan, number, tensors):
-            yield plan.axes[number].name
+            yield from () if axis.keeps_one else (axis.name,)
 
 
 def _ends(plan: Plan, number: int, tensors: Collection[Layouts]) -> bool:

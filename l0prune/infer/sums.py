@@ -6,6 +6,7 @@ convolution and its bias, a norm, a scale. Then the sum is its other operand.
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
@@ -16,7 +17,7 @@ from l0prune.infer.inference import Inference
 from l0prune.infer.memory import Memory
 from l0prune.infer.nodes import dtype_of, has_tensor, operator_name, shape_of
 from l0prune.infer.regions import region, shared_module, untaken
-from l0prune.infer.zero_flow import zero_of
+from l0prune.infer.zero_flow import when_zero, zero_of
 from l0prune.plan.needs import Needs
 
 _DEEPEST = 100  # operators between a branch's last parameters and its end
@@ -34,12 +35,17 @@ def added(
         taken: names that are taken already; theirs are added.
     """
     users, memory = _users_of_parameters(infer), Memory(infer.captured.graph)
+    order = {node: number for number, node in enumerate(infer.captured.graph.nodes)}
+    placeholders = infer.captured.graph.find_nodes(op="placeholder")
     for join in infer.captured.graph.nodes:
         candidates = [
             (sum(macs.get(node, 0) for node in found), end, found, tensors)
             for end in _operands(join)
             if (found := region(end, [join], read, memory))
             and (tensors := _Zeroing(infer, found, users).of(end))
+            and _is_number(
+                infer, tensors, end, [*placeholders, *sorted(found, key=order.__getitem__)]
+            )
         ]
         if not candidates:
             continue
@@ -49,6 +55,12 @@ def added(
             name = shared_module(node for node in found if node in macs) or _owner(tensors[0])
             name = untaken(name, taken)
             yield Ending(name, end, (join,), tuple(dict.fromkeys(tensors)))
+
+
+def _is_number(infer: Inference, tensors: list[str], end: Node, nodes: list[Node]) -> bool:
+    """Is what a branch computes no 0/0 where these parameters are zero, as by a spectral norm?"""
+    number, _ = when_zero(infer, tensors, nodes).get(end, (0.0, None))
+    return isfinite(number)
 
 
 def _owner(tensor: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cmath import isfinite
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import nan
 from typing import Any
 
@@ -18,6 +18,7 @@ from l0prune.infer.nodes import (
     PERMUTATIONS,
     argument,
     dim_order,
+    dtype_of,
     is_pointwise,
     is_writer,
     may_view,
@@ -270,6 +271,54 @@ def zeroing(
         if not missed or not new:
             return places, zeros, missed[0] if missed else None
         places += new
+
+
+def when_zero(
+    infer: Inference, names: Collection[str], nodes: Iterable[Node]
+) -> dict[Node, tuple[float, frozenset[str]]]:
+    """Find what nodes are where tensors are zero all over: 0/0 is no number.
+
+    Args:
+        infer: the inference, which has been through the graph.
+        names: of the tensors.
+        nodes: in the order of the graph.
+
+    Returns:
+        For each node that is one number all over that number, nan where it is none or has no
+        gradient, and the names from which it follows.
+    """
+    found: dict[Node, tuple[float, frozenset[str]]] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            name = infer.captured.names.get(node.name, "")
+            if name in names:
+                found[node] = 0.0, frozenset([name])
+            continue
+        known = {operand: found[operand] for operand in node.all_input_nodes if operand in found}
+        if node.op != "call_function" or not known:
+            continue
+        number = _number_of(node, {operand: number for operand, (number, _) in known.items()})
+        if number is not None:
+            found[node] = number, frozenset().union(*(of for _, of in known.values()))
+    return found
+
+
+def _number_of(node: Node, numbers: Mapping[Node, float]) -> float | None:
+    """The number that all of a node is where operands are such; None where it depends."""
+    if zero_of(node) is zero_when_tried:
+        return tried(node, numbers)
+    if not all(map(isfinite, numbers.values())):
+        return nan
+    dtypes = ((operand, dtype_of(operand)) for operand in node.all_input_nodes)
+    states = [
+        numbers.get(operand) == 0 if dtype is not None and dtype.is_floating_point else None
+        for operand, dtype in dtypes
+    ]
+    is_zero = zero_of(node)(node, states)
+    if is_zero:
+        return 0.0 if is_zero is True else nan
+    viewed = _viewed(node)
+    return None if viewed is None else numbers.get(viewed)
 
 
 def zero_of(node: Node) -> Zero:

@@ -45,6 +45,8 @@ class Axis:
         start: offset of the first slot in the flat vector of all gates.
         group_size: |g| of the paper's eq. 16, the weights that one gate of its own stands for:
             a conv filter for the map it writes, a column of each Linear that reads a neuron.
+        keeps_one: one of its gates is always open, since without all of them the network would
+            divide zero by zero, as a spectral norm does.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Axis:
     size: int
     start: int
     group_size: int
+    keeps_one: bool = False
 
     @property
     def slice(self) -> slice:
@@ -366,7 +369,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as a JSON text that ``Plan.from_json`` reads back."""
         data: dict[str, Any] = {
-            "axes": [[a.name, a.kind, a.size, a.start, a.group_size] for a in self.axes],
+            "axes": [list(astuple(axis)) for axis in self.axes],
             "pins": [[p.where, p.reason, p.operator, p.source] for p in self.pins],
             "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
             "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],

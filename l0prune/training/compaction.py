@@ -297,7 +297,7 @@ class Compaction:
         own = self._gates.log_alpha
         if not isinstance(log_alpha, Tensor) or log_alpha.shape != own.shape:
             return False
-        return self._lacks(self._gates.gate.estimate(log_alpha.to(own)) > 0)
+        return self._lacks(self._gates.estimated(log_alpha.to(own)) > 0)
 
     def _take_whole(
         self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any, **___: Any
