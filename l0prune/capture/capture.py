@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +24,7 @@ from l0prune.capture.model_checks import check_owned
 from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
 from l0prune.capture.provenance import module_of, source_of, within
+from l0prune.capture.quiet import alone, quietly
 from l0prune.capture.spelling import respell
 from l0prune.capture.symbolic import Found, symbolic, with_symbols
 from l0prune.errors import CaptureError
@@ -110,12 +107,14 @@ def capture(
     batch = batch_of(args, kwargs)
     part = model.get_submodule(path)
     # Without gradients: a part of a forward that switches them off itself is then no special case.
+    # And without torch's log of what went wrong: the error says it, in the user's terms.
     with (
+        alone(),
         evaluating(part),
         own_forward(part),
         without_state(part, example),
         without_hints(),
-        _quiet(),
+        quietly(),
     ):
         found = with_symbols(part, (args, kwargs), free) if dynamic_batch and batch else Found()
         program = found.program
@@ -137,23 +136,6 @@ def capture(
         free=symbolic(program, free) if free else frozenset(),
         fixed_at=found.fixed_at,
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's own log of what went wrong: the error says it, in the user's terms.
-
-    Of a graph that it gave up it prints everything so far, too.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    nowhere = io.StringIO()
-    try:
-        with warnings.catch_warnings(), redirect_stdout(nowhere), redirect_stderr(nowhere):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _check_dtypes(graph: Graph) -> None:

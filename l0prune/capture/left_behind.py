@@ -15,6 +15,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from l0prune.capture.any_size import AnySize
+from l0prune.capture.quiet import alone
 from l0prune.capture.recurrent import as_torchs_own
 
 _CONTAINERS = (dict, list, set)
@@ -24,7 +25,7 @@ def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> ExportedProgram:
     """``torch.export.export`` for any size, after which the module holds what it held before."""
-    with as_it_was(module), AnySize():
+    with alone(), as_it_was(module), AnySize():
         program = torch.export.export(module, args, kwargs, **options)
     as_torchs_own(program)
     return program

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -14,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from l0prune.capture.quiet import printing_to
 from l0prune.data.augment import shifted, shifted_and_mirrored
 from l0prune.data.dataset import Augmentation, Data, Tensors
 from l0prune.errors import DataError
@@ -75,7 +75,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Any:
     failure: Exception | None = None
     for download in (False, True):
         try:
-            with redirect_stdout(sys.stderr):  # stdout is for results
+            with printing_to(sys.stderr):  # stdout is for results
                 return build(str(root), train=train, download=download)
         except Exception as error:  # torchvision raises whatever its parsers meet
             failure = error

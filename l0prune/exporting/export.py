@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from l0prune.capture.provenance import within
+from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
 from l0prune.exporting.by_class import counted_in, cut_class
@@ -29,11 +30,12 @@ from l0prune.gating.attaching import holder
 from l0prune.plan.plan import Plan
 
 
+@alone()
 def export(model: nn.Module) -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 
     The model is left as it is. All work is on the CPU, in eval mode. Of a wrapper around the model
-    that was gated (compiled, DDP, a LightningModule) that model is exported.
+    that was gated (compiled, DDP, a LightningModule) that model is exported. Threads take turns.
 
     Raises:
         NotGated: the model carries no gates.

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 import l0prune
 from l0prune.capture.copying import copied
+from l0prune.capture.quiet import alone
 from l0prune.capture.weights import Weight
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
@@ -94,6 +95,7 @@ class Export:
         return "\n".join(filter(None, notes))
 
     @property
+    @alone()
     def pieces(self) -> tuple[Piece, ...]:
         """The captured parts, each with its program; made and compared when first asked for.
 
@@ -154,6 +156,7 @@ class Export:
             _state={name: state.get(name, tensor) for name, tensor in known.items()},
         )
 
+    @alone()
     def save_onnx(
         self, path: str | os.PathLike[str], *, beside: nn.Module | None = None, threads: int = 1
     ) -> tuple[Path, ...]:
@@ -212,6 +215,7 @@ class Export:
             warnings.warn(f"l0prune: {self.times.warning}", L0pruneWarning, stacklevel=2)
         return self.files
 
+    @alone()
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
@@ -249,6 +253,7 @@ class Export:
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 
+    @alone()
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, model: str = "", code: bool = False
     ) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-import warnings
 from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from l0prune.capture.quiet import quietly
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
@@ -141,8 +142,7 @@ def _helpers() -> dict[str, Any]:
 def _module_classes(package: str) -> dict[str, StandIn]:
     """Every nn.Module class that is defined inside the package itself, by its full name."""
     found: dict[str, type[nn.Module]] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated corners that the file may never mention
+    with quietly():  # of deprecated corners that the file may never mention
         root = importlib.import_module(package)
         names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
         modules = [root, *map(importlib.import_module, names)]

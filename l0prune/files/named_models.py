@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from l0prune.capture.quiet import quietly
 from l0prune.errors import UsageError
 from l0prune.files.consent import is_code, remember
 from l0prune.files.user_code import called, named
@@ -53,9 +53,7 @@ def torchvision_model(name: str, weights: str | None = None) -> nn.Module:
     options: dict[str, Any] = {"weights": weights}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # else it downloads some, unasked
-    with warnings.catch_warnings():
-        # Two families announce that they will initialise otherwise one day.
-        warnings.simplefilter("ignore", FutureWarning)
+    with quietly():  # two families announce that they will initialise otherwise one day
         model: nn.Module = models.get_model(name, **options)
     return model
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.fixed_sizes import fixed_sizes
 from l0prune.capture.free_sizes import free_sizes
 from l0prune.capture.model_checks import check_module
+from l0prune.capture.quiet import alone
 from l0prune.capture.wrappers import inside, is_distributed
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
@@ -48,6 +49,7 @@ class Surveyed(Protocol):
         """The inputs that it was made with."""
 
 
+@alone()
 def gate(
     model: Model,
     args: Any,

@@ -23,6 +23,7 @@ from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import keep
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
+from l0prune.capture.quiet import alone
 from l0prune.capture.recording import examples_given, filled, record
 from l0prune.errors import CaptureError, UsageError
 from l0prune.infer.build import Analysis, analyse
@@ -76,6 +77,7 @@ class Parts:
         return tuple(dict.fromkeys(called(node) for node in nodes if draws(node)))
 
 
+@alone()
 def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
     """The plan of a model, from example inputs as a user gives them.
 

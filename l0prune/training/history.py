@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from l0prune.capture.quiet import quietly
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
 from l0prune.running.notebook import as_html
@@ -158,8 +158,7 @@ def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
     if wanted is False:
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its own imports are deprecated here and there
+        with quietly():  # its own imports are deprecated here and there
             from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         if wanted:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -19,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.quiet import alone, quietly
 from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.attention import around_its_tensors, written_as_products
 from l0prune.exporting.onnx.external import is_large, move_out
@@ -88,7 +86,7 @@ def to_onnx(
     program = _with_tensors_only(program)
     export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
     try:
-        with _quietly():
+        with alone(), quietly():
             program = written_as_products(written_out(program))
             try:
                 made = export(program)
@@ -105,22 +103,6 @@ def to_onnx(
     if data is not None and is_large(made.model):
         move_out(made.model, data)
     return made.model_proto
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """What the exporter and its optimizer have to say is of no use to whoever exports."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:

@@ -7,7 +7,6 @@ time and a cache, which its layers fill: a layer that is gone fills nothing.
 from __future__ import annotations
 
 import inspect
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.quiet import quietly
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
 from l0prune.exporting.certify.one_dtype import InOneDtype
@@ -81,8 +81,7 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask
     model, told = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
-    with warnings.catch_warnings(), torch.no_grad(), InOneDtype(torch.float64):
-        warnings.simplefilter("ignore")
+    with quietly(), torch.no_grad(), InOneDtype(torch.float64):
         before = model(**(first | told))
         after = model(**(last | told | {cache: before[cache]}))
     result = after[0]

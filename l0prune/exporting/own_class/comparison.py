@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import call
 from l0prune.capture.places import raised_at
 from l0prune.capture.provenance import is_within, within
+from l0prune.capture.quiet import quietly
 from l0prune.capture.recording import record
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer
@@ -77,8 +77,7 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
     """
     given = cast(inputs, torch.float64)
     paths = [path for path, _ in new.named_modules() if path]
-    with suppress(Exception), warnings.catch_warnings(), InOneDtype(torch.float64):
-        warnings.simplefilter("ignore")
+    with suppress(Exception), quietly(), InOneDtype(torch.float64):
         both = (record(lent(each, torch.float64), paths, given) for each in (module, new))
         for old, found in zip(*both, strict=True):
             shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
@@ -114,8 +113,7 @@ class InTraining:
         given = cast(inputs, torch.float64)
         before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
-        with warnings.catch_warnings(), torch.no_grad(), in_exact, steady as draws:
-            warnings.simplefilter("ignore")
+        with quietly(), torch.no_grad(), in_exact, steady as draws:
             output = call(again, given)
         left = {}
         for name, tensor in _held(again):

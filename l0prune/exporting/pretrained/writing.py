@@ -6,7 +6,6 @@ import hashlib
 import importlib
 import json
 import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.quiet import quietly
 from l0prune.exporting.pretrained.in_config import configurations
 from l0prune.exporting.pretrained.loading_code import NAME as CODE
 from l0prune.exporting.pretrained.loading_code import loading_code
@@ -141,8 +141,7 @@ def _quietly() -> Iterator[None]:
     told.set_verbosity(logging.CRITICAL)
     told.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quietly():
             yield
     finally:
         told.set_verbosity(level)

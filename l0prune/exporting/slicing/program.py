@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,6 +19,7 @@ from l0prune.capture.held_inputs import plain
 from l0prune.capture.hints import without_hints
 from l0prune.capture.kept_state import without_state
 from l0prune.capture.left_behind import exported
+from l0prune.capture.quiet import alone, quietly
 from l0prune.capture.recording import examples_in, first_rows
 from l0prune.capture.spelling import respell
 from l0prune.capture.symbolic import inputs_of, symbolic
@@ -158,13 +158,7 @@ def _with_batch(made: Exported) -> Exported:
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
     """The program with these dynamic shapes, or static where the module does not allow them."""
     args, kwargs = plain(example)
-    with (
-        warnings.catch_warnings(),
-        torch.no_grad(),
-        without_hints(),
-        without_state(module, example),
-    ):
-        warnings.simplefilter("ignore")
+    with alone(), quietly(), torch.no_grad(), without_hints(), without_state(module, example):
         if shapes is not None:
             # the static shapes come next, and the result says so
             with suppress(Exception):

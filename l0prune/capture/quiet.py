@@ -1,0 +1,123 @@
+"""Threads: one captures or exports at a time, and what is muted is muted for that one alone."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+_ALONE, _CHANGING = threading.RLock(), threading.RLock()
+_here = threading.local()  # of each thread: the stream that it prints to, and how often it is muted
+_users = 0  # contexts in all threads for which the streams of the process are exchanged
+_own: list[tuple[str, Any, Any]] = []  # name, stream of the process, ours
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within the context no other thread is in one; it may be entered again by the same thread.
+
+    torch.export keeps its state in globals, and graphs are captured and compared while functions
+    of torch, its default dtype and its random generator are others than usual.
+    """
+    with _ALONE:
+        yield
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within the context what this thread prints, logs and warns of is dropped."""
+    _here.muted = _is_muted() + 1
+    try:
+        _mute()
+        with printing_to(io.StringIO()):
+            yield
+    finally:
+        _here.muted -= 1
+
+
+@contextmanager
+def printing_to(stream: Any) -> Iterator[None]:
+    """Within the context what this thread prints on stdout and stderr goes to the stream."""
+    while isinstance(stream, _Stream):
+        stream = stream._stream
+    before = getattr(_here, "stream", None)
+    _here.stream = stream
+    _exchange(1)
+    try:
+        yield
+    finally:
+        _exchange(-1)
+        _here.stream = before
+
+
+class _Stream:
+    """A stream of the process, but for threads that print to one of their own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write to the stream of this thread."""
+        found = getattr(_here, "stream", None)
+        written: int = (self._stream if found is None else found).write(text)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _exchange(step: int) -> None:
+    """Put streams that know threads in place with the first context, and back with the last."""
+    global _users
+    with _CHANGING:
+        _users += step
+        if step > 0 and _users == 1:
+            for name in ("stdout", "stderr"):
+                before = getattr(sys, name)
+                _own.append((name, before, _Stream(before)))
+                setattr(sys, name, _own[-1][-1])
+        elif not _users:
+            for name, before, ours in _own:
+                if getattr(sys, name) is ours:  # somebody else may have put one there meanwhile
+                    setattr(sys, name, before)
+            _own.clear()
+
+
+def _is_muted() -> int:
+    return getattr(_here, "muted", 0)
+
+
+class _Muted:
+    """Matches every warning, and passes no record of a log, in a thread that is muted."""
+
+    def match(self, text: str) -> bool:
+        """Return whether to ignore a warning, as a compiled pattern does."""
+        return _is_muted() > 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to write a record of a log."""
+        return not _is_muted()
+
+
+_MUTED = _Muted()
+_IGNORED: Any = ("ignore", _MUTED, Warning, None, 0)
+
+
+def _mute() -> None:
+    """Let filters ask which thread it is; they stay, and let pass what no muted thread says."""
+    with _CHANGING:
+        if not any(each is _IGNORED for each in warnings.filters[:1]):
+            with suppress(ValueError):
+                warnings.filters.remove(_IGNORED)  # type: ignore[attr-defined]
+            warnings.filters.insert(0, _IGNORED)  # type: ignore[attr-defined]
+        known = [logging.root, *logging.root.manager.loggerDict.values()]
+        for logger in known:
+            for handler in getattr(logger, "handlers", ()):
+                handler.addFilter(_MUTED)
+        if logging.lastResort is not None:
+            logging.lastResort.addFilter(_MUTED)
