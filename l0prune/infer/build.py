@@ -33,7 +33,7 @@ from l0prune.infer.expressions import (
 from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.reasons import pins
+from l0prune.infer.reasons import Whole, pins, whole_streams
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch
@@ -48,7 +48,8 @@ class Analysis:
     ``layouts`` maps node names to one layout per dim (a tuple of such tuples for an operator
     with many outputs); ``picks`` says for calls by a constant index which positions they pick;
     ``closed`` for sums and variances the nodes that are zero at closed slots, from which what is
-    summed follows there (none where that is zero itself); ``branches`` those of the graph.
+    summed follows there (none where that is zero itself); ``branches`` those of the graph;
+    ``whole`` the streams of which nothing can be cut.
     """
 
     captured: Captured
@@ -57,6 +58,7 @@ class Analysis:
     picks: dict[str, tuple[int, ...]]
     closed: dict[str, frozenset[str]]
     branches: Branches = field(default_factory=Branches)
+    whole: tuple[Whole, ...] = ()
 
 
 def analyse(captured: Captured) -> Analysis:
@@ -70,7 +72,8 @@ def analyse(captured: Captured) -> Analysis:
     builder = Builder(infer)
     plan = builder.build()
     layouts = builder.node_layouts()
-    return Analysis(captured, plan, layouts, infer.picks, infer.closed, builder.branches)
+    whole = tuple(whole_streams(infer, builder.numbers, builder.fine, plan.pins))
+    return Analysis(captured, plan, layouts, infer.picks, infer.closed, builder.branches, whole)
 
 
 @dataclass

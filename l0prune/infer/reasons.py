@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -23,6 +24,51 @@ def pins(infer: Inference, axes: Collection[Var], fine: Collection[Place]) -> tu
     resolve = infer.solver.resolve
     found = [_pin(where, resolve(expr), node, axes) for where, expr, node in places]
     return tuple(dict.fromkeys(pin for pin in found if pin is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A stream between layers of which no slot can be cut.
+
+    Attributes:
+        where: the first dim of a weight that lies on it.
+        size: the number of its slots.
+        tensors: names of the parameters of which a dim lies on it.
+        reason: why it stays whole.
+    """
+
+    where: str
+    size: int
+    tensors: tuple[str, ...]
+    reason: str
+
+
+def whole_streams(
+    infer: Inference, axes: Collection[Var], fine: Collection[Place], pins: Sequence[Pin]
+) -> Iterator[Whole]:
+    """Find what weights write and others read, and is no axis; ``pins`` say why."""
+    resolve = infer.solver.resolve
+    made = [write.expr for write in infer.writes]
+    made += [each.expr for each in infer.computed if each.is_written]
+    written = {var for expr in made for var in variables(resolve(expr))}
+    read = {v for each in infer.reads if not each.stays for v in variables(resolve(each.expr))}
+    streams: list[tuple[set[Var], list[Place]]] = []
+    for name, dims in infer.tensors.items():
+        for dim, expr in enumerate(dims if name in infer.captured.parameters else ()):
+            mine = set(variables(resolve(expr)))
+            if mine.isdisjoint(written & read) or mine & set(axes) or (name, dim) in fine:
+                continue
+            near = [stream for stream in streams if stream[0] & mine]
+            places = [place for _, of in near for place in of]
+            streams = [stream for stream in streams if stream not in near]
+            streams.append((mine.union(*(vars for vars, _ in near)), [*places, (name, dim)]))
+    reasons = {pin.where: pin.reason for pin in reversed(pins)}
+    for _, places in streams:
+        texts = [f"{name} dim {dim}" for name, dim in places]
+        where = next((text for text in texts if text in reasons), texts[0])
+        name, dim = places[texts.index(where)]
+        tensors = tuple(dict.fromkeys(name for name, _ in places))
+        yield Whole(where, infer.tensors[name][dim].size, tensors, reasons.get(where, ""))
 
 
 def _places(infer: Inference) -> Iterator[tuple[Place, tuple[Expr, Node | None]]]:

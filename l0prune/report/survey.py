@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from l0prune.cost.measures import measure_of
 from l0prune.cost.model import CostModel, cost_of
 from l0prune.exporting.foretelling import why_no_class
 from l0prune.infer.parts import inferred
+from l0prune.infer.reasons import Whole
 from l0prune.plan.branch import Branch
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Axis, Pin, Plan
@@ -43,6 +44,8 @@ class Survey:
             by a trial with half of all slots cut; empty where it keeps its class, None where that
             was not tried.
         weights: what the layers were found by.
+        whole: the streams between layers of which nothing can be cut, though each weight on one
+            may be cut on its other side; those of most parameters first.
     """
 
     plan: Plan
@@ -53,6 +56,7 @@ class Survey:
     fixed: Mapping[str, str] = field(default_factory=dict)
     no_class: str | None = None
     weights: tuple[Weight, ...] = field(default=(), repr=False)
+    whole: tuple[Whole, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -95,6 +99,15 @@ class Survey:
         """
         return measure_of(self.plan, measure).reachable()
 
+    @property
+    def params_on_whole_streams(self) -> float:
+        """The share of the parameters that have a side on a stream of ``whole``, from 0 to 1.
+
+        A weight that is cut on one side alone shrinks with the number of slots that are left, one
+        that is cut on both with its square. ``reachable`` counts both kinds alike.
+        """
+        return _share(self.plan, {name for stream in self.whole for name in stream.tensors})
+
     def to_dict(self) -> dict[str, Any]:
         """The survey as plain data for machines."""
         return {
@@ -103,6 +116,11 @@ class Survey:
             "gates": self.plan.size,
             "params_reachable": self.reachable("params"),
             "macs_reachable": self.reachable("macs"),
+            "params_on_whole_streams": self.params_on_whole_streams,
+            "whole_streams": [
+                {**asdict(stream), "params": _share(self.plan, stream.tensors)}
+                for stream in self.whole
+            ],
             "axes": [
                 {"name": a.name, "kind": a.kind, "size": a.size, "group_size": a.group_size}
                 for a in self.axes
@@ -135,6 +153,15 @@ class Survey:
             f"{self.reachable('params'):.1%} of the params and {self.reachable('macs'):.1%} of the "
             "MACs"
         )
+        if self.whole:
+            count, first = len(self.whole), self.whole[0]
+            yield Text(
+                f"{count} stream{'s' * (count > 1)} between layers stay{'s' * (count == 1)} whole, "
+                f"and {self.params_on_whole_streams:.1%} of the params have a side on "
+                f"{'one' if count > 1 else 'it'}, so that they can be cut on the other side alone: "
+                f"{listed([f'{each.where} ({each.size} slots)' for each in self.whole], 4)}. "
+                f"Of the first one: {first.reason.partition('; ')[0]}."
+            )
         if self.branches:
             count = len(self.branches)
             names = listed([branch.name for branch in self.branches], 4)
@@ -237,6 +264,23 @@ def survey(
     no_class = None
     if own_class:
         no_class = why_no_class(model, parts.plan, parts.example, ALL_FIXED if fixed else free)
+    found = (stream for part in parts.found for stream in part.analysis.whole)
+    whole = tuple(sorted(found, key=lambda each: -_share(parts.plan, each.tensors)))
     return Survey(
-        parts.plan, parts.example, parts.unused, layers, parts.draws, fixed, no_class, weights
+        parts.plan,
+        parts.example,
+        parts.unused,
+        layers,
+        parts.draws,
+        fixed,
+        no_class,
+        weights,
+        whole,
     )
+
+
+def _share(plan: Plan, tensors: Collection[str]) -> float:
+    """Return the share of the parameters that these tensors have."""
+    costs = [cost for cost in plan.costs if cost.unit == "params"]
+    mine = CostModel(plan, [cost for cost in costs if cost.tensor in tensors])
+    return mine.dense("params") / max(CostModel(plan, costs).dense("params"), 1)

@@ -175,6 +175,33 @@ def test_an_example_of_the_wrong_dtype_is_refused():
         l0prune.survey(model, (torch.ones(2, 4, dtype=torch.int64),))
 
 
+def test_a_stream_that_stays_whole_counts_as_such():
+    """Of 9·8 + 8·6 + 6·8 + 8·3 = 192 weights all can be cut on one side, and all lie on it."""
+    layers = {"i": (9, 8), "a": (8, 6), "b": (6, 8), "o": (8, 3), "p": (3, 2), "q": (2, 2)}
+    layers = {name: nn.Linear(*sizes, bias=False) for name, sizes in layers.items()}
+
+    def by(over):
+        run = lambda m, x: m.q(m.p(m.o((y := m.i(x)) + m.b(m.a(over(y)).relu())).relu()))  # noqa: E731
+        return l0prune.survey(Fn(run, **layers), (torch.randn(2, 9),), own_class=False)
+
+    free, found = by(torch.sigmoid), by(lambda y: y.softmax(-1))
+    assert free.whole == ()
+    assert free.params_on_whole_streams == 0
+    (stream,) = found.whole
+    assert (stream.where, stream.size) == ("i.weight dim 0", 8)
+    assert stream.tensors == ("i.weight", "a.weight", "b.weight", "o.weight")
+    assert "softmax" in stream.reason
+    assert found.params_on_whole_streams == 192 / 202
+    assert found.reachable("params") > 0.9  # which hides it
+    assert "1 stream between layers stays whole, and 95.0% of the params have a side on it" in str(
+        found
+    ).replace("\n", " ")
+    data = json.loads(found.to_json())
+    assert data["params_on_whole_streams"] == 192 / 202
+    assert [each["where"] for each in data["whole_streams"]] == ["i.weight dim 0"]
+    assert data["whole_streams"][0]["params"] == 192 / 202
+
+
 def test_reachable_is_the_share_that_an_axis_can_take():
     model = nn.Sequential(nn.Conv2d(3, 5, 1, bias=False), nn.Conv2d(5, 2, 1, bias=False))
     found = l0prune.survey(model, (torch.randn(2, 3, 4, 4),))
