@@ -202,6 +202,27 @@ class Author:
         )
         self.step(f"branch {last} beside {start} ({how})", sums[how])
 
+    def add_overwritten(self) -> None:
+        """A layer on what another layer gives, which is then written over and not read again."""
+        number = self.pick()
+        size, width = self.values[number].shape[1], self.width()
+        if self.values[number].ndim == 2:
+            layers: tuple[nn.Module, ...] = nn.Linear(size, width), nn.Linear(width, size)
+        else:
+            layers = nn.Conv2d(size, width, 1), nn.Conv2d(width, size, 3, padding=1)
+
+        def run(values: Values, first: nn.Module, second: nn.Module) -> Tensor:
+            inner = first(values[number])
+            result = second(inner)
+            inner.mul_(2)
+            return result
+
+        last = self.step(f"two layers on {number}, the first written over", run, *layers)
+        if self.choose(2):
+            self.step(f"{number} + {last}", lambda v: v[number] + v[last])
+        else:
+            self.step(f"{last} beside {number}", lambda v: torch.cat([v[last], v[number]], 1))
+
     def add_concat(self) -> None:
         a = self.pick()
         shape = self.values[a].shape

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from deadness import randomise
@@ -18,6 +20,12 @@ def made(name):
     torch.manual_seed(0)
     module, example = CASES[name]()
     return randomise(module).eval(), example
+
+
+def elsewhere(name):
+    torch.manual_seed(0)
+    module, shape, _ = ELSEWHERE[name]
+    return randomise(copy.deepcopy(module)).eval(), (torch.randn(shape),)
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -44,6 +52,26 @@ def test_export_is_exact(name):
     assert difference(module, dense, example) <= ROUNDED
     assert graph_difference(module, dense, example) <= ROUNDED
     assert dense.params < dense.params_before
+
+
+@pytest.mark.parametrize("name", [name for name in {**ELSEWHERE, **CASES} if name not in REASONS])
+@pytest.mark.one_in(25)
+def test_closed_branches_and_closed_slots_together_are_exact(name):
+    module, example = in_float64(*(made(name) if name in CASES else elsewhere(name)))
+    l0prune.gate(module, example)
+    bank = l0prune.gates(module)
+    branches = [axis.slice.start for axis in bank.axes if axis.kind == "branch"]
+    for gone in {(), *((place,) for place in branches), tuple(branches)}:
+        generator = torch.Generator().manual_seed(len(gone) + sum(gone))
+        with torch.no_grad():
+            bank.log_alpha.uniform_(-1.0, 2.5, generator=generator)
+            bank.log_alpha[torch.rand(bank.plan.size, generator=generator) < 0.3] = -5.0
+            bank.log_alpha[branches] = 3.0
+            bank.log_alpha[list(gone)] = -5.0
+        dense = l0prune.export(module)
+        assert len(dense.gone) >= len(gone)
+        assert difference(module, dense, example) <= 1e-10
+        assert graph_difference(module, dense, example) <= 1e-10
 
 
 @pytest.mark.slow

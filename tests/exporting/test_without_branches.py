@@ -75,6 +75,31 @@ def test_what_is_written_in_place_later_does_not_change_the_stream():
     assert graph_difference(model, dense, X) <= 1e-10
 
 
+class Steps(nn.Module):
+    """Layers from a list, side by side at the end; one value is written over and read no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1)
+        self.layers = nn.ModuleList([nn.Conv2d(4, 5, 3, padding=1), nn.Conv2d(5, 4, 1)])
+
+    def forward(self, x):
+        values = [self.stem(x)]
+        for layer in self.layers:
+            values.append(layer(values[-1]))
+        values[1].relu_()
+        return self.head(torch.cat([values[0], values[2]], 1))
+
+
+def test_what_is_written_in_place_for_nobody_goes_with_its_branch():
+    model = gated(Steps(), "layers")
+    assert branches_of(model) == ["layers"]
+    dense = l0prune.export(model)
+    assert operators(dense.program.graph_module)["conv2d"] == 2
+    assert difference(model, dense, X) <= 1e-10
+    assert sum(p.numel() for p in dense.program.parameters()) == dense.params
+
+
 class Centred(nn.Module):
     """A norm by hand, which is nonlinear at closed slots, over a stream with two branches."""
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
 from l0prune.infer.ending import joined
-from l0prune.infer.nodes import is_assertion, may_view, written
+from l0prune.infer.nodes import may_view, written
 
 
 def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> list[Node]:
@@ -46,10 +46,13 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
             node.target, node.args, node.kwargs = torch.ops.aten.alias.default, tuple(left), {}
             single.append(node)
     dead = {node.name for node in branches.dead(gone)}
+    needless = {node.name for node, of in branches.needs.items() if not of}
+    for node in module.graph.nodes:  # what asserts, or writes where nobody reads
+        if node.name in needless and any(of.name in dead for of in node.all_input_nodes):
+            dead.add(node.name)
     for node in reversed(list(module.graph.nodes)):
         # torch keeps what writes in place or may draw, which these do for nothing that is left
-        is_about_dead = is_assertion(node) and any(n.name in dead for n in node.all_input_nodes)
-        if (node.name in dead or is_about_dead) and not node.users:
+        if node.name in dead and not node.users:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     return [node for node in single if node in module.graph.nodes]
