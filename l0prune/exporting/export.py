@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from l0prune.capture.provenance import within
+from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
@@ -20,6 +20,7 @@ from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.manifest import constants, manifest
 from l0prune.exporting.own_class.passed_by import around, ways_around
+from l0prune.exporting.own_class.remembered_sizes import told_sizes
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
@@ -27,6 +28,7 @@ from l0prune.exporting.slicing.graph import dense_graphs
 from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
+from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 
 
@@ -51,6 +53,7 @@ def export(model: nn.Module) -> Export:
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
     around = "" if gated is model else _note_on_wrapper(model, subject.plain)
+    unclear = "" if reason else _note_on_old_sizes(subject.plain, cut)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
     return Export(
         module=proven.module,
@@ -69,7 +72,7 @@ def export(model: nn.Module) -> Export:
         kept=cut.chosen.kept,
         weights=weights,
         _made=cut.made,
-        _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused)))),
+        _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused), unclear))),
         _state=cut.state,
         _manifest={
             **manifest(subject.plain, cut.state, proven.changes, proven.layers),
@@ -82,6 +85,24 @@ def export(model: nn.Module) -> Export:
 def _note_on_wrapper(model: nn.Module, gated: nn.Module) -> str:
     kinds = type(gated).__name__, type(model).__name__
     return "What was gated is exported: the {} in this {}.".format(*kinds)
+
+
+def _note_on_old_sizes(plain: nn.Module, cut: _Cut) -> str:
+    """Name the attributes of the smaller model that may tell sizes from before the cut."""
+    told, names = told_sizes(plain, cut.chosen.plan, cut.chosen.kept)
+    names += [within(path, name) for path, of in told.items() for name in of]
+    changes, layers, old = cut.proven.changes, cut.proven.layers, []
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        is_own = not any(is_within(path, each) for each, layer in layers.items() if layer.kind)
+        if is_own and attribute not in changes.get(path, {}):
+            old.append(f"{name} = {getattr(plain.get_submodule(path), attribute)}")
+    if not old:
+        return ""
+    return (
+        "These attributes are as before the cut, since it is not known which size they stand for: "
+        f"{listed(old)}."
+    )
 
 
 @dataclass(frozen=True)

@@ -380,6 +380,75 @@ def test_a_dropout_that_drops_what_is_closed_anyway_is_no_fault():
 
 
 def test_of_the_guesses_only_those_that_are_needed_stay():
-    _, dense = exported(Training(remembered), torch.randn(2, 6))
-    assert dense.module.first_size == 8  # as large by chance, for all that is known
+    _, dense = exported(Training(remembered), torch.randn(2, 8, 6))
+    assert dense.module.first_size == 8  # as large as the input, for all that is known
     assert dense._manifest["attributes"][""] == {"hidden_size": dense.module.hidden_size}
+    assert "not known which size they stand for: first_size = 8." in dense.note
+
+
+class Body(nn.Module):
+    """Keeps sizes that its forward does not read, for whoever puts another head on it."""
+
+    def __init__(self, inner=16, outer=16, kernel=3):
+        super().__init__()
+        self.out_width, self.inner_width, self.kernel, self.channels = outer, inner, kernel, 3
+        self.first = nn.Conv2d(3, inner, kernel)
+        self.rest = nn.Sequential(nn.ReLU(), nn.Conv2d(inner, outer, kernel))
+
+    def forward(self, x):
+        return self.rest(self.first(x))
+
+
+class WithHead(nn.Module):
+    """As image models are: the last layer is made anew for other classes."""
+
+    def __init__(self, inner=16, outer=16):
+        super().__init__()
+        self.body, self.width, self.classes = Body(inner, outer), outer, 5
+        self.side = inner
+        self.head = nn.Linear(outer, self.classes)
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def test_sizes_that_no_forward_reads_are_told():
+    _, dense = exported(WithHead(inner=24), torch.randn(2, 3, 8, 8), exclude=())
+    module = dense.module
+    assert module.width == module.head.in_features == dense.widths["body.rest.1"][0] < 16
+    assert module.body.out_width == module.width
+    assert module.side == module.body.inner_width == dense.widths["body.first"][0] < 24
+    assert (module.body.kernel, module.body.channels, module.classes) == (3, 3, 5)
+    assert dense.note == ""
+    module.head = nn.Linear(module.width, 7)
+    assert module(torch.randn(2, 3, 8, 8)).shape == (2, 7)
+
+
+def test_sizes_of_two_meanings_are_left_and_named():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.width = 16
+            self.a, self.b, self.c = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x).relu()).relu())
+
+    _, dense = exported(Two(), torch.randn(2, 5))
+    assert dense.widths["a"][0] != dense.widths["b"][0]
+    assert dense.module.width == 16
+    assert dense.note.endswith("not known which size they stand for: width = 16.")
+
+
+def test_a_number_that_other_modules_of_the_class_have_for_no_size_is_left():
+    class Wide(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.repeats, self.layer = 8, nn.Linear(inputs, outputs)
+
+        def forward(self, x):
+            return self.layer(x).relu()
+
+    model = nn.Sequential(Wide(6, 8), Wide(8, 12), Wide(12, 10), nn.Linear(10, 3))
+    _, dense = exported(model, torch.randn(2, 6))
+    assert dense.module[0].repeats == 8

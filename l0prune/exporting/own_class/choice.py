@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
@@ -27,6 +28,7 @@ from l0prune.exporting.own_class.remembered_sizes import (
     known_cause,
     remembered_sizes,
     sizes_in_code,
+    told_sizes,
 )
 from l0prune.exporting.own_class.resizing import (
     Changes,
@@ -55,6 +57,7 @@ class OwnClass:
         scales: by parameter, what it is multiplied with.
         hint: why it may be wrong, for the user; empty where nothing is known.
         gone: branches that are left out, which its code would compute.
+        told: further attributes that follow the sizes, though its forward may not read them.
     """
 
     plain: nn.Module
@@ -64,6 +67,7 @@ class OwnClass:
     scales: Mapping[str, Tensor]
     hint: str = ""
     gone: tuple[Branch, ...] = ()
+    told: Changes = field(default_factory=dict)
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
@@ -117,7 +121,10 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    return OwnClass(plain, tensors, distinct, layers, scales, known_cause(chosen), chosen.gone)
+    told, _ = told_sizes(plain, chosen.plan, chosen.kept)
+    told = {path: attributes for path, attributes in told.items() if path not in layers}
+    cause = known_cause(chosen)
+    return OwnClass(plain, tensors, distinct, layers, scales, cause, chosen.gone, told)
 
 
 @dataclass(frozen=True)
@@ -193,9 +200,14 @@ class Choice:
 
 @stage("trying its own class at the new sizes")
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
-    """The resized model with the fewest faults, and of its guesses only those that it needs."""
-    sure = best = _judged(own, own.candidates[0], references)
-    for changes in own.candidates[1:]:
+    """The resized model with the fewest faults, and of its guesses only those that it needs.
+
+    With attributes that no forward reads, unless these make it wrong.
+    """
+    told = _no_inputs(own.told, own.plain, references)
+    first, *others = own.candidates
+    sure = best = _judged(own, joined(told, first), references)
+    for changes in [first, *others] if joined(told, first) != first else others:
         if not any(best.faults):
             break
         other = _judged(own, changes, references)
@@ -207,7 +219,22 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
         other = _judged(own, fewer, references)
         if other.faults <= best.faults:
             best = other
+    if is_used and joined(told, best.changes) != best.changes:
+        other = _judged(own, joined(told, best.changes), references)
+        if other.faults <= best.faults:
+            best = other
     return best.explained(references, own.hint)
+
+
+def _no_inputs(told: Changes, plain: nn.Module, references: Sequence[Reference]) -> Changes:
+    """Without numbers that are a size of an input, too, but for its batch: they may be for that."""
+    leaves = pytree.tree_leaves([each.answers[0].inputs for each in references])
+    sizes = {size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape[1:]}
+    left = {
+        path: {n: new for n, new in of.items() if vars(plain.get_submodule(path))[n] not in sizes}
+        for path, of in told.items()
+    }
+    return {path: attributes for path, attributes in left.items() if attributes}
 
 
 def first_right(

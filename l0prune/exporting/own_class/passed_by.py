@@ -242,4 +242,5 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         layers={**others, **way},
         scales=scales,
         gone=(),
+        told={path: new for path, new in own.told.items() if not is_passed(path)},
     )

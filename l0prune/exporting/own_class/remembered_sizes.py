@@ -2,7 +2,7 @@
 
 Where a module's code gives such a number to an operator, that says what it stands for. Of others it
 is guessed from name and value. A guess costs nothing: the resized class counts only if it is shown
-to compute the same.
+to compute the same. What no forward reads is told by the tensors beside it, or not at all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.pretrained.given_sizes import GIVEN
 from l0prune.infer.sized_calls import SCALED
@@ -148,6 +149,58 @@ def _new_size(name: str, value: int, sizes: Sizes, largest: bool) -> int:
             news -= {value} if largest else set()
             return news.pop() if len(news) == 1 else value
     return value
+
+
+def told_sizes(
+    model: nn.Module, plan: Plan, kept: Tensor
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Sizes that modules keep for others: ``num_features``, off which a new head is made.
+
+    Nothing in a forward shows what such a number stands for. It is taken for the size of the dims
+    that have it of the tensors nearest below the module, if all of these keep equally many
+    positions. An attribute of which other modules of its class have a value that is no size at all
+    is none either.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        plan: its plan.
+        kept: the slots that stay, bool, flat.
+
+    Returns:
+        By module path the attributes with their new sizes; and the names of those that stand for
+        dims of which some are cut, and not all alike.
+    """
+    places: dict[tuple[type, str], list[tuple[str, int]]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for name, value in () if _is_torchs(module) else vars(module).items():
+            if type(value) is int and not name.startswith("_"):
+                places[type(module), name].append((path, value))
+    sizes = {
+        tensor: {(size_of(dim), int(plan.mask(dim, kept).sum())) for dim in dims}
+        for tensor, dims in plan.tensors.items()
+    }
+    cut = {size for each in sizes.values() for size, left in each if left != size}
+    told: dict[str, dict[str, int]] = defaultdict(dict)
+    unclear = []
+    for (_, name), those in places.items():
+        if cut.isdisjoint(value for _, value in those):
+            continue
+        news = [_nearest(sizes, path, value) for path, value in those]
+        for (path, value), found in zip(those, news, strict=True) if all(news) else ():
+            if len(found) > 1:
+                unclear.append(within(path, name))
+            elif found != {value}:
+                told[path][name] = next(iter(found))
+    return dict(told), unclear
+
+
+def _nearest(sizes: Mapping[str, set[tuple[int, int]]], path: str, size: int) -> set[int]:
+    """New sizes of the dims of this size, of the tensors fewest modules below the path."""
+    below: dict[int, set[int]] = defaultdict(set)
+    for tensor, found in sizes.items():
+        if is_within(tensor, path):
+            below[tensor.count(".")] |= {left for old, left in found if old == size}
+    return next((news for _, news in sorted(below.items()) if news), set())
 
 
 def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, dict[str, Any]]:
