@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from l0prune.errors import FileError
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "builtin"
 # torchvision and timm build a network of a plain name without fetching anything.
 _HARMLESS = re.compile(r"[^:]*|(torchvision|timm):[\w.\-]+|imagefolder:.*", re.ASCII | re.DOTALL)
 _ROOT = "data root"
@@ -78,7 +78,7 @@ def _request(spec: str) -> _Request | None:
     by_hand = f'name it yourself (l0prune.load(path, model=l0prune.load_model("{spec}")))'
     if is_code(spec):
         path = Path(spec.rpartition(":")[0]).resolve()
-        if path.is_relative_to(_PACKAGE) or not path.is_file():
+        if not path.is_file() or _is_of_a_recipe(path, spec.rpartition(":")[2]):
             return None
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         by_hand = by_hand.removesuffix(")") + "; for data: --data)"
@@ -86,6 +86,13 @@ def _request(spec: str) -> _Request | None:
     if _HARMLESS.fullmatch(spec):
         return None
     return _Request(f"fetch {spec}", f"fetch {spec}", by_hand)
+
+
+def _is_of_a_recipe(path: Path, name: str) -> bool:
+    """Return whether a recipe that comes with l0prune names this very function of ours."""
+    texts = (recipe.read_text(encoding="utf-8") for recipe in _RECIPES.glob("*.toml"))
+    wanted = re.compile(rf"\b{re.escape(f'{path.name}:{name}')}\b")
+    return path.parent == _RECIPES and any(map(wanted.search, texts))
 
 
 def _root_request(folder: str | os.PathLike[str]) -> _Request:

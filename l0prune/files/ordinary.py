@@ -14,13 +14,15 @@ from l0prune.files.allow_list import ModulePartial, StandIn, resolved
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
+# Of tensors: functions that are called with their gradients. No pickle of torch's has one.
+_OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MAX_NAMES, _MAX_DEPTH = 10**6, 200
 # Tensors may share their memory, so that all together look larger than the file.
 _SHARING, _ALWAYS = 8, 64 * 2**20
 
 
 def check_ordinary(found: Any, length: int) -> None:
-    """Refuse modules with hooks, or with attributes in place of their class's methods, and bombs.
+    """Refuse hooks, attributes in place of what classes define, and bombs.
 
     Harmless parts, wired up cleverly, could become a harmful whole; ordinary modules are not.
     Stand-ins for classes are replaced by the classes, in place.
@@ -41,9 +43,12 @@ def check_ordinary(found: Any, length: int) -> None:
         if id(value) in seen:
             continue
         seen[id(value)] = value
+        _check_names(value)
         _resolve(value)
         if isinstance(value, nn.Module):
             _check_module(value)
+        if isinstance(value, Tensor) and any(getattr(value, name, None) for name in _OF_GRADIENTS):
+            raise UnpicklingError("a tensor with hooks")
         size += _size(value)
         waiting.extend(_parts(value))
     if size > _SHARING * length + _ALWAYS:
@@ -80,8 +85,26 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, ModulePartial):
         return (*value.args, *value.keywords.values(), *vars(value).values())
     if isinstance(value, dict):
-        return (*value, *value.values())
+        return (*value, *value.values(), *_attributes(value).values())
     return value if isinstance(value, list | tuple | set) else ()
+
+
+def _attributes(value: Any) -> dict[Any, Any]:
+    """Return what an object holds under names; a dict of its own class can, too."""
+    return getattr(value, "__dict__", {})
+
+
+def _check_names(value: Any) -> None:
+    """Refuse what stands in the place of a method, or a function where the class has anything.
+
+    Of ``nn.Module`` ``_compiled_call_impl`` is None, and is called instead of ``forward`` if not.
+    """
+    if not isinstance(value, nn.Module | Tensor | ModulePartial | dict | list | set):
+        return  # functions and classes, which come from here
+    for name, own in _attributes(value).items():
+        is_taken = hasattr(type(value), str(name))
+        if is_taken and (callable(own) or callable(getattr(type(value), str(name)))):
+            raise UnpicklingError(f"a {type(value).__name__} with a {name} of its own")
 
 
 def _check_module(module: nn.Module) -> None:
@@ -95,9 +118,8 @@ def _check_module(module: nn.Module) -> None:
     wrong = next(_wrong_entries(state), None)
     if wrong is not None:
         raise UnpicklingError(f"a {kind} with an unusable {wrong}")
-    for name in state:
-        if callable(getattr(type(module), str(name), None)):
-            raise UnpicklingError(f"a {kind} with a {name} of its own")
+    if type(state.get("_non_persistent_buffers_set", set())) is not set:
+        raise UnpicklingError(f"a {kind} whose names of buffers are no set")
 
 
 def _wrong_entries(state: dict[str, Any]) -> Iterator[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections import OrderedDict
 from pickle import UnpicklingError
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from hostile import Call, Touch
 from torch import nn
@@ -119,6 +121,13 @@ def wired(**attributes):
     return module
 
 
+def named(value, **attributes):
+    """With attributes of its own, as a pickle can give them."""
+    for name, each in attributes.items():
+        setattr(value, name, each)
+    return value
+
+
 def hooked():
     module = nn.Linear(2, 2)
     module._forward_hooks[0] = nn.Linear(2, 2)
@@ -144,6 +153,47 @@ def test_cleverly_wired_modules_are_refused(module, what, tmp_path):
         check_ordinary(module, 10**6)
     torch.save(module, tmp_path / "model.pt")
     with pytest.raises(FileError, match=r"harm.*--trust-pickle"):
+        load_pickle(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (wired(_compiled_call_impl=F.sigmoid), "_compiled_call_impl of its own"),
+        (wired(_compiled_call_impl=nn.ReLU()), "_compiled_call_impl of its own"),
+        (wired(_version=F.relu), "_version of its own"),
+        (wired(__class__=nn.ReLU), "__class__ of its own"),
+        (wired(_non_persistent_buffers_set={"a": F.relu}), "no set"),
+        (named(nn.Parameter(torch.zeros(2)), detach=F.relu), "detach of its own"),
+        (named(nn.Parameter(torch.zeros(2)), _backward_hooks=OrderedDict({0: F.relu})), "hooks"),
+        (named(OrderedDict(a=1), items=F.relu), "items of its own"),
+        (wired(_modules=named(OrderedDict(), values=F.relu)), "values of its own"),
+    ],
+)
+def test_no_function_stands_where_a_class_has_something(value, what):
+    with pytest.raises(UnpicklingError, match=what):
+        check_ordinary({"found": [value]}, 10**6)
+
+
+def test_a_pickle_brings_no_forward_by_the_way_of_compiled_modules(tmp_path, monkeypatch):
+    module = wired(_compiled_call_impl=F.sigmoid)
+    monkeypatch.setattr(nn.Module, "__getstate__", lambda self: dict(vars(self)))
+    torch.save(module, tmp_path / "model.pt")
+    with pytest.raises(FileError, match=r"_compiled_call_impl of its own.*--trust-pickle"):
+        load_pickle(tmp_path / "model.pt")
+
+
+class Hooked:
+    """Is pickled as a parameter with a function that would get its gradients."""
+
+    def __reduce__(self):
+        hooks = OrderedDict({0: F.relu})
+        return torch._utils._rebuild_parameter, (torch.zeros(2), True, hooks)
+
+
+def test_a_pickle_brings_no_hooks_of_tensors(tmp_path):
+    torch.save({"weight": Hooked()}, tmp_path / "model.pt")
+    with pytest.raises(FileError, match=r"a tensor with hooks.*--trust-pickle"):
         load_pickle(tmp_path / "model.pt")
 
 
