@@ -139,7 +139,8 @@ class Author:
             for number, value in enumerate(self.values)
             if value.ndim == 4 and value.shape[1] == layer.in_channels
         ]
-        self.apply(fits[-1 - self.choose(len(fits))], layer)
+        if fits:  # or what it takes is known inside of a step alone
+            self.apply(fits[-1 - self.choose(len(fits))], layer)
 
     def add_activation(self) -> None:
         number = self.pick()
