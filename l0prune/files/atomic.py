@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from l0prune.errors import FileError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 PathLike = str | os.PathLike[str]
 
@@ -24,22 +31,24 @@ def atomic_write(path: PathLike, write: Callable[[BinaryIO], None]) -> None:
         FileError: the folder does not exist, is not writable, or the disk is full, or the path
             is a folder or a device.
     """
-    with replacement(path) as temporary, open(temporary, "xb") as file:
+    with replacement(path) as temporary, open(temporary, "wb") as file:
         write(file)
 
 
 @contextmanager
 def replacement(path: PathLike) -> Iterator[Path]:
-    """A path in the same folder, for a file to be made in the context and renamed after it.
+    """Yield an empty file in the same folder, to be filled in the context and renamed after it.
 
     It is flushed to disk before; where the context raises, it is removed and no more is changed.
+    What a kill has left of earlier writes of this file is removed.
 
     Raises:
         FileError: as ``atomic_write``.
     """
     target, temporary = _target(path)
     try:
-        with writing(path):
+        remove_litter(target)
+        with writing(path), held(temporary, lambda: temporary.touch(exist_ok=False)):
             yield temporary
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
@@ -59,7 +68,7 @@ def check_writable(path: PathLike) -> None:
     _, temporary = _target(path)
     with writing(path):
         temporary.touch(exist_ok=False)
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
 
 
 def _target(path: PathLike) -> tuple[Path, Path]:
@@ -68,7 +77,57 @@ def _target(path: PathLike) -> tuple[Path, Path]:
     if target.exists() and not target.is_file():
         kind = "a folder" if target.is_dir() else "no ordinary file"
         raise FileError(f"{path} was not written: it is {kind}. Give the path of a file.")
-    return target, target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    return target, temporary_name(target)
+
+
+def temporary_name(target: Path) -> Path:
+    """Return a new name beside a file or folder, by which ``remove_litter`` knows it."""
+    return target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+
+
+@contextmanager
+def held(temporary: Path, make: Callable[[], None]) -> Iterator[None]:
+    """Make a temporary file or folder; within the context ``remove_litter`` leaves it alone."""
+    handle = None
+    while not temporary.exists():  # again where somebody took it for litter before it was locked
+        if handle is not None:
+            os.close(handle)
+        make()
+        handle = _locked(temporary, waits=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def remove_litter(target: Path) -> None:
+    """Remove what interrupted writes of this file or folder have left beside it.
+
+    What another process is writing is locked by that, and stays; locks end with their process.
+    """
+    ours = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{8}\.part")
+    with suppress(OSError):  # it only takes room
+        for each in target.parent.iterdir():
+            handle = _locked(each) if ours.fullmatch(each.name) else None
+            if handle is not None:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+                os.close(handle)
+
+
+def _locked(path: Path, *, waits: bool = False) -> int | None:
+    """Return a handle with a lock on the path; None where somebody has one, or none can be had."""
+    if fcntl is None:
+        return None
+    handle = None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+    except OSError:  # locked, gone, or a file system without locks
+        if handle is not None:
+            os.close(handle)
+        return None
+    return handle
 
 
 def write_whole(path: PathLike, content: str | bytes) -> None:

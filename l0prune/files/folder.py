@@ -1,16 +1,62 @@
-"""Folders written whole or not at all."""
+"""Folders written whole or not at all; folders of one run at a time."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from l0prune.errors import FileError
-from l0prune.files.atomic import PathLike, sync_folder, writing
+from l0prune.files.atomic import (
+    PathLike,
+    held,
+    remove_litter,
+    sync_folder,
+    temporary_name,
+    writing,
+)
+
+LOCK = ".l0prune.lock"
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Within the context the folder, which is made, is this run's; the lock ends with its process.
+
+    A folder that was made for nothing, as the context raises, is removed.
+
+    Raises:
+        FileError: another run has it, or it cannot be made.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "a file of this name is there" if folder.is_file() else error.strerror or error
+        raise FileError(f"the folder {folder} cannot be made: {why}") from error
+    lock = FileLock(folder / LOCK)
+    try:
+        with suppress(NotImplementedError):  # a file system without locks
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise FileError(
+            f"another run is going on in {folder}. Wait until it is done, or stop it; or give this "
+            "run a folder of its own (--out, --run; out= in Python)."
+        ) from error
+    except OSError as error:
+        raise FileError(f"{folder} cannot be written: {error.strerror or error}.") from error
+    try:
+        yield
+    except BaseException:
+        if is_new and [each.name for each in folder.iterdir()] == [LOCK]:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -32,10 +78,10 @@ def replaced_folder(path: PathLike, last: str, known: Collection[str]) -> Iterat
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise FileError(f"{path} was not written: it is no folder. Give the path of one.")
-    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    scratch = temporary_name(target)
     try:
-        with writing(path):
-            scratch.mkdir(parents=True)
+        remove_litter(target)
+        with writing(path), held(scratch, lambda: scratch.mkdir(parents=True)):
             yield scratch
             for file in scratch.iterdir():
                 with open(file, "rb+") as opened:

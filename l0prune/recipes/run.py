@@ -18,11 +18,12 @@ from torch import Tensor, nn
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.data.inputs import as_arguments
-from l0prune.errors import DataError, FileError, UsageError
+from l0prune.errors import DataError, UsageError
 from l0prune.exporting.onnx.file import Session
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import read_json
+from l0prune.files.folder import claimed
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND
@@ -51,12 +52,13 @@ def run(
         What came of it, as plain data: sizes, errors, the certificate, the files.
 
     Raises:
+        FileError: another process is at a run in the folder, or it cannot be made.
         UsageError: the folder holds a run of a different recipe.
         DataError: there is no test data.
         L0pruneError: a stage failed; what earlier stages made stays.
     """
-    _claim(folder, recipe)
-    with live_page(folder, recipe.name) if report else nullcontext():
+    with claimed(folder), live_page(folder, recipe.name) if report else nullcontext():
+        _claim(folder, recipe)
         return _run(recipe, folder, data_root, report=report)
 
 
@@ -87,7 +89,7 @@ def _cut(tuned: nn.Module) -> Export:
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
-    """Make the folder this recipe's, or refuse one that is another's."""
+    """Note whose run it is in the folder, or refuse one that is another recipe's."""
     path = folder / "recipe.json"
     text = recipe.model_dump_json(indent=2)
     if path.exists():
@@ -97,10 +99,6 @@ def _claim(folder: Path, recipe: Recipe) -> None:
                 "that folder."
             )
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{folder} cannot be made: {error}") from error
     write_whole(path, text)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from l0prune.errors import UsageError
+from l0prune.files.folder import claimed
 from l0prune.gating.attaching import gates_of
 from l0prune.timing.job import Job
 from l0prune.timing.results import FEWEST, table_of
@@ -56,6 +57,7 @@ def measure(
         progress: called with how many networks are timed, and of how many.
 
     Raises:
+        FileError: another process is at the same in this folder.
         NotGated: the model carries no gates.
         UsageError: the runtime or provider is not there, the model becomes several ONNX files, or
             takes no such batch.
@@ -71,5 +73,6 @@ def measure(
     plan = gates_of(model).plan
     with ExitStack() as stack:
         place = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(claimed(place))
         job = Job(model, place, threads, batch, samples, seed, progress)
         return table_of(plan, chosen.results(job))

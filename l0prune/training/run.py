@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import FileError, Interrupted, UsageError
+from l0prune.files.folder import claimed
 from l0prune.gating.attaching import check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
@@ -54,7 +54,9 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
 
 def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
     task = Task.of(data, settings.loss, settings.metric)
-    with joined(wanted=settings.distributed is not None) as world:
+    with joined(wanted=settings.distributed is not None) as world, ExitStack() as stack:
+        if (out := settings.out) is not None:
+            world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
         return _train_in(world, model, task, settings, gates)
 
 
@@ -69,7 +71,7 @@ def _train_in(
     else:
         phases = _phases(settings, feed.steps)
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
-    folder = None if settings.out is None else _possible(Path(settings.out))
+    folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)
     found = checkpoint.snapshot(model)
     fixed = gates is not None and gates.fixed
@@ -117,7 +119,6 @@ def _train_in(
             )
             with whole_in_the_end(None if pruner is None else pruner.compaction):
                 if folder is not None:
-                    world.first_alone(partial(_made, folder))
                     _prepare(folder, loop, settings, started_from, fingerprint, world)
                 if begun.said:
                     loop.note(begun.said)
@@ -210,18 +211,3 @@ def _prepare(
     if not finished:
         changes = f", with changes: {', '.join(changed)}" if changed else ""
         loop.note(f"resuming in epoch {state.epoch + 1}, step {state.step} from {folder}{changes}")
-
-
-def _possible(folder: Path) -> Path:
-    """It, unless it is known before all work that it cannot be made."""
-    if folder.exists() and not folder.is_dir():
-        raise FileError(f"the folder {folder} cannot be made: a file of this name is there")
-    return folder
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"the folder {folder} cannot be made: {error}") from error
-    return folder

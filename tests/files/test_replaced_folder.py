@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from l0prune.errors import FileError
-from l0prune.files.folder import replaced_folder
+from l0prune.files.atomic import replacement, write_whole
+from l0prune.files.folder import claimed, replaced_folder
 
 
 def write(path, names, text="new"):
@@ -54,3 +57,64 @@ def test_where_none_can_be(where, tmp_path):
     with pytest.raises(FileError, match="was not written"):
         write(tmp_path / where, ["last"])
     assert content(tmp_path) == {"file": "old"}
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    with claimed(tmp_path / "run"):
+        with (
+            pytest.raises(FileError, match=r"another run is going on in .*/run\. Wait"),
+            claimed(tmp_path / "run"),
+        ):
+            pass
+        with claimed(tmp_path / "another"):
+            pass
+    with claimed(tmp_path / "run"):
+        pass
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path):
+    code = f"""
+import os, pathlib, sys
+from l0prune.files.folder import claimed
+with claimed(pathlib.Path({str(tmp_path)!r})):
+    print("claimed", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"claimed\n"
+        with pytest.raises(FileError, match="another run"), claimed(tmp_path):
+            pass
+        other.kill()
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed(tmp_path):
+    with pytest.raises(ValueError, match="no"), claimed(tmp_path / "new"):
+        raise ValueError("no")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="a file of this name"), claimed(tmp_path / "file"):
+        pass
+
+
+def test_litter_of_killed_writes_is_removed_and_what_is_being_written_stays(tmp_path):
+    litter = [tmp_path / f".{name}.0123abcd.part" for name in ("file", "folder")]
+    others = [tmp_path / ".other.0123abcd.part", tmp_path / ".file.part", tmp_path / "file.part"]
+    for path in (litter[0], *others):
+        path.write_text("x")
+    litter[1].mkdir()
+    (litter[1] / "inner").write_text("x")
+    with replacement(tmp_path / "file") as mine:
+        write_whole(tmp_path / "file", "theirs")
+        assert mine.exists()
+        mine.write_text("mine")
+    assert (tmp_path / "file").read_text() == "mine"
+    with replaced_folder(tmp_path / "folder", "last", ()) as scratch:
+        with replaced_folder(tmp_path / "folder", "last", ()) as theirs:
+            (theirs / "last").write_text("theirs")
+        (scratch / "last").write_text("mine")
+    assert (tmp_path / "folder" / "last").read_text() == "mine"
+    left = {path.name for path in tmp_path.iterdir()} - {"file", "folder"}
+    assert left == {path.name for path in others}

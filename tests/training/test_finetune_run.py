@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
 from l0prune.data import Data, Tensors
-from l0prune.errors import AlreadyGated, DataError, NotGated, UsageError
+from l0prune.errors import AlreadyGated, DataError, FileError, NotGated, UsageError
+from l0prune.files.folder import claimed
 from l0prune.objective.penalty import param_groups, penalty
 from l0prune.running.evaluate import evaluate
 from l0prune.running.task import Task
@@ -321,6 +322,15 @@ def test_what_loss_and_metric_give_is_looked_at_before_training(tmp_path):
         finetune(model, data(), loss="cross_entropy", **out)
     assert differing(before, tensors(model)) == []
     assert not (tmp_path / "run").exists()
+
+
+def test_a_second_run_in_a_folder_is_refused_before_it_does_anything(tmp_path):
+    model = gated()
+    before = tensors(model)
+    with claimed(tmp_path), pytest.raises(FileError, match="another run is going on in"):
+        finetune(model, data(), out=tmp_path, resume=True, **QUIET)
+    assert differing(before, tensors(model)) == []
+    finetune(model, data(), out=tmp_path, resume=True, **QUIET)
 
 
 def test_a_loss_of_train_mode_alone_is_learned_from():
