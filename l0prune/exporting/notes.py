@@ -1,11 +1,15 @@
-"""What a user has to know of the sizes that programs and files take."""
+"""What a user has to know of files: the sizes that they take, and what loads them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from l0prune.capture.batches import ANY
 from l0prune.exporting.pieces import InParts, Piece, Whole
+from l0prune.exporting.slicing.dense_graph import DenseGraph
+from l0prune.files.pretrained.layers import LAYERS
 
 _FIXED = "with a free batch size torch.export finds no graph that is right for it"
 _FIXED_AT = "the model's code fixes the batch at"
@@ -25,6 +29,20 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
             why = together if piece.dynamic else fixed
             lines.append(f"Program and ONNX file{of} are for batches of {piece.takes}: {why}.")
     return "\n".join(lines)
+
+
+def note_on_pickles(module: nn.Module) -> str:
+    """Name the layers for which ``torch.load`` of the pickled module needs l0prune, if any."""
+    kinds: tuple[type[nn.Module], ...] = (DenseGraph, *LAYERS.values())
+    of_ours = [kind for each in module.modules() for kind in kinds if isinstance(each, kind)]
+    if not of_ours:
+        return ""
+    names = ", ".join(dict.fromkeys(kind.__name__ for kind in of_ours))
+    folder = "" if DenseGraph in of_ours else "save_pretrained(folder, code=True) or "
+    return (
+        f"torch.save(module) makes a file that only loads where l0prune is installed, for {names}: "
+        f'{folder}save("model.pt2") makes one that torch alone loads.'
+    )
 
 
 def note_on_sizes(made: Whole | InParts) -> str:

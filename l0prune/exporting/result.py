@@ -26,7 +26,7 @@ from l0prune.capture.quiet import alone
 from l0prune.capture.weights import Weight
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
-from l0prune.exporting.notes import note_on_batches, note_on_sizes
+from l0prune.exporting.notes import note_on_batches, note_on_pickles, note_on_sizes
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.external import data_beside
 from l0prune.exporting.onnx.times import Times, times_of
@@ -87,11 +87,13 @@ class Export:
     @property
     def note(self) -> str:
         """Where the module is not of its own class, why; what else of it has to be known; the
-        batches that program and files are for, where these are not all; and what is random.
+        batches that program and files are for, where these are not all; what is random; and what
+        loads the module where it is pickled.
         """
         pieces = self._made.pieces
         sizes = note_on_sizes(self._made)
-        notes = (self._note, note_on_batches(pieces), sizes, _note_on_draws(pieces))
+        batches, pickles = note_on_batches(pieces), note_on_pickles(self.module)
+        notes = (self._note, batches, sizes, _note_on_draws(pieces), pickles)
         return "\n".join(filter(None, notes))
 
     @property
