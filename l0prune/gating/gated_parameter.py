@@ -5,12 +5,22 @@ A gated buffer looks so in the forward, too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from l0prune.capture.compat import without_torch_function
+from l0prune.errors import UsageError
+
+_CONVERTED = (
+    "a layer is being made from the parameters of a gated one, as "
+    "nn.SyncBatchNorm.convert_sync_batchnorm, quantisation and adapters do, and its gates would "
+    "stay behind: convert first, and gate the model then. Take the gates off (l0prune.ungate), "
+    "convert, and gate it again; or convert the exported model."
+)
 
 # What belongs to the parameter itself, not to its value at this moment.
 _OF_THE_PARAMETER = {"grad", "requires_grad", "data", "is_leaf"}
@@ -43,6 +53,8 @@ class Computed(Tensor):
     ) -> Any:
         """Run an operation on the product, or on the parameter if it writes or is the latter's."""
         kwargs = kwargs or {}
+        if func in _ASKED_OF_IT and _becomes_a_parameter():
+            raise UsageError(_CONVERTED)
         with without_torch_function():
             target = next(iter((*args, *kwargs.values())), None)  # torch.nn.init gives it by name
             if isinstance(target, Computed) and _is_for_the_parameter(func):
@@ -50,6 +62,18 @@ class Computed(Tensor):
                 args = tuple(parameter if arg is target else arg for arg in args)
                 kwargs = {k: parameter if arg is target else arg for k, arg in kwargs.items()}
             return func(*args, **kwargs)
+
+
+def _becomes_a_parameter() -> bool:
+    """Return whether torch is about to make a parameter of the product, or to refuse it as one.
+
+    torch has no hook for that. ``nn.Parameter(…)`` asks for ``detach()``, and the assignment to a
+    parameter asks for the type's name to say that a product is none; both call from known code.
+    """
+    caller = sys._getframe(2)  # of __torch_function__
+    if caller.f_code is torch.typename.__code__ and caller.f_back is not None:
+        return caller.f_back.f_code in _ASSIGN
+    return caller.f_code is nn.Parameter.__new__.__code__
 
 
 def _is_for_the_parameter(func: Callable[..., Any]) -> bool:
@@ -62,6 +86,9 @@ def _is_for_the_parameter(func: Callable[..., Any]) -> bool:
     return name.endswith("_")
 
 
+# What torch asks of a tensor that is to be a parameter, and where.
+_ASKED_OF_IT = (Tensor.type, Tensor.detach)
+_ASSIGN = (nn.Module.__setattr__.__code__, nn.Module.register_parameter.__code__)
 _AUGMENTED = (
     "add",
     "sub",

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.errors import UsageError
 
 
 def gated():
@@ -76,3 +77,51 @@ def test_a_part_of_the_model_on_its_own_is_gated_and_learns():
     torch.testing.assert_close(out, expected)
     out.sum().backward()
     assert bank.log_alpha.grad.abs().sum() > 0
+
+
+def synced(layer):
+    """A norm is made anew from the norm that is there, under no_grad."""
+    nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+
+
+def other(layer):
+    made = nn.LayerNorm(8)
+    made.weight = layer.weight
+
+
+REPLACEMENTS = {
+    "converted": synced,
+    "assigned": other,
+    "tied": lambda layer: setattr(layer, "weight", layer.weight),
+    "parameter": lambda layer: nn.Parameter(layer.weight),
+    "list": lambda layer: nn.ParameterList([layer.weight]),
+    "registered": lambda layer: nn.LayerNorm(8).register_parameter("weight", layer.weight),
+}
+
+
+class Normed(nn.Module):
+    """The norm stands before the sum, so that its own parameters are gated."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.c = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.n, self.o = nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.a(x)
+        return self.o((x + self.n(self.c(x))).relu())
+
+
+@pytest.mark.parametrize("how", REPLACEMENTS)
+def test_a_layer_that_is_made_from_a_gated_one_says_in_which_order_it_goes(how):
+    model, x = Normed().eval(), torch.randn(2, 3, 8, 8)
+    l0prune.gate(model, x)
+    before = model(x)
+    with pytest.raises(UsageError, match=r"convert first, and gate the model then"):
+        REPLACEMENTS[how](model if how == "converted" else model.n)
+    assert torch.equal(model(x), before)
+    # What the same code does with the value alone goes on as before.
+    assert not isinstance(model.n.weight.detach(), nn.Parameter)
+    assert "FloatTensor" in torch.typename(model.n.weight)
+    l0prune.ungate(model)
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(model).n, nn.SyncBatchNorm)
