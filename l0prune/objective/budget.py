@@ -146,6 +146,11 @@ class Budget:
         passed = min(1.0, self.done / length) if length else 1.0
         return self._begins ** (1 - passed) * self._shares**passed
 
+    @property
+    def weight(self) -> float:
+        """How hard a multiplier of 1 pulls at the gates, in pulls of the loss."""
+        return float(self._balance.weight)
+
     def shares(self, open_: Tensor) -> dict[str, float]:
         """Return an export's share of the dense amounts, by the limit's text."""
         return {str(bound.limit): bound.actual_share(open_) for bound in self.bounds}

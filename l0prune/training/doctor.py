@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,12 +32,19 @@ _UNDECIDED = (0.1, 0.9)
 _APART = 0.1
 # So many open slots are expected of an axis that is about to die.
 _DYING = 1.5
+# Budgets may pull this many times as hard as the loss does.
+_RUNAWAY = 1e4
 # The task's loss may grow by this, or by what it was at first if that is more.
 _GROWTH = 0.5
+# Complaints whose advice is that gates are to close faster or in greater number, and the opposite.
+_FASTER = frozenset({"out of reach", "stuck", "nothing closes", "runs away"})
+_SLOWER = frozenset({"overwhelmed"})
 
 
 class Doctor:
     """Watches the gates of one run, and complains of each thing once.
+
+    No complaint takes back what an earlier one advised: what was seen first is the cause.
 
     Args:
         terms: the gates as they are before the first step, and what makes them close.
@@ -51,6 +59,7 @@ class Doctor:
         self._way = float((self._start - self._threshold).clamp(min=0).mean())
         self._losses: list[float] = []
         self._said: set[str] = set()
+        self._steppers: list[ref[Optimizer]] = []
 
     def go_on_from(self, records: Sequence[Record]) -> None:
         """Know what was measured before a stop; what was said is in the state."""
@@ -71,7 +80,8 @@ class Doctor:
             optimizers: those that step, as far as they are known.
             is_taken: the gates have an optimizer of their own beside them.
         """
-        held = [] if is_taken else self._groups_of_gates(optimizers)
+        self._steppers = [] if is_taken else [*map(ref, optimizers)]
+        held = self._held()
         return self._new(
             chain(
                 self._not_learning(optimizers, held, is_taken),
@@ -96,24 +106,41 @@ class Doctor:
         next_steps = steps + steps / record["epoch"]
         if steps >= _TIME_TO_MOVE * all_steps:
             yield from self._stuck()
-        if next_steps > all_steps:  # what comes next is measured while settling, or not at all
-            yield from self._undecided(record)
         yield from self._dying(record)
         yield from self._overwhelmed()
+        if next_steps > all_steps:  # what comes next is measured while settling, or not at all
+            yield from self._runs_away(record)
+            yield from self._undecided(record)
 
     def _new(self, complaints: Iterator[Complaint]) -> dict[str, str]:
-        new = {about: text for about, text in complaints if about not in self._said}
-        self._said |= new.keys()
+        new = {}
+        for about, text in complaints:
+            opposite = _SLOWER if about in _FASTER else _FASTER if about in _SLOWER else set()
+            if about not in self._said and self._said.isdisjoint(opposite):
+                new[about] = text
+                self._said.add(about)
         return new
 
-    def _groups_of_gates(self, optimizers: Sequence[Optimizer]) -> list[_Held]:
+    def _held(self) -> list[_Held]:
         """The optimizers that hold the gates, each with the group that they are in."""
+        known = (optimizer for each in self._steppers if (optimizer := each()) is not None)
         return [
             (optimizer, group)
-            for optimizer in optimizers
+            for optimizer in known
             for group in optimizer.param_groups
             if any(p is self._gates.log_alpha for p in group["params"])
         ]
+
+    def _overwritten(self) -> str:
+        """What to say where gates do not learn at their own rate; empty where they do."""
+        rates = [float(group["lr"]) for _, group in self._held()]
+        if not rates or max(rates) >= self._rate:
+            return ""
+        return (
+            f"a learning rate scheduler, or the optimizer itself, has set the gates' rate to "
+            f"{max(rates):.2g} in place of gate_lr={self._rate:g}. Call pruner.take_gates(): then "
+            "they learn by an optimizer of their own, which no scheduler reaches"
+        )
 
     def _not_learning(
         self, optimizers: Sequence[Optimizer], held: Sequence[_Held], is_taken: bool
@@ -155,7 +182,9 @@ class Doctor:
         if pull is None or not self._way or not self._phases.learning:
             return
         reach = rate * pull * self._phases.learning
-        if reach < self._way:
+        if reach < self._way and (overwritten := self._overwritten()):
+            yield "out of reach", f"the gates hardly learn: {overwritten}"
+        elif reach < self._way:
             enough = 2 * self._way / max(pull * self._phases.learning, 1e-30)
             gradient = f" with gradients of {pull:.1g} at most" if plain else ""
             yield (
@@ -171,10 +200,14 @@ class Doctor:
         now = _values(self._gates.log_alpha)
         moved = float((now - self._start).abs().mean())
         if self._way and moved < _STUCK * self._way:
+            cause = self._overwritten()
+            if cause and "out of reach" in self._said:
+                return  # the same, once more
+            advice = f"Give a larger gate_lr (now {self._rate:g}), or more epochs"
             yield (
                 "stuck",
                 f"the gates have hardly moved: by {moved:.2g} in log α, and they close after "
-                f"{self._way:.1f}. Give a larger gate_lr (now {self._rate:g}), or more epochs",
+                f"{self._way:.1f}{f': {cause}' if cause else f'. {advice}'}",
             )
         elif bool((now > self._threshold).all()) and self._terms.budget is None:
             yield (
@@ -198,12 +231,13 @@ class Doctor:
                     f"{axis.name} is about to lose all its slots: {expected:.1f} of {axis.size} "
                     "are expected to stay open. Unless there is a path around it, the network then "
                     f"passes nothing on. Protect it: lam={{'{axis.name}': 0, '*': …}}, or exclude "
-                    "it from the gates, or give a smaller λ or a larger budget",
+                    "it from the gates",
                 )
 
     def _undecided(self, record: Record) -> Iterator[Complaint]:
         """Is the real count what was expected?"""
         p = self._gates.open_probability().detach()
+        faster = self._said.isdisjoint(_SLOWER)
         count = int(((p > _UNDECIDED[0]) & (p < _UNDECIDED[1])).sum())
         found = amounts(record)
         # Not those of a budget alone: a time goes in steps, and differs from what is expected.
@@ -214,10 +248,21 @@ class Doctor:
                     "undecided",
                     f"{count} of {len(p)} gates have not decided: {of.share(of.expected):.0%} of "
                     f"the {kind.label} are expected to stay, {of.share(of.actual):.0%} do. So the "
-                    "network that settles differs from the one that was trained. Give more epochs, "
-                    f"or a larger gate_lr (now {self._rate:g})",
+                    "network that settles differs from the one that was trained. Give more epochs"
+                    + (f", or a larger gate_lr (now {self._rate:g})" * faster),
                 )
                 return
+
+    def _runs_away(self, record: Record) -> Iterator[Complaint]:
+        """Do the gates follow what pulls at them?"""
+        for text, of in record.get("budget", {}).items():
+            if of["multiplier"] * self._terms.weight > _RUNAWAY and of["share"] > of["target"]:
+                yield (
+                    "runs away",
+                    f"the multiplier of {text} has grown to {of['multiplier']:.1g}, since the "
+                    f"gates do not follow: {of['share']:.0%} is left where {of['target']:.0%} is "
+                    f"wanted by now. Give more epochs, or a larger gate_lr (now {self._rate:g})",
+                )
 
     def _overwhelmed(self) -> Iterator[Complaint]:
         """Does the task still matter beside the penalty?"""

@@ -103,6 +103,11 @@ class GateTerms:
         return default_gate_rate(self._phases.learning) if given is None else given
 
     @property
+    def weight(self) -> float:
+        """How hard a multiplier of 1 pulls at the gates, in pulls of the loss."""
+        return 0.0 if self.budget is None else self.budget.weight
+
+    @property
     def decays(self) -> bool:
         """Does the penalty depend on the weights, too, by its L2 term?"""
         return bool(self._decay["l2"])

@@ -22,7 +22,7 @@ from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
 from l0prune.training.gradients import add_gradients
 from l0prune.training.keywords import GateKeywords
-from l0prune.training.own_optimizer import OwnOptimizer
+from l0prune.training.own_optimizer import OwnOptimizer, free
 from l0prune.training.phases import Phases
 from l0prune.training.pruner_state import FORMAT, check
 from l0prune.training.settings import AUTO
@@ -51,9 +51,9 @@ class Pruner:
     First λ warms up, then the network is pruned; at the end the gates stand, after the last of
     them were opened and closed so that an export just meets the budgets, and the weights settle.
 
-    Where something else makes the optimizer, ``take_gates()`` lets the gates learn by one of
-    their own: then no ``param_groups`` are needed, and clipping, weight decay and learning rates
-    of the other do not reach them.
+    The gates learn by an optimizer of their own, so that clipping, weight decay and schedules of
+    learning rates do not reach them. Where something else makes the optimizer, over whatever
+    parameters, ``take_gates()`` does the same.
 
     Attributes:
         model: the gated model.
@@ -107,6 +107,7 @@ class Pruner:
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
+        free(self.gates.log_alpha)
         if self._drives_itself:
             self.begin_step()
 
@@ -194,8 +195,16 @@ class Pruner:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def param_groups(self, lr: float = 1e-3, weight_decay: float = 0.0) -> list[dict[str, Any]]:
-        """Groups for any optimizer: the weights, and the gates undecayed at their own rate."""
+        """Groups for any optimizer, which hold the weights alone: the gates are taken.
+
+        A loop that drives the phases itself gets the gates as a group of their own, undecayed and
+        at their own rate.
+        """
         groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
+        if self._drives_itself:
+            if self.gates.log_alpha.requires_grad:
+                self.take_gates()
+            return [group for group in groups if group["name"] != "gates"]
         if self.budget is not None:
             for group in groups:
                 if group["name"] == "gates":
@@ -340,6 +349,7 @@ class Pruner:
             self.begin_step()
             if self.step >= self.phases.total:
                 self.make_whole()
+                self.release_gates()
 
     def advance(self) -> None:
         """Count the step that was done, and make the gates what they are after it."""

@@ -97,3 +97,41 @@ def test_what_was_said_before_a_stop_is_not_said_again():
     again.load_state_dict(pruner.state_dict())
     again.doctor.go_on_from([])
     assert not again.doctor.before(optimizers)
+
+
+def faster(text):
+    return any(advice in text for advice in ("larger gate_lr", "larger λ"))
+
+
+def slower(text):
+    return any(advice in text for advice in ("smaller λ", "larger budget"))
+
+
+@pytest.mark.parametrize("first", [1.0, 3.0])
+@pytest.mark.parametrize("moves", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("growth", [0.0, 5.0])
+def test_no_advice_takes_back_another(first, moves, growth):
+    """Records of any run: gates that move or do not, and a loss that grows or does not."""
+    model = gated()
+    pruner = l0prune.Pruner(model, lam=0.1, steps=20, settle=0, say=lambda text: None)
+    doctor, log_alpha = pruner.doctor, l0prune.gates(model).log_alpha
+    texts, start = [], log_alpha.detach().clone()
+    for epoch in range(1, 11):
+        with torch.no_grad():
+            log_alpha.copy_(start - moves * epoch * torch.linspace(0.1, 1, len(start)))
+        loss = first + growth * epoch
+        record = {"epoch": epoch, "step": 2 * epoch, "phase": "prune", "train_loss": loss}
+        texts += doctor.after(record | pruner.record()).values()
+    assert not (any(map(faster, texts)) and any(map(slower, texts)))
+    assert bool(texts) or moves
+
+
+def test_a_multiplier_that_runs_away_is_said_with_its_cause():
+    model = gated()
+    pruner = l0prune.Pruner(model, budget="params=0.3", steps=20, settle=5, say=lambda text: None)
+    pruner.budget.multipliers.fill_(1e6)
+    pruner.budget.done = 15
+    record = {"epoch": 15, "step": 15, "phase": "prune"} | pruner.record()
+    found = pruner.doctor.after(record)
+    assert "1e+06" in found["runs away"]
+    assert "100% is left where 30% is wanted" in found["runs away"]

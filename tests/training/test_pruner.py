@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import warnings
 
@@ -44,10 +45,18 @@ def quiet(text):
     """Most runs here are too short to be any good, which would be said."""
 
 
-def made(steps=STEPS, **settings):
+def made(steps=STEPS, taken=True, **settings):
+    """A run whose optimizer is as in the README; or one that holds the gates, too."""
     model = gated()
     pruner = Pruner(model, steps=steps, **{"say": quiet, **SETTINGS, **settings})
-    return model, pruner, torch.optim.Adam(pruner.param_groups(lr=1e-2))
+    return model, pruner, torch.optim.Adam(groups_of(model, pruner, taken), fused=True)
+
+
+def groups_of(model, pruner, taken):
+    if taken:
+        return pruner.param_groups(lr=1e-2)
+    weights, gates = l0prune.param_groups(model, 1e-2, pruner.gate_lr)
+    return [weights, gates | {"betas": (0.9, 0.99)}]
 
 
 def started(model, pairs, **settings):
@@ -137,7 +146,7 @@ def test_gates_that_stand_do_so_in_a_loop_of_ones_own_around_ddp(tmp_path):
 
 
 def test_the_penalty_is_added_after_clipping_and_only_once():
-    model, pruner, _ = made(budget=None, lam=0.01, warmup=0)
+    model, pruner, _ = made(budget=None, lam=0.01, warmup=0, taken=False)
     for _ in range(3):  # accumulation: three backwards, one step
         model(torch.randn(4, FEATURES)).sum().backward()
     before = pruner.gates.log_alpha.grad.clone()
@@ -151,12 +160,10 @@ def test_the_penalty_is_added_after_clipping_and_only_once():
 @pytest.mark.parametrize("starts", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken, starts):
-    whole = made()
+    whole = made(taken=taken)
     for model, pruner, optimizer in (whole,):
         if starts:
             assert pruner.start_from(list(batches(8)))
-        if taken:
-            pruner.take_gates()
         torch.manual_seed(1)
         own_loop(model, pruner, optimizer, 20)
         kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), pruner.state_dict()))
@@ -164,7 +171,7 @@ def test_a_stop_and_a_fresh_pruner_are_the_same_to_the_bit(taken, starts):
         torch.save(kept[2], file)
         rng = torch.get_rng_state()
         own_loop(model, pruner, optimizer, 20, start=20)
-    model, pruner, optimizer = made()
+    model, pruner, optimizer = made(taken=taken)
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     file.seek(0)
@@ -194,9 +201,7 @@ def test_gates_of_their_own_optimizer_are_out_of_reach_of_any_other():
 def test_gates_of_their_own_optimizer_learn_as_in_a_group_of_another():
     ends = []
     for taken in (False, True):
-        model, pruner, optimizer = made()
-        if taken:
-            pruner.take_gates()
+        model, pruner, optimizer = made(taken=taken)
         torch.manual_seed(1)
         own_loop(model, pruner, optimizer, STEPS)
         ends.append(tensors(model))
@@ -210,9 +215,7 @@ def test_accumulation_gives_the_same_gates(taken):
     for parts in (1, 4):
         model = gated(ContinuousSparsification(), norm=False)
         pruner = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
-        optimizer = torch.optim.Adam(pruner.param_groups(lr=1e-3))
-        if taken:
-            pruner.take_gates()
+        optimizer = torch.optim.Adam(groups_of(model, pruner, taken))
         for inputs, targets in batches(STEPS, size=32):
             for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
                 (nn.functional.cross_entropy(model(x), y) / parts).backward()
@@ -283,28 +286,81 @@ def test_gates_that_are_frozen_cannot_be_taken():
 
 
 def test_gates_that_no_optimizer_holds():
-    model, pruner, _ = made(say=None)
+    model, pruner, _ = made(say=None, taken=False)
     (text,) = said(pruner, torch.optim.Adam(pruner.weights), model, steps=3)
     assert "take_gates()" in text
 
 
 def test_gates_that_are_decayed():
-    model, pruner, _ = made(say=None)
+    model, pruner, _ = made(say=None, taken=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.2, weight_decay=0.1)
     (text,) = said(pruner, optimizer, model)
     assert "weight_decay=0.1" in text
 
 
+SCHEDULES = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-3, total_steps=STEPS),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, 1e-5, 1e-3, cycle_momentum=False),
+    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 1e-3, total_iters=STEPS),
+}
+
+
+def scheduled(model, pruner, optimizer, schedule):
+    """A loop with a scheduler of all groups; what is said, and where the gates end."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        steps = SCHEDULES[schedule](optimizer)
+        torch.manual_seed(1)
+        for step in range(STEPS):
+            own_loop(model, pruner, optimizer, 1, start=step)
+            steps.step()
+    return [str(each.message) for each in found if "l0prune" in str(each.message)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_scheduler_reaches_the_gates(schedule):
+    model, pruner, optimizer = made(say=None)
+    text = " ".join(scheduled(model, pruner, optimizer, schedule))
+    assert "hardly" not in text
+    assert "no gate can close" not in text
+    assert l0prune.export(model).params <= 0.5 * l0prune.export(model).params_before
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_scheduler_that_sets_the_rate_of_gates_is_the_cause_that_is_named(schedule):
+    model, pruner, optimizer = made(say=None, taken=False)
+    text, *more = scheduled(model, pruner, optimizer, schedule)
+    assert "scheduler" in text
+    assert not any("hardly moved" in each for each in more)
+    assert "take_gates()" in text
+    assert "gate_lr=0.2" in text
+
+
+def test_another_run_takes_the_gates_over():
+    """Whatever became of the first one: its hook would keep their gradient from the second."""
+    model, first, optimizer = made()
+    own_loop(model, first, optimizer, 3)
+    before = l0prune.gates(model).log_alpha.detach().clone()
+    second = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+    own_loop(model, second, torch.optim.Adam(groups_of(model, second, taken=False)), 3)
+    assert not torch.equal(before, l0prune.gates(model).log_alpha)
+    third = Pruner(model, steps=STEPS, say=quiet, **SETTINGS)
+    third.take_gates()
+    del third
+    gc.collect()
+    model(torch.randn(4, FEATURES)).sum().backward()
+    assert bool(l0prune.gates(model).log_alpha.grad.any())
+
+
 def test_gates_that_move_too_slowly():
-    model, pruner, _ = made(say=None)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    model, pruner, optimizer = made(say=None, gate_lr=1e-3)
     (text,) = said(pruner, optimizer, model)
     assert "gate_lr=0.001" in text
 
 
 def test_what_is_said_goes_where_the_user_wants_it():
     texts = []
-    model, pruner, _ = made(say=texts.append)
+    model, pruner, _ = made(say=texts.append, taken=False)
     own_loop(model, pruner, torch.optim.Adam(pruner.weights), 1)
     assert len(texts) == 1
 

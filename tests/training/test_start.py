@@ -290,7 +290,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     assert "removal of 1 batch; cut at once: params=0.5: " in said
     p = gates.open_probability().detach()[switches_of(gates.plan)]
     assert bool(stand(p).all())
-    assert any(group["params"][0] is gates.log_alpha for group in params)
+    assert [group["name"] for group in params] == ["weights"]
     record = pruner.record()["budget"]["params=0.5"]
     assert record["target"] == pytest.approx(record["share"])  # it falls from what is left
 
