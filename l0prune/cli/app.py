@@ -12,6 +12,7 @@ import typer
 
 from l0prune.cli import recipes
 from l0prune.cli.edge import own_warnings, run_command
+from l0prune.cli.evaluate import evaluate
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
@@ -32,7 +33,7 @@ Or all of it on embedded data: l0prune run digits-lenet
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-for command in (survey, gate, measure, fit, finetune, export, recipes.run, report):
+for command in (survey, gate, measure, fit, finetune, export, evaluate, recipes.run, report):
     app.command()(command)
 app.add_typer(recipes.app, name="recipes")
 

@@ -9,9 +9,9 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say
-from l0prune.cli.options import LATENCY, Json, TrustPickle
+from l0prune.cli.options import LATENCY, Json, TrustPickle, preprocessing_in, with_step
 from l0prune.cli.project import newest, output_path
-from l0prune.cli.report import NoReport
+from l0prune.cli.report import NoReport, repeatable
 from l0prune.cli.stages import shown
 from l0prune.errors import FileError, UsageError
 
@@ -69,10 +69,12 @@ def export(
     kinds = "*.tuned.pt", "*.fit.pt", "*.gated.pt"
     path = file or newest(*kinds, command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    built_by = _built_by(path, trust_pickle)
+    info = l0prune.read_info(path)
+    built_by = _built_by(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
         dense = l0prune.export(model)
+    dense.preprocessing = preprocessing_in(info, path)
     stem = output_path(None, str(path), "") if out is None else _without_ending(out)
     if stem.is_dir():  # a folder: the model's own name in it
         stem = stem / output_path(None, str(path), "").name
@@ -93,7 +95,7 @@ def export(
     if pretrained:
         result["loads"] = said
     if report:
-        result["page"] = str(_report(dense, model, path, stem))
+        result["page"] = str(_report(dense, model, info, path, stem))
         say(f"the report is {result['page']}")
     emit(result, json, dense)
     if not json:
@@ -102,7 +104,9 @@ def export(
             say(said)
 
 
-def _report(dense: l0prune.Export, model: Any, path: Path, stem: Path) -> Path:
+def _report(
+    dense: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
+) -> Path:
     """Write the report into the folder of the model's run, or else beside the files."""
     from l0prune.report.content import Fit
     from l0prune.report.gathered import with_time, with_trainings
@@ -110,21 +114,22 @@ def _report(dense: l0prune.Export, model: Any, path: Path, stem: Path) -> Path:
 
     folder, times = output_path(None, str(path), ".run"), output_path(None, str(path), LATENCY)
     content = l0prune.Report.of(dense).content
-    if (fit := l0prune.read_info(path).get("fitted")) is not None:
+    if (fit := info.get("fitted")) is not None:
         content = content.model_copy(update={"fit": Fit.model_validate(fit)})
     if folder.is_dir():
         content = with_trainings(content, trainings_in(folder))
     if times.exists():
         content = with_time(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
-    return l0prune.Report(content).titled(path.name).save(target)[0]
+    report = repeatable(l0prune.Report(content), with_step(info, path))
+    return report.titled(path.name).save(target)[0]
 
 
-def _built_by(path: Path, trust_pickle: bool) -> str:
+def _built_by(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
     """What the file says that its model was built by, if that may be run; else nothing."""
     from l0prune.files.consent import check_consent
 
-    spec = str(l0prune.read_info(path).get("model") or "")
+    spec = str(info.get("model") or "")
     try:
         if not trust_pickle:
             check_consent(spec, path)

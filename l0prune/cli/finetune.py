@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +18,13 @@ from l0prune.cli.options import (
     Latency,
     TrustPickle,
     latency_table,
+    load_data,
     parse_setting,
     recorded_data,
+    with_step,
 )
 from l0prune.cli.project import defaults, newest, output_path
-from l0prune.cli.report import NoReport
+from l0prune.cli.report import NoReport, repeatable
 from l0prune.cli.setting_options import with_settings
 from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
@@ -69,11 +72,9 @@ def finetune(
 
         torchrun --nproc-per-node 8 -m l0prune finetune --data imagefolder:DIR --batch-size 1024
     """
-    chosen_settings = {
-        **defaults().get("finetune", {}),
-        **settings,
-        **dict(map(parse_setting, setting or ())),
-    }
+    given = {**settings, **dict(map(parse_setting, setting or ()))}
+    standing = {k: v for k, v in defaults().get("finetune", {}).items() if k not in given}
+    chosen_settings = {**standing, **given}
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
@@ -89,7 +90,7 @@ def finetune(
                 "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
                 '`l0prune gate`, or as data = "…" in l0prune.toml.'
             )
-        source = world.first_then_all(lambda: l0prune.load_data(spec, root))
+        source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
         table = latency_table(latency, path, chosen_settings.get("budget"))
         if table is not None:
@@ -99,7 +100,9 @@ def finetune(
             history = l0prune.finetune(
                 model, source, report=False, **chosen_settings, out=folder, resume=resume
             )
-        info = {**info, "data": source.name, "history": history.last}
+        more = [f"--set={name}={dumps(value)}" for name, value in standing.items()]
+        info = with_step(info, path, source, more, data=spec)
+        info |= {"data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:
         say(f"checkpoints and metrics are in {folder}")
@@ -108,7 +111,7 @@ def finetune(
         result = {"file": str(target), "run": str(folder), **history.last}
         if report:
             found = l0prune.Report.of(history=history, model=model, latency=table)
-            page, _ = found.titled(path.name).save(folder / "report.html")
+            page, _ = repeatable(found, info).titled(path.name).save(folder / "report.html")
             result["page"] = str(page)
             say(f"the report is {page}")
         emit({**result, "doctor": history.complaints}, json, f"{target} written")

@@ -16,7 +16,9 @@ from l0prune.cli.options import (
     Latency,
     TrustPickle,
     latency_table,
+    load_data,
     recorded_data,
+    with_step,
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.setting_options import with_settings
@@ -82,7 +84,7 @@ def fit(
     model = l0prune.load(path, trust_pickle=trust_pickle)
     scores = source = None
     if score != _GATES:
-        source = l0prune.load_data(spec, root) if spec else None
+        source = load_data(spec, root)
         how = "magnitude" if score == _AUTO and source is None else score
         if how != score:
             say(f"no data is named (--data), so that {_AUTO} is {how}")
@@ -104,6 +106,7 @@ def fit(
             loss=settings.get("loss"),
         )
     target = output_path(out, str(path), ".fit.pt")
+    info = with_step(info, path, source, data=spec if source is not None else None)
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
     met = (f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())

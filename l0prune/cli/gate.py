@@ -22,8 +22,10 @@ from l0prune.cli.options import (
     Weights,
     example_inputs,
     free_dims,
+    load_data,
     open_model,
     parse_setting,
+    with_step,
 )
 from l0prune.cli.project import chosen, output_path
 from l0prune.errors import UsageError
@@ -111,7 +113,8 @@ def gate(
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec = chosen(data, "data")
-    source = l0prune.load_data(data_spec, chosen(data_root, "data_root")) if data_spec else None
+    root = chosen(data_root, "data_root")
+    source = load_data(data_spec, root)
     example = example_inputs(input, source)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
@@ -129,7 +132,9 @@ def gate(
         survey=found,
     )
     target = output_path(out, spec, ".gated.pt")
+    given = {"model": spec, "data": data_spec, "data_root": root, "input": chosen(input, "input")}
     info = {"model": spec if is_rebuildable(spec) else None, "data": data_spec}
+    info = with_step(info, source=source, **given)
     if data_root:
         info["data_root"] = str(data_root)
         remember_root(data_root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 import l0prune
 from l0prune.cli.edge import say
 from l0prune.cli.project import chosen, output_path
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent
 
 LATENCY = ".latency.json"
@@ -206,3 +207,76 @@ def recorded_data(
         check_root_consent(asked["data_root"], path)
     spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
     return None if spec is None else str(spec), None if folder is None else Path(folder)
+
+
+def load_data(spec: str | None, root: Path | None) -> Any:
+    """The data source of this name, which is told to the user; None where none is named.
+
+    Raises:
+        L0pruneError: see ``l0prune.load_data``.
+    """
+    if spec is None:
+        return None
+    source: Any = l0prune.load_data(spec, root)
+    parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
+    classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
+    images = [] if source.preprocessing is None else [str(source.preprocessing)]
+    if known := [*parts, *classes, *images]:
+        say(f"{spec}: {', '.join(known)}")
+    return source
+
+
+def _sized(source: Any) -> dict[str, Any]:
+    """Return the parts of a data source that say how many examples they have."""
+    parts = {"training": source.train, "test": source.test}
+    return {name: part for name, part in parts.items() if hasattr(part, "batches")}
+
+
+def preprocessing_in(info: dict[str, Any], path: Path) -> Any:
+    """The preprocessing of images that a model file remembers; None where it has none.
+
+    Raises:
+        FileError: it is damaged.
+    """
+    from pydantic import ValidationError
+
+    from l0prune.data.preprocessing import Preprocessing  # loads torch
+
+    found = info.get("preprocessing")
+    try:
+        return None if found is None else Preprocessing.model_validate(found)
+    except ValidationError as error:
+        raise FileError(f"{path} is damaged: what it says of images cannot be read.") from error
+
+
+def with_step(
+    info: dict[str, Any],
+    path: Path | None = None,
+    source: Any = None,
+    more: Sequence[str] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """What a model file says, with this command, and what its data are.
+
+    Args:
+        info: what the file says that the command was given.
+        path: of that file; the command names it, also where it was found.
+        source: the data, if any.
+        more: arguments that came from elsewhere than the command line.
+        options: by name, with values that may have come from elsewhere; None for those that
+            nobody gave.
+    """
+    from l0prune.running.environment import command  # loads torch
+
+    typed = [*sys.argv, *more]
+    for name, value in options.items():
+        is_there = any(each == str(value) or each.endswith(f"={value}") for each in typed)
+        if value is not None and not is_there:
+            typed += [f"--{name.replace('_', '-')}", str(value)]
+    if path is not None and str(path) not in typed:
+        typed.append(str(path))
+    found = {**info, "commands": [*info.get("commands", ()), command(typed)]}
+    if source is not None:
+        known = source.preprocessing
+        found["preprocessing"] = None if known is None else known.model_dump()
+    return found

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+import l0prune
 from l0prune.cli.edge import emit
 from l0prune.cli.options import Json
 from l0prune.errors import UsageError
@@ -52,3 +53,10 @@ def _newest() -> Path:
             "there is no run here (MODEL.run, runs/NAME): name its folder, or a report.json."
         )
     return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def repeatable(report: l0prune.Report, info: dict[str, Any]) -> l0prune.Report:
+    """The report with the commands that its model file remembers, this one being the last."""
+    *before, last = info["commands"]
+    repeat = report.content.repeat.model_copy(update={"commands": before, "command": last})
+    return l0prune.Report(report.content.model_copy(update={"repeat": repeat}))

@@ -21,6 +21,7 @@ from l0prune.cli.options import (
     Weights,
     example_inputs,
     free_dims,
+    load_data,
     open_model,
 )
 from l0prune.cli.project import chosen
@@ -49,7 +50,7 @@ def survey(
     """
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
-    source = l0prune.load_data(spec, chosen(data_root, "data_root")) if spec else None
+    source = load_data(spec, chosen(data_root, "data_root"))
     example, shapes = example_inputs(input, source), free_dims(dynamic)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
     result = found.to_dict()

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from l0prune.data.inputs import moved
 from l0prune.data.pairs import pair, without_labels
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
 
 Batch = tuple[Any, Any]
@@ -249,12 +250,14 @@ class Data:
         train: what is learned from; its length is N.
         test: what is reported on.
         classes: number of classes; 0 where the targets are no classes.
+        preprocessing: of its images, for the report and the files; None where unknown.
     """
 
     name: str
     train: Split
     test: Split
     classes: int
+    preprocessing: Preprocessing | None = None
 
     def __post_init__(self) -> None:
         for part, split in (("training", self.train), ("test", self.test)):

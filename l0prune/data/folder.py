@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from l0prune.data.dataset import Data, Loaded
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError
 
-# What torchvision's networks were trained with: mean and deviation of each channel of ImageNet.
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SIZE = 224
-_BORDER = 256 / 224  # how much larger an image is before its middle is cut out
+_BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
 _MOST_WORKERS = 8
 
 
 def image_folder(spec: str, rest: str) -> Data:
     """``DIR`` or ``DIR:PIXELS``, with ``train`` and ``test`` or ``val`` inside.
 
-    Images are cut to squares of that size and scaled as for ImageNet; augmented, training images
-    are random parts of the originals, mirrored or not.
+    Images become squares of that size (224 where none is given) as torchvision's networks take
+    them: the shorter side is resized to 256/224 of it, and the middle is cut out; see
+    ``Preprocessing``. Augmented, training images are random parts of the originals, resized to
+    it, mirrored or not.
 
     Raises:
         DataError: a folder is missing or empty, or the parts hold different classes.
@@ -28,16 +29,22 @@ def image_folder(spec: str, rest: str) -> Data:
     name, _, pixels = rest.rpartition(":")
     folder, size = (Path(name), int(pixels)) if name and pixels.isdigit() else (Path(rest), _SIZE)
     train_folder, test_folder = _parts(folder)
-    fixed, varied = _transforms(max(size, 1))
-    train, test = _read(train_folder, fixed), _read(test_folder, fixed)
+    preprocessing = for_imagenet(max(size, 1))
+    train, test = (_read(part, preprocessing.transform()) for part in (train_folder, test_folder))
     if train.classes != test.classes:
         raise DataError(
             f"{folder}: train and {test_folder.name} hold different classes "
             f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
         )
     workers = min(_processors(), _MOST_WORKERS)
-    augmented = _read(train_folder, varied)
-    return Data(spec, Loaded(train, workers, augmented), Loaded(test, workers), len(train.classes))
+    augmented = _read(train_folder, _varied(preprocessing))
+    return Data(
+        spec,
+        Loaded(train, workers, augmented),
+        Loaded(test, workers),
+        len(train.classes),
+        preprocessing,
+    )
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
@@ -52,13 +59,26 @@ def _parts(folder: Path) -> tuple[Path, Path]:
     return folder / "train", tests[0]
 
 
-def _transforms(size: int) -> tuple[Any, Any]:
+def for_imagenet(size: int) -> Preprocessing:
+    """Return the preprocessing that torchvision's networks were trained with, at a size."""
+    resize = round(size * _BORDER)
+    return Preprocessing(
+        input_size=[3, size, size],
+        color="RGB",
+        resize=resize,
+        interpolation="bilinear",
+        crop_pct=size / resize,
+        crop_mode="center",
+        mean=[0.485, 0.456, 0.406],
+        std=[0.229, 0.224, 0.225],
+    )
+
+
+def _varied(preprocessing: Preprocessing) -> Any:
     from torchvision import transforms as T
 
-    scale = [T.ToTensor(), T.Normalize(_MEAN, _STD)]
-    fixed = T.Compose([T.Resize(round(size * _BORDER)), T.CenterCrop(size), *scale])
-    varied = T.Compose([T.RandomResizedCrop(size), T.RandomHorizontalFlip(), *scale])
-    return fixed, varied
+    crop = T.RandomResizedCrop(preprocessing.input_size[1])
+    return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
 
 
 def _read(folder: Path, transform: Any) -> Any:

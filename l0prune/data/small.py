@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -16,15 +16,31 @@ from torch import Tensor
 from l0prune.capture.quiet import printing_to
 from l0prune.data.augment import shifted, shifted_and_mirrored
 from l0prune.data.dataset import Augmentation, Data, Tensors
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError
 
-# torchvision's class, and the mean and deviation of each channel that its networks are fed with.
-_KNOWN: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
-    "mnist": ("MNIST", (0.1307,), (0.3081,)),
-    "fashion-mnist": ("FashionMNIST", (0.2860,), (0.3530,)),
-    "cifar10": ("CIFAR10", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-    "cifar100": ("CIFAR100", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+
+def _as_they_are(
+    color: Literal["RGB", "L"],
+    side: int,
+    mean: list[float],
+    std: list[float],
+    pixel_max: float = 255.0,
+) -> Preprocessing:
+    """Return the preprocessing of squares that keep their size."""
+    shape = [len(color), side, side]
+    return Preprocessing(input_size=shape, color=color, pixel_max=pixel_max, mean=mean, std=std)
+
+
+_CIFAR = _as_they_are("RGB", 32, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+# torchvision's class, and what its images become.
+_KNOWN = {
+    "mnist": ("MNIST", _as_they_are("L", 28, [0.1307], [0.3081])),
+    "fashion-mnist": ("FashionMNIST", _as_they_are("L", 28, [0.2860], [0.3530])),
+    "cifar10": ("CIFAR10", _CIFAR),
+    "cifar100": ("CIFAR100", _CIFAR),
 }
+_DIGITS = _as_they_are("L", 8, [0.5], [0.5], pixel_max=16.0)  # from −1 to 1
 _DIGITS_TRAIN = 1437  # four of five
 
 
@@ -35,20 +51,19 @@ def digits(name: str, root: Path) -> Data:
     except ImportError as error:
         raise DataError("The digits come with scikit-learn: pip install 'l0prune[demo]'") from error
     images, labels = load_digits(return_X_y=True)
-    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 8 - 1
+    inputs = _DIGITS.scaled(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8))
     targets = torch.tensor(labels, dtype=torch.int64)
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
     train, test = order[:_DIGITS_TRAIN], order[_DIGITS_TRAIN:]
-    return Data(
-        name, Tensors(inputs[train], targets[train]), Tensors(inputs[test], targets[test]), 10
-    )
+    learned, tested = (Tensors(inputs[part], targets[part]) for part in (train, test))
+    return Data(name, learned, tested, 10, _DIGITS)
 
 
 def mnist(name: str, root: Path) -> Data:
     """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
     sets = [_torchvision(name, root, train) for train in (True, False)]
     train, test = (_scaled(name, found.data[:, None], found.targets, shifted) for found in sets)
-    return Data(name, train, test, 10)
+    return Data(name, train, test, 10, _KNOWN[name][1])
 
 
 def cifar(name: str, root: Path) -> Data:
@@ -64,7 +79,7 @@ def cifar(name: str, root: Path) -> Data:
         _scaled(name, images.permute(0, 3, 1, 2), labels, shifted_and_mirrored)
         for images, labels in pairs
     )
-    return Data(name, train, test, classes)
+    return Data(name, train, test, classes, _KNOWN[name][1])
 
 
 def _torchvision(name: str, root: Path, train: bool) -> Any:
@@ -86,15 +101,11 @@ def _torchvision(name: str, root: Path, train: bool) -> Any:
 
 
 def _scaled(name: str, images: Tensor, labels: Tensor, augmentation: Augmentation) -> Tensors:
-    """Bytes to floats of about zero mean and unit deviation; in place, the sets are large.
+    """Bytes to floats of about zero mean and unit deviation.
 
     Shape: images ``(n, channels, height, width)``, uint8.
     """
-    _, mean, std = _KNOWN[name]
-    inputs = images.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    shape = (1, -1, 1, 1)
-    inputs.sub_(torch.tensor(mean).view(shape)).div_(torch.tensor(std).view(shape))
-    return Tensors(inputs, labels.to(torch.int64), augmentation)
+    return Tensors(_KNOWN[name][1].scaled(images), labels.to(torch.int64), augmentation)
 
 
 def _unpacked(path: Path) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ import l0prune
 from l0prune.capture.copying import copied
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import Weight
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
 from l0prune.exporting.notes import note_on_batches, note_on_pickles, note_on_sizes
@@ -64,6 +65,8 @@ class Export:
         plan: of the network before the cut: where its gates acted, and what stayed whole and why.
         kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
         weights: the layers of the network before the cut.
+        preprocessing: of the images that the network takes, as ``load_data`` says it of a data
+            source; None where unknown. Set it to have it in the files.
     """
 
     module: nn.Module
@@ -83,6 +86,7 @@ class Export:
     _manifest: dict[str, Any] = field(repr=False)
     times: Times | None = None
     files: tuple[Path, ...] = ()
+    preprocessing: Preprocessing | None = None
 
     @property
     def note(self) -> str:
@@ -204,6 +208,8 @@ class Export:
                 "macs": self.macs,
                 "widths": json.dumps(self.widths),
             }
+            if self.preprocessing is not None:
+                facts["preprocessing"] = self.preprocessing.model_dump_json()
             if beside is not None and len(written) == 1:
                 (piece,), (unfinished,) = self._made.pieces, written.values()
                 read = piece.read(piece.answers[0].inputs)
@@ -295,7 +301,9 @@ class Export:
     @property
     def _facts(self) -> dict[str, Any]:
         """What the manifest says beside the model's origin."""
-        return {**self._manifest, "certificate": self.certificate.to_dict()}
+        known = None if self.preprocessing is None else self.preprocessing.model_dump()
+        certificate = self.certificate.to_dict()
+        return {**self._manifest, "certificate": certificate, "preprocessing": known}
 
     @staticmethod
     def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.files.checked_json import Strict, checked
 
 VERSION = 1  # raised when older versions cannot read what this one writes
@@ -380,19 +381,23 @@ class Repeat(Section):
     """Commands, versions and seed that repeat the run.
 
     Attributes:
+        commands: that came before, from ``gate`` on, with model and weights.
         command: as it was typed; empty where none was.
         versions: of Python and packages.
         machine, device: that it ran on.
         seed: of training; null where nothing was trained.
+        preprocessing: of the images that it learned from and was tested on; null where unknown.
         recipe: the recipe of the run, where it had one.
         files: that were written.
     """
 
+    commands: list[str] = Field(default_factory=list)
     command: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     machine: str = ""
     device: str = ""
     seed: int | None = None
+    preprocessing: Preprocessing | None = None
     recipe: dict[str, Any] | None = None
     files: list[Stored] = Field(default_factory=list)
 

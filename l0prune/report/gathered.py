@@ -42,7 +42,7 @@ from l0prune.running.environment import environment
 from l0prune.timing.setting import Setting
 from l0prune.timing.table import LatencyTable
 
-_ENVIRONMENT = ("command", "versions", "machine", "seed", "device")
+_ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
 
 
 def now() -> str:
@@ -78,7 +78,7 @@ def of_export(dense: Export, first: Export | None = None) -> Content:
         notes=dense.note,
         axes=axes,
         layers=layers,
-        repeat=repeated(dense.files),
+        repeat=repeated(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from l0prune.running.device import choose, on_device, precision
 from l0prune.running.feed import test_batches
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
+from l0prune.running.trial import fitting
 
 
 def evaluate(
@@ -51,6 +52,28 @@ def evaluate(
         DataError: there is no test data, or it does not fit the model.
         UsageError: there is no such device, loss or metric, or one of these gives no number.
     """
+    return evaluated(
+        model,
+        data,
+        loss=loss,
+        metric=metric,
+        batch_size=batch_size,
+        device=device,
+        autocast=autocast,
+    )[0]
+
+
+def evaluated(
+    model: nn.Module,
+    data: Any,
+    *,
+    loss: Loss | str | None = None,
+    metric: Metric | str | None = None,
+    batch_size: int = 100,
+    device: str | torch.device = "auto",
+    autocast: str | None = None,
+) -> tuple[dict[str, float], int]:
+    """The same as ``evaluate``, and the number of test examples."""
     task = Task.of(data, loss, metric)
     if task.test is None:
         raise DataError(
@@ -59,9 +82,17 @@ def evaluate(
             "Task(…, test=…)"
         )
     place = choose(device, model)
+    examples = 0
+
+    def counted() -> Iterator[Batch]:
+        nonlocal examples
+        for batch in test_batches(task, batch_size, place, WHOLE):
+            examples += batch.examples
+            yield batch
+
     with on_device(model, place), task.on_device(place):
-        batches = test_batches(task, batch_size, place, WHOLE)
-        return measure(model, batches, task, place, autocast)
+        found = measure(model, counted(), task, place, autocast)
+    return found, examples
 
 
 def measure(
@@ -81,8 +112,9 @@ def measure(
     counts: dict[str, int] = {}
     with evaluating(model), precision(device, autocast):
         for batch in batches:
-            outputs = call(model, batch.inputs)
-            for name, value in task.judged(outputs, batch.targets).items():
+            with fitting(batch, "model, test data, loss and metric"):
+                judged = task.judged(call(model, batch.inputs), batch.targets)
+            for name, value in judged.items():
                 found.setdefault(name, []).append(_total(value, batch.examples))
                 counts[name] = counts.get(name, 0) + batch.examples
             between()

@@ -17,6 +17,7 @@ from l0prune.data import Data, Loaded
 from l0prune.data.dataset import Split
 from l0prune.data.inputs import plain
 from l0prune.data.pairs import pair, without_labels
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
 from l0prune.running import amounts, criteria
 from l0prune.running.classes import choose_classes, cross_entropy, error_rate, tensor_in
@@ -63,6 +64,7 @@ class Task:
         steps: batches in one pass over ``train``; None to ask the data.
         name: of the data, for the checkpoint to tell one run from another.
         larger_is_better: of the metric; None for what is known of a named one, else False.
+        preprocessing: of the images, for the report and the files; None where unknown.
 
     Raises:
         UsageError: there is no such loss or metric, or its name is that of something else in
@@ -78,6 +80,7 @@ class Task:
     steps: int | None = None
     name: str = ""
     larger_is_better: bool | None = None
+    preprocessing: Preprocessing | None = None
     _loss: Loss = field(init=False, repr=False, compare=False)
     _metric: Metric | None = field(init=False, repr=False, compare=False)
 
@@ -123,7 +126,8 @@ class Task:
                 asked["metric_name"] = ""
             return replace(given, **asked) if loss is not None or metric is not None else given
         if isinstance(given, Data):
-            return _OfData(given.train, given.test, name=given.name, data=given, **asked)
+            asked |= {"name": given.name, "preprocessing": given.preprocessing}
+            return _OfData(given.train, given.test, data=given, **asked)
         if isinstance(given, tuple) and len(given) == 2:
             return Task(*given, **asked)
         is_batches = isinstance(given, Iterable) and not isinstance(given, str | Mapping)

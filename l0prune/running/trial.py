@@ -33,7 +33,7 @@ def check_first_batch(
     batch = next(feed.train(0, device), None)
     if batch is None:
         raise DataError("the training data is empty")
-    with _fitting(batch, "model, data and loss"), evaluating(model), precision(device, autocast):
+    with fitting(batch, "model, data and loss"), evaluating(model), precision(device, autocast):
         loss = feed.task.loss_in(call(model, batch.inputs), batch.targets)
     return None if loss is None else float(loss)
 
@@ -49,16 +49,16 @@ def check_first_test(
     """
     what = "model, test data, loss and metric"
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
-        with _fitting(batch, what), evaluating(model), precision(device, autocast):
+        with fitting(batch, what), evaluating(model), precision(device, autocast):
             feed.task.judged(call(model, batch.inputs), batch.targets)
 
 
 @contextmanager
-def _fitting(batch: Batch, what: str) -> Iterator[None]:
+def fitting(batch: Batch, what: str) -> Iterator[None]:
     """Convert errors within the context into messages."""
     try:
         yield
-    except L0pruneError:
+    except (L0pruneError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise DataError(

@@ -118,7 +118,8 @@ class Loop:
         folder, curves = self._folder, self._settings.tensorboard
         phases = self._stepper.phases
         fingerprint = self._fingerprint
-        self.history.facts = facts_of(self._settings, fingerprint, phases, self._device)
+        known = self._feed.task.preprocessing
+        self.history.facts = facts_of(self._settings, fingerprint, phases, self._device, known)
         if folder is not None:
             self._log = self._world.first_alone(lambda: Log(folder, self.history, curves))
         self._display.start(self._done)

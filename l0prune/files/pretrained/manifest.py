@@ -62,6 +62,7 @@ class Manifest(Strict):
         tied: further names of tensors that are stored under another one.
         save: drawn anew for each save, as the tensors beside the manifest have it.
         certificate: the comparisons of the export.
+        preprocessing: of images, as ``l0prune.data.preprocessing`` has it; None where unknown.
         digest: of all the rest.
     """
 
@@ -76,6 +77,7 @@ class Manifest(Strict):
     tied: dict[str, str] = Field(default_factory=dict)
     save: str = ""
     certificate: list[dict[str, Any]] = Field(default_factory=list)
+    preprocessing: dict[str, Any] | None = None
     digest: str = ""
 
     @property

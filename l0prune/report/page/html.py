@@ -57,9 +57,10 @@ def html(content: Content, *, live: bool = False) -> str:
 
 
 def _commands(content: Content) -> list[str]:
-    """Return the commands of the trainings and the last one, each once."""
-    given = [str(training.facts.get("command", "")) for training in content.trainings]
-    return [each for each in dict.fromkeys([*given, content.repeat.command]) if each]
+    """Return the commands from the first to the last, each once."""
+    of_trainings = [str(training.facts.get("command", "")) for training in content.trainings]
+    before = content.repeat.commands or of_trainings
+    return [each for each in dict.fromkeys([*before, content.repeat.command]) if each]
 
 
 def _pictures(content: Content) -> dict[str, Markup]:

@@ -1,0 +1,147 @@
+"""``l0prune evaluate``: loss and metric of any model on the test data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+import l0prune
+from l0prune.cli.edge import emit, say
+from l0prune.cli.options import (
+    DataRoot,
+    DataSpec,
+    Json,
+    ModelOption,
+    TrustPickle,
+    Weights,
+    load_data,
+    open_model,
+    preprocessing_in,
+    recorded_data,
+)
+from l0prune.cli.setting_options import with_settings
+from l0prune.errors import UsageError
+
+
+@with_settings("loss", "metric", "device", "autocast")
+def evaluate(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="MODEL.onnx, .pt2, a gated or tuned .pt, a state or .safetensors, a folder of "
+            "export --pretrained, a pickled module, or a network by name.",
+            show_default=False,
+        ),
+    ] = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    *,
+    settings: dict[str, Any],
+    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Examples at a time.")] = 100,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Test a model: its loss and metric over all test examples.
+
+    It takes whatever l0prune reads or writes. An ONNX file runs in ONNX Runtime on the CPU.
+    Examples:
+
+        l0prune evaluate model.onnx --data imagefolder:DIR
+
+        l0prune evaluate --model net.py:build --weights model.state.pt --data mnist
+    """
+    if (file is None) == (model_option is None):
+        raise UsageError("name one model: a FILE, or --model with --weights")
+    from l0prune.exporting.opened import ON_CPU, opened  # loads torch, as do the next ones
+    from l0prune.running.evaluate import evaluated
+
+    runs_on_cpu = Path(file or "").suffix in ON_CPU
+    if runs_on_cpu and settings.setdefault("device", "cpu") not in ("auto", "cpu"):
+        raise UsageError(f"{file} is evaluated on the CPU: leave out --device")
+    if file is not None and weights is None:
+        module = opened(file, trust_pickle=trust_pickle)
+    else:
+        _, module = open_model(file, model_option, weights, trust_pickle)
+    info = _info(file, module)
+    path = Path(file or str(model_option))
+    spec, root = recorded_data(data, data_root, info, path, trust_pickle)
+    if spec is None:
+        raise UsageError("no data is named: give --data mnist, imagefolder:DIR or file.py:function")
+    source = load_data(spec, root)
+    _compare_preprocessing(preprocessing_in(info, path), source, path)
+    with _outputs_counted(module, getattr(source, "classes", 0), path):
+        found, examples = evaluated(module, source, batch_size=batch_size, **settings)
+    result = {"file": str(path), "data": spec, "examples": examples, **found}
+    emit(result, json, _table(result))
+
+
+def _info(file: str | None, module: Any) -> dict[str, Any]:
+    """Return what a file says of its data and preprocessing; nothing for other models."""
+    from json import loads
+
+    from l0prune.exporting.opened import OnnxFile  # loads torch, as do the next ones
+    from l0prune.files.pretrained.stored import is_smaller_model, manifest_in
+    from l0prune.files.tensor_file import is_tensor_file, read_texts
+
+    if file is None:
+        return {}
+    if isinstance(module, OnnxFile):
+        try:
+            return {"preprocessing": loads(module.facts.get("l0prune.preprocessing", "null"))}
+        except (RecursionError, ValueError):
+            return {"preprocessing": ""}  # which nobody takes for any
+    if is_smaller_model(file):
+        return {"preprocessing": manifest_in(file).preprocessing}
+    is_gated = is_tensor_file(file) and "l0prune" in read_texts(file)
+    return l0prune.read_info(file) if is_gated else {}
+
+
+def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
+    if None not in (known, source.preprocessing) and known != source.preprocessing:
+        say(
+            f"warning: {path} was made with other images than these; of it: {known}. Those of the "
+            f"data: {source.preprocessing}"
+        )
+
+
+@contextmanager
+def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
+    """Within the context, say once where a model has more outputs than the data has classes."""
+    from l0prune.running.classes import tensor_in  # loads torch
+
+    seen: list[int] = []
+
+    def look(_: Any, __: Any, outputs: Any) -> None:
+        scores = tensor_in(outputs)
+        if classes and scores is not None and scores.dim() > 1:
+            seen.append(scores.shape[1])
+
+    handle = module.register_forward_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if seen and seen[0] > classes:
+        say(
+            f"warning: {path} has {seen[0]:,} outputs and the data {classes:,} classes: class "
+            "numbers may mean something else in them"
+        )
+
+
+def _table(result: dict[str, Any]) -> Table:
+    from l0prune.training.description import IN_PERCENT  # loads torch
+
+    table = Table("", "value", title=f"{result['file']} on {result['data']}", show_header=False)
+    for name, value in result.items():
+        if name == "examples":
+            table.add_row("test examples", f"{value:,}")
+        elif isinstance(value, float):
+            table.add_row(name, format(value, ".2%" if name in IN_PERCENT else ".6g"))
+    return table

@@ -1,0 +1,82 @@
+"""Preprocessing of images: from the pixels of a file to the input of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+
+from l0prune.files.checked_json import Strict
+
+
+class Preprocessing(Strict):
+    """All that is done to an image before a network sees it, at test time.
+
+    In this order: colours, resize, crop, pixel values over ``pixel_max``, minus ``mean``, over
+    ``std``. Names are those of timm's data configuration, where it has them.
+
+    Attributes:
+        input_size: channels, height and width of an input.
+        color: ``RGB`` or ``L`` (grey), the order of channels, as PIL converts to.
+        resize: pixels of the shorter side after resizing, the other side in proportion, rounded
+            down; None where images keep their size.
+        interpolation: of the resizing, as PIL does it (antialiased).
+        crop_pct: height that is cut out of the middle, over ``resize``.
+        crop_mode: place of what is cut out.
+        pixel_max: largest value of a pixel, which becomes 1.
+        mean, std: mean and deviation of each channel, of values from 0 to 1.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    input_size: list[int]
+    color: Literal["RGB", "L"]
+    resize: int | None = None
+    interpolation: Literal["bilinear"] | None = None
+    crop_pct: float | None = None
+    crop_mode: Literal["center"] | None = None
+    pixel_max: float = 255.0
+    mean: list[float]
+    std: list[float]
+
+    def scaled(self, pixels: Tensor) -> Tensor:
+        """Return pixel values as inputs; floats are changed in place.
+
+        Shape: ``(n, channels, height, width)``, in and out.
+        """
+        inputs = pixels.to(torch.float32, memory_format=torch.contiguous_format)
+        mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in (self.mean, self.std))
+        return inputs.div_(self.pixel_max).sub_(mean).div_(std)
+
+    def transform(self) -> Any:
+        """Return the torchvision transform of a PIL image in ``color``."""
+        from torchvision import transforms as T
+
+        resize = T.Resize(self.resize, T.InterpolationMode(self.interpolation))
+        return T.Compose([resize, T.CenterCrop(self.input_size[1:]), *self.to_input()])
+
+    def to_input(self) -> list[Any]:
+        """Return the last steps of ``transform``: bytes from 0 to 255 become the input."""
+        from torchvision import transforms as T
+
+        return [T.ToTensor(), T.Normalize(self.mean, self.std)]
+
+    def __str__(self) -> str:
+        _, height, width = self.input_size
+        size = f"{height}×{width} pixels"
+        if self.resize is not None:
+            size = (
+                f"shorter side resized to {self.resize} pixels ({self.interpolation}, "
+                f"antialiased), middle {size} cut out"
+            )
+        return (
+            f"{self.color} images, {size}, values over {self.pixel_max:g}, minus mean "
+            f"{_listed(self.mean)}, over deviation {_listed(self.std)}"
+        )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return "(" + ", ".join(f"{number:g}" for number in numbers) + ")"
