@@ -87,7 +87,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
     from json import loads
 
     from l0prune.exporting.opened import OnnxFile  # loads torch, as do the next ones
-    from l0prune.files.pretrained.stored import is_smaller_model, manifest_in
+    from l0prune.files.pretrained.stored import is_smaller_model, read
     from l0prune.files.tensor_file import is_tensor_file, read_texts
 
     if file is None:
@@ -98,7 +98,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
         except (RecursionError, ValueError):
             return {"preprocessing": ""}  # which nobody takes for any
     if is_smaller_model(file):
-        return {"preprocessing": manifest_in(file).preprocessing}
+        return {"preprocessing": read(file).manifest.preprocessing}
     is_gated = is_tensor_file(file) and "l0prune" in read_texts(file)
     return l0prune.read_info(file) if is_gated else {}
 

@@ -45,15 +45,16 @@ def write_page(
     content = of_export(exports[-1], exports[0])
     content = with_trainings(content, trainings_in(folder))
     fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
-    name, old = result["metric"], content.gain.metric
+    name, tested = result["metric"], content.gain.metric
     metric = Metric(
         name=name,
-        larger_is_better=old is not None and old.larger_is_better,
-        before=old.before if old is not None and old.name == name else None,
+        larger_is_better=tested is not None and tested.larger_is_better,
+        before=tested.before if tested is not None and tested.name == name else None,
         after=result[f"test_{name}"],
         of_file=result[f"onnx_test_{name}"],
     )
-    seen = {"seed": recipe.seed, "device": content.repeat.device}
+    old = content.repeat
+    seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
     repeat = repeated(files, _shown(recipe)).model_copy(update=seen)
     update = {
         "title": recipe.name,

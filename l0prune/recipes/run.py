@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import onnx
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
 from l0prune.data.inputs import as_arguments
-from l0prune.errors import DataError, UsageError
-from l0prune.exporting.onnx.file import Session
+from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import read_json
@@ -221,34 +221,24 @@ def _fit(
     return found[-1].to_dict()
 
 
-class _OnnxFile(nn.Module):
-    """An ONNX file as a module, so that it is tested like any other model."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._session = Session(str(path))
-        inputs = onnx.load(str(path), load_external_data=False).graph.input
-        self._names = [each.name for each in inputs]
-
-    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
-        """The file's first output."""
-        return self._session([*inputs, *(named[name] for name in self._names if name in named)])[0]
-
-
 @stage("testing the smaller network and its file")
-def _measured(module: nn.Module, file: Path, data: Task) -> dict[str, Any]:
-    """The metric on the test data, of the module and of the file; without a metric the loss.
+def _measured(small: Export, file: Path, data: Task) -> dict[str, Any]:
+    """The metric on the test data, of the module and of its file; without a metric the loss.
 
-    Of the file it is None where loss and metric are of outputs by name, which a file has not.
+    Of the file it is None where there are several, or where loss and metric do not take its
+    outputs, which are tensors by name; that is said in a warning.
     """
-    found = l0prune.evaluate(module, data)
+    found = l0prune.evaluate(small.module, data)
     key = data.metric_name if data.metric_name in found else LOSS
+    of_file: dict[str, float] = {}
     try:
-        of_file = l0prune.evaluate(_OnnxFile(file), data, device="cpu").get(key)
-    except (AttributeError, LookupError, TypeError, UsageError):
-        of_file = None
+        if not small.in_parts:
+            of_file = l0prune.evaluate(opened(str(file)), data, device="cpu")
+    except (DataError, UsageError) as error:
+        text = f"l0prune: {file} was written and not tested on the data: {error}"
+        warnings.warn(text, L0pruneWarning, stacklevel=2)
     name = key.removeprefix("test_")
-    return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file}
+    return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file.get(key)}
 
 
 def _reported(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
@@ -288,6 +278,7 @@ def _export(
     first_round = folder / "round-1" if recipe.rounds else folder
     before = l0prune.load(first_round / "gated.pt", copied(dense))
     threads = recipe.latency.threads if recipe.latency else 1
+    small.preprocessing = data.preprocessing
     with stage("writing the ONNX file, and comparing it"):
         small.save_onnx(file, beside=before, threads=threads)
     files = list(small.files)
@@ -298,7 +289,7 @@ def _export(
     result = {
         "recipe": recipe.name,
         "architecture": "-".join(widths),
-        **_measured(small.module, file, data),
+        **_measured(small, file, data),
         "report": _reported(recipe.report, dense, file),
         **small.to_dict(),
         "params_before": first.params_before,

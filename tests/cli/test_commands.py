@@ -214,7 +214,7 @@ def test_recipes(command):
     assert out == reading.find("digits-lenet").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "run"])
+@pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "evaluate", "run"])
 def test_help_teaches_with_an_example(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0

@@ -1,0 +1,198 @@
+"""Numbers of what is handed out, repeated by a script that knows no l0prune."""
+
+import contextlib
+import io
+import json
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import l0prune
+from l0prune.data.preprocessing import Preprocessing
+from l0prune.report.content import parsed
+
+NET = """
+import torch
+from torch import nn
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 5, 2), nn.ReLU(), nn.Conv2d(8, 8, 3, 2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(8 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, 3),
+    )
+"""
+PAGE = Path(__file__).parents[2] / "docs/tasks.md"
+DATA = "imagefolder:photos:32"
+
+
+def photos(folder, count=24):
+    """Noise in which the class has more of its colour, and the ends of the long side less."""
+    draw = np.random.default_rng(0)
+    for part in ("train", "test"):
+        for number, label in enumerate(("ant", "bee", "cow")):
+            (folder / part / label).mkdir(parents=True)
+            for index in range(count):
+                short, long = draw.integers(33, 60), draw.integers(60, 90)
+                pixels = draw.integers(0, 200, (short, long, 3))
+                pixels[:, :, number] += draw.integers(10, 55)
+                ends = (long - short) // 2
+                pixels[:, :ends, number] = pixels[:, long - ends :, number] = 0
+                image = Image.fromarray(pixels.astype(np.uint8))
+                image = image.rotate(90, expand=True) if index % 2 else image
+                image.save(folder / part / label / f"{index}.png")
+
+
+@pytest.fixture
+def made(command, tmp_path):
+    """A folder with photos and a network that was gated, tuned and exported on them."""
+    photos(tmp_path / "photos")
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "l0prune.toml").write_text("[finetune]\nepochs = 4\nlr = 3e-3\n")
+    said = [command("gate", "net.py:net", "--data", DATA)]
+    said.append(command("finetune", "--budget", "macs=0.7", "--batch-size", "8", "--device=cpu"))
+    said.append(
+        command("export", "--onnx", "--pt2", "--state", "--pretrained", "small", "--no-time")
+    )
+    for code, _, err in said:
+        assert code == 0, err
+    return [err for _, _, err in said]
+
+
+def page_script(folder):
+    """The script of docs/tasks.md, run in the folder: what it prints."""
+    section = PAGE.read_text().split("## Images, and the same number without l0prune")[1]
+    code = re.search(r"```\n(import json.*?)```", section, re.DOTALL)[1]
+    assert "import l0prune" not in code
+    (folder / "repeat.py").write_text(code)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        runpy.run_path(str(folder / "repeat.py"))
+    return float(told.getvalue())
+
+
+def test_every_file_gives_the_number_that_a_script_of_its_own_repeats(command, made, tmp_path):
+    def found(*arguments):
+        code, out, err = command("evaluate", *arguments, "--data", DATA, "--json")
+        assert code == 0, err
+        return json.loads(out), err
+
+    check_records(tmp_path)
+    onnx, said = found("net.onnx")
+    assert onnx["examples"] == 72
+    assert page_script(tmp_path) == onnx["error"]
+    assert 0 < onnx["error"] < 0.5
+    assert "shorter side resized to 37 pixels (bilinear, antialiased), middle 32×32 pixels" in said
+    assert all("shorter side resized to 37 pixels" in err for err in made[:2])
+    for arguments in (
+        ["net.tuned.pt"],
+        ["small"],
+        ["net.pt2", "--trust-pickle"],
+        ["--model", "net.py:net", "--weights", "net.state.pt"],
+    ):
+        other, _ = found(*arguments, "--batch-size", "7")
+        assert other["error"] == onnx["error"]
+        assert other["test_loss"] == pytest.approx(onnx["test_loss"], rel=1e-4)
+    torch.save(l0prune.load("small"), "whole.pt")
+    assert found("whole.pt")[0]["error"] == onnx["error"]
+    code, out, err = command("evaluate", "net.pt2", "--data", DATA)
+    assert (code, out) == (1, "")
+    assert "--trust-pickle" in err
+
+    code, out, err = command("evaluate", "net.onnx", "--data", "imagefolder:photos:40")
+    assert code == 1
+    assert "net.onnx takes" in err
+    assert "the data gives (72, 3, 40, 40) in float32" in err
+    assert "was made with other images than these" in err
+    code, _, err = command("evaluate", "whole.pt", "--data", "imagefolder:photos:40")
+    assert code == 1
+    assert "do not fit together" in err
+
+
+def check_records(tmp_path):
+    """What is done to images, and the commands, are in all that is handed out."""
+    expected = l0prune.load_data(f"imagefolder:{tmp_path}/photos:32").preprocessing
+    assert (expected.input_size, expected.resize) == ([3, 32, 32], 37)
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx")
+    text = session.get_modelmeta().custom_metadata_map["l0prune.preprocessing"]
+    assert Preprocessing.model_validate_json(text) == expected
+    for manifest in (
+        json.loads((tmp_path / "small/l0prune.json").read_text()),
+        json.loads(torch.load(tmp_path / "net.state.pt")["manifest"]),
+    ):
+        assert Preprocessing.model_validate(manifest["preprocessing"]) == expected
+    repeat = parsed((tmp_path / "net.run/report.json").read_text(), "the report").repeat
+    assert repeat.preprocessing == expected
+    assert repeat.commands == [
+        f"l0prune gate net.py:net --data {DATA}",
+        f"l0prune finetune --budget macs=0.7 --batch-size 8 --device=cpu --set=epochs=4 "
+        f"--set=lr=0.003 "
+        f"--data {DATA} net.gated.pt",
+    ]
+    assert repeat.command.endswith("--pretrained small --no-time net.tuned.pt")
+    page = (tmp_path / "net.run/report.html").read_text()
+    assert "shorter side resized to 37 pixels" in page
+    shown = re.search(r"How to do it again</h2>\s*<pre><code>(.*?)</code>", page, re.DOTALL)[1]
+    assert shown.splitlines() == [*repeat.commands, repeat.command]
+
+
+CLASSES = """
+import torch
+
+
+def data():
+    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    return (x, torch.arange(20) % 2), (x, torch.arange(20) % 2)
+
+
+def numbers():
+    x = torch.ones(20, 6)
+    return (x, x[:, :3] * 2), (x, x[:, :3] * 2)
+
+
+def pair():
+    x = torch.ones(20, 6)
+    return [(x, x)], [({"one": x[:5]}, x[:5, 0].long())]
+"""
+
+
+def test_loss_metric_and_what_does_not_fit(command, tmp_path):
+    (tmp_path / "own.py").write_text(CLASSES)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    torch.save(net, tmp_path / "net.pt")
+    x = torch.ones(20, 6)
+    far = (net(x) - 2).abs().mean().item()
+    asked = ("--data", "own.py:numbers", "--loss", "l1", "--metric", "mse", "--json")
+    code, out, err = command("evaluate", "net.pt", *asked)
+    assert code == 0, err
+    assert json.loads(out)["test_loss"] == pytest.approx(far, rel=1e-5)
+    assert json.loads(out)["mse"] == pytest.approx((net(x) - 2).square().mean().item(), rel=1e-5)
+
+    code, out, err = command("evaluate", "net.pt", "--data", "own.py:data")
+    assert code == 0, err
+    assert "net.pt has 3 outputs and the data 2 classes" in err
+    assert re.search(r"test examples │ +20", out)
+    torch.save(nn.Sequential(net, nn.Linear(3, 1)), tmp_path / "one.pt")
+    for arguments, message in (
+        (["one.pt", "--data", "own.py:data"], "has 2 classes, but the model has 1 outputs"),
+        (["net.pt"], "no data is named"),
+        ([], "name one model"),
+        (["lost.onnx", "--data", "digits"], "lost.onnx does not exist"),
+        (["own.py", "--data", "digits"], "own.py:data"),
+    ):
+        code, out, err = command("evaluate", *arguments)
+        assert code in (1, 2)
+        assert out == ""
+        assert message in " ".join(err.split())
+        assert "Traceback" not in err
+    (tmp_path / "no.onnx").write_bytes(b"nothing")
+    code, _, err = command("evaluate", "no.onnx", "--data", "own.py:data")
+    assert code == 1
+    assert "ONNX Runtime cannot open no.onnx" in err
