@@ -31,8 +31,9 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
             ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside; inputs of 224×224
-            pixels, or as many as in ``imagefolder:DIR:64``: see ``preprocessing``), or ``file.py:function`` that
-            returns two datasets (train, test), a ``Data``, or a ``Task`` with its own loss.
+            pixels, or as many as in ``imagefolder:DIR:64``: see ``preprocessing``), or
+            ``file.py:function`` that returns two datasets (train, test), a ``Data``, or a
+            ``Task`` with its own loss.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
             torchvision downloads what is not there.
 
