@@ -55,6 +55,8 @@ class Captured:
         batches: those that the graph is right for, where their size is symbolic.
         free: names of the free sizes that stayed symbolic.
         fixed_at: the line of the model's code at which a size was fixed, if one was.
+        memory: those of ``inputs`` that are tensors of objects into which the forward puts others,
+            such as a cache.
     """
 
     program: ExportedProgram
@@ -70,6 +72,7 @@ class Captured:
     batches: Batches = ANY
     free: frozenset[str] = frozenset()
     fixed_at: str = ""
+    memory: frozenset[str] = frozenset()
 
     @property
     def graph(self) -> Graph:
@@ -112,7 +115,7 @@ def capture(
         alone(),
         evaluating(part),
         own_forward(part),
-        without_state(part, example),
+        without_state(part, example) as opener,
         without_hints(),
         quietly(),
     ):
@@ -132,6 +135,7 @@ def capture(
     captured = _index(model, program, batch or 1, found.is_free, path)
     return replace(
         captured,
+        memory=frozenset(captured.inputs[number] for number in opener.written),
         batches=found.batches,
         free=symbolic(program, free) if free else frozenset(),
         fixed_at=found.fixed_at,

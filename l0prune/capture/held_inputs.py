@@ -60,12 +60,11 @@ pytree.register_pytree_node(
 )
 
 
-class _Emptied(TorchFunctionMode):
-    """Within the context, copies of objects have empty tensors; what they stand for is noted."""
+class _Noted(TorchFunctionMode):
+    """Within the context, what is copied has the same tensors; they are noted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[Tensor] = []
         self.tensors: list[Tensor] = []
 
     def __torch_function__(
@@ -73,8 +72,24 @@ class _Emptied(TorchFunctionMode):
     ) -> Any:
         if function is not Tensor.__deepcopy__:
             return function(*args, **(kwargs or {}))
+        self.tensors.append(args[0])
+        return self.instead(args[0])
+
+    def instead(self, tensor: Tensor) -> Tensor:
+        """Return what stands in the copy for a tensor."""
+        return tensor
+
+
+class _Emptied(_Noted):
+    """The same with empty tensors in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Tensor] = []
+
+    def instead(self, tensor: Tensor) -> Tensor:
+        """Return an empty tensor."""
         self.places.append(torch.empty(0))
-        self.tensors.append(args[0].detach().clone())
         return self.places[-1]
 
 
@@ -119,7 +134,8 @@ def _kept(value: Any, name: str) -> Any:
             return leaf
         with _Emptied() as emptied:
             shell = copy.deepcopy(leaf)
-        return Held(_Shell(shell, tuple(emptied.places)), tuple(emptied.tensors))
+        copies = (tensor.detach().clone() for tensor in emptied.tensors)
+        return Held(_Shell(shell, tuple(emptied.places)), tuple(copies))
 
     try:
         return pytree.tree_map(keep_leaf, value)
@@ -159,7 +175,7 @@ def call(model: nn.Module, inputs: _Inputs) -> Any:
 
     The tensors beside them are given as they are.
     """
-    args, kwargs = plain(inputs) if isinstance(model, GraphModule) else _opened(inputs)
+    args, kwargs = plain(inputs) if isinstance(model, GraphModule) else opened(inputs)
     return model(*args, **kwargs)
 
 
@@ -168,7 +184,8 @@ def plain(inputs: _Inputs) -> _Inputs:
     return _mapped(inputs, lambda held: list(held.tensors))
 
 
-def _opened(inputs: _Inputs) -> _Inputs:
+def opened(inputs: _Inputs) -> _Inputs:
+    """Return the inputs with a new copy of each object, as the model takes them."""
     return _mapped(inputs, Held.opened)
 
 
@@ -186,13 +203,38 @@ def holds_objects(inputs: _Inputs) -> bool:
     return any(isinstance(leaf, Held) for leaf in leaves)
 
 
-def opener(example: _Inputs) -> Callable[[_Inputs], _Inputs]:
-    """Return what makes of ``plain`` inputs like the example such as the model itself takes."""
-    structure = pytree.tree_structure(example)
+class Opener:
+    """Makes of ``plain`` inputs like the example such as a model takes, and notes its memory.
 
-    def opened(given: _Inputs) -> _Inputs:
-        args, kwargs = given
-        ordered = {name: kwargs[name] for name in example[1]}
-        return _opened(pytree.tree_unflatten(pytree.tree_leaves((args, ordered)), structure))
+    Attributes:
+        written: numbers of the leaves of the inputs that are tensors of objects in which the
+            forward has put others, as it does in a cache. Others are data, such as a dataclass of
+            images.
+    """
 
-    return opened if holds_objects(example) else lambda given: given
+    def __init__(self, example: _Inputs) -> None:
+        self._names = [*example[1]]
+        self._structure = pytree.tree_structure(example)
+        self._opened: list[tuple[Any, list[Any]]] = []
+        self.written: set[int] = set()
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+        """Return the model's inputs."""
+        leaves = pytree.tree_leaves((args, {name: kwargs[name] for name in self._names}))
+        self._opened = []
+
+        def opened(held: Held) -> Any:
+            self._opened.append((held.opened(), list(held.tensors)))
+            return self._opened[-1][0]
+
+        return _mapped(pytree.tree_unflatten(leaves, self._structure), opened)
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See after a forward what it has put into the objects that were made of these inputs."""
+        leaves = pytree.tree_leaves((args, {name: kwargs[name] for name in self._names}))
+        numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        for value, before in self._opened:
+            with _Noted() as noted:
+                copy.deepcopy(value)
+            if {*map(id, noted.tensors)} != {*map(id, before)}:
+                self.written |= {numbers[id(tensor)] for tensor in before}

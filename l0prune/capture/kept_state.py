@@ -20,30 +20,34 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
-from l0prune.capture.held_inputs import opener
+from l0prune.capture.held_inputs import Opener, holds_objects
 
 _DATA = (Tensor, bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @contextmanager
-def without_state(model: nn.Module, example: Inputs) -> Iterator[None]:
+def without_state(model: nn.Module, example: Inputs) -> Iterator[Opener]:
     """Within the context the model returns None for objects that are no data, beside tensors.
 
     And for objects in its inputs it takes their tensors, as of ``plain`` of the example.
     """
-    held, forward = vars(model), model.forward
-    opened = opener(example) if not isinstance(model, GraphModule) else lambda given: given
+    held, forward, opener = vars(model), model.forward, Opener(example)
+    opens = holds_objects(example) and not isinstance(model, GraphModule)
     before = held.get("forward")
 
     @functools.wraps(forward)
     def results(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = opened((args, kwargs))
-        return _without(forward(*args, **kwargs))
+        if not opens:
+            return _without(forward(*args, **kwargs))
+        own_args, own_kwargs = opener.open(args, kwargs)
+        output = forward(*own_args, **own_kwargs)
+        opener.look(args, kwargs)
+        return _without(output)
 
     results.__signature__ = _with_names(forward, example[1])  # type: ignore[attr-defined]
     held["forward"] = results
     try:
-        yield
+        yield opener
     finally:
         if before is None:
             del held["forward"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from l0prune.exporting.own_class.remembered_sizes import told_sizes
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
-from l0prune.exporting.slicing.graph import dense_graphs
+from l0prune.exporting.slicing.graph import dense_graphs, narrowing
 from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
@@ -149,6 +149,9 @@ def _as_graph(subject: Subject) -> _Cut:
     parts = surveyed(subject)
     is_whole = parts.plan.parts == ("",)
     chosen, by_part = chosen_slots(subject, parts)
+    if is_whole:
+        narrow = narrowing(parts.found[0].analysis, by_part[""].kept)
+        subject = replace(subject, narrow=narrow)
     tensors = cut_tensors(subject.plain, parts, by_part)
     graphs = dense_graphs(parts, by_part, tensors, subject.dtypes)
     own = own_class(subject.plain, chosen, tensors)

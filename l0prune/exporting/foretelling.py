@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.copying import copied_around
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.held_inputs import holds_objects
 from l0prune.capture.recording import examples_in
 from l0prune.exporting.certify.proof import answers_to_all
 from l0prune.exporting.own_class.choice import Reference, choose, own_class
@@ -43,12 +44,14 @@ def why_no_class(
 
     Returns:
         The reason; empty where the class is kept. None where that was not tried: on the meta
-        device, of a model captured in parts, of several dtypes, of more than 500 million
-        parameters, or that does not run as a copy or in float64.
+        device, with an object among the inputs, of a model captured in parts, of several dtypes, of
+        more than 500 million parameters, or that does not run as a copy or in float64.
     """
     tensors = [*model.parameters(), *model.buffers()]
     is_large = sum(p.numel() for p in model.parameters()) > _LARGEST
     if plan.parts != ("",) or not plan.axes or is_large or any(t.is_meta for t in tensors):
+        return None
+    if holds_objects(example):  # what is in them is cut by the capture
         return None
     try:
         return _tried(model, plan, example, free)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from l0prune.capture.batches import ANY
+from l0prune.capture.held_inputs import holds_objects
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.slicing.dense_graph import DenseGraph
 from l0prune.files.pretrained.layers import LAYERS
@@ -42,6 +43,17 @@ def note_on_pickles(module: nn.Module) -> str:
     return (
         f"torch.save(module) makes a file that only loads where l0prune is installed, for {names}: "
         f'{folder}save("model.pt2") makes one that torch alone loads.'
+    )
+
+
+def note_on_objects(made: Whole | InParts) -> str:
+    """Return what programs make of inputs that are objects; empty where there are none."""
+    if isinstance(made, InParts) or not holds_objects(made.example):
+        return ""
+    return (
+        "Program and ONNX file take a list of its tensors for each input that is an object, and do "
+        "not give back what the forward writes into it. A memory that it extends, such as a cache, "
+        "has the slots that stayed."
     )
 
 

@@ -205,7 +205,8 @@ def whole(
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
     fixed_at = captured.fixed_at if captured else ""
-    made = Whole(exact, dtypes, subject.example, proven.answers[""], make, subject.free, fixed_at)
+    example = subject.narrow(subject.example)
+    made = Whole(exact, dtypes, example, proven.answers[""], make, subject.free, fixed_at)
     if not dtypes.are_one:
         _ = made.pieces  # ONNX's are made of what is not rounded yet
     return made

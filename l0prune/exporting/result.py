@@ -27,7 +27,12 @@ from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, compare_onnx
-from l0prune.exporting.notes import note_on_batches, note_on_pickles, note_on_sizes
+from l0prune.exporting.notes import (
+    note_on_batches,
+    note_on_objects,
+    note_on_pickles,
+    note_on_sizes,
+)
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.external import data_beside
 from l0prune.exporting.onnx.times import Times, times_of
@@ -91,13 +96,13 @@ class Export:
     @property
     def note(self) -> str:
         """Where the module is not of its own class, why; what else of it has to be known; the
-        batches that program and files are for, where these are not all; what is random; and what
-        loads the module where it is pickled.
+        batches that program and files are for, where these are not all; what they take for inputs
+        that are objects; what is random; and what loads the module where it is pickled.
         """
         pieces = self._made.pieces
-        sizes = note_on_sizes(self._made)
+        sizes, objects = note_on_sizes(self._made), note_on_objects(self._made)
         batches, pickles = note_on_batches(pieces), note_on_pickles(self.module)
-        notes = (self._note, batches, sizes, _note_on_draws(pieces), pickles)
+        notes = (self._note, batches, sizes, objects, _note_on_draws(pieces), pickles)
         return "\n".join(filter(None, notes))
 
     @property

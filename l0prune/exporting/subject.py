@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Subject:
         free: sizes of its inputs that are free beside the batch.
         sizes: such as it takes.
         exact_alone: whether float64 is enough to compare in, since nothing is handed out.
+        narrow: makes of its inputs those of the smaller model.
         asked: what the gated model has answered, so that it need not run twice on one input.
     """
 
@@ -53,6 +54,7 @@ class Subject:
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
     exact_alone: bool = False
+    narrow: Callable[[Inputs], Inputs] = lambda inputs: inputs
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.free_sizes import FreeSizes
+from l0prune.capture.held_inputs import opened
 from l0prune.errors import FileError, NotGated, UsageError
 from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
@@ -76,7 +77,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     section = None
     if gates is not None:
         with _storing("the example inputs hold", path):
-            example = encode(gates.example, tensors, _EXAMPLE)
+            example = encode(opened(gates.example), tensors, _EXAMPLE)
         plan, kind = json.loads(gates.plan.to_json()), gate_to_dict(gates.gate)
         section = GatesContent(
             plan=plan, gate=kind, fixed=gates.fixed, example=example, free=gates.free.to_json()

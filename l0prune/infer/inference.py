@@ -138,6 +138,8 @@ class Inference:
         if shape is None:
             return None
         name = self.captured.names.get(node.name)
+        if node.name in self.captured.memory:  # the model's own memory, which is cut with it
+            return tuple(self.solver.fresh(size) for size in shape)
         if name is None:
             what = f"dimension {{}} of {self._whose} input {node.name!r}"
             return tuple(Const(s, what.format(i), True) for i, s in enumerate(shape))

@@ -9,13 +9,13 @@ import threading
 import pytest
 import torch
 from deadness import close_some, randomise
-from differences import of_scale, run_onnx
+from differences import as_graph, of_scale, run_onnx
 from networks import Fn
 from torch import nn
 
 import l0prune
 from l0prune.capture.held_inputs import Held, call, keep, plain
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
 
 
 class Memory:
@@ -32,7 +32,7 @@ class Memory:
 
 
 class Step(nn.Module):
-    """One step with a memory: its first layer meets that, its second does not."""
+    """One step with a memory, which its first layer meets."""
 
     def __init__(self):
         super().__init__()
@@ -55,21 +55,51 @@ def gated():
 
 def test_each_call_gets_a_memory_of_its_own(tmp_path):
     model = gated()
-    assert [axis.name for axis in l0prune.gates(model).axes] == ["b"]
+    assert [axis.name for axis in l0prune.gates(model).axes] == ["a", "b"]
     dense = l0prune.export(model)
+    stays = dense.kept[dense.plan.axes[0].slice]
+    assert 0 < stays.sum() < 6
     assert dense.rebuilt, dense.note
     assert dense.params < dense.params_before
+    assert "a list of its tensors" in dense.note
     dense.save_onnx(tmp_path / "model.onnx")
     x, kept = torch.randn(3, 1, 5), torch.randn(3, 9, 6)
     with torch.no_grad():
         expected = model(x, Memory(kept))
-        program = dense.program.module()(x, [kept])
+        small = kept[..., stays]
+        program = dense.program.module()(x, [small])
         found = [
-            dense.module(x, Memory(kept)),
+            dense.module(x, Memory(small)),
             program,
-            *run_onnx(tmp_path / "model.onnx", x, kept),
+            *run_onnx(tmp_path / "model.onnx", x, small),
         ]
     assert all(of_scale(expected, each) <= 1e-5 for each in found)
+
+
+def test_a_graph_takes_the_slots_of_a_memory_that_stayed():
+    model = gated()
+    with as_graph():
+        dense = l0prune.export(model)
+    assert not dense.rebuilt
+    stays, x, kept = (
+        dense.kept[dense.plan.axes[0].slice],
+        torch.randn(2, 1, 5),
+        torch.randn(2, 4, 6),
+    )
+    with torch.no_grad():
+        expected, found = model(x, Memory(kept)), dense.module(x, [kept[..., stays]])
+    assert of_scale(expected, found) <= 1e-5
+    with pytest.raises(RuntimeError, match="has to measure"):
+        dense.module(x, [kept])
+
+
+def test_an_object_that_is_only_read_is_data_and_stays_whole():
+    forward = lambda m, x, data: m.b((m.a(x) + data.layers[0]["kv"]).relu())  # noqa: E731
+    net = Fn(forward, a=nn.Linear(5, 6), b=nn.Linear(6, 2))
+    found = l0prune.survey(net, (torch.randn(2, 5), Memory(torch.randn(2, 6))))
+    assert "a" not in [axis.name for axis in found.axes]
+    (pin,) = [pin for pin in found.pins if pin.where == "a.weight dim 0"]
+    assert "the model's input" in pin.reason
 
 
 def test_a_gated_model_with_such_an_example_is_copied_and_pickled():
@@ -81,6 +111,11 @@ def test_a_gated_model_with_such_an_example_is_copied_and_pickled():
         (_, held), _ = l0prune.gates(again).example
         assert held.opened().layers[0]["kv"] is held.tensors[0]
         assert l0prune.export(again).params == l0prune.export(model).params
+
+
+def test_a_file_of_a_gated_model_cannot_hold_an_object_and_says_so(tmp_path):
+    with pytest.raises(FileError, match="the example inputs hold a Memory"):
+        l0prune.save(gated(), tmp_path / "model.l0")
 
 
 def test_a_survey_leaves_what_it_is_given_as_it_was():

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from deadness import close_some
 from decoders import TOKENS, gated, generated, gpt2, llama
 from torch import nn
 
@@ -13,10 +14,14 @@ from l0prune.exporting.own_class.cached_steps import SOMETHING_ELSE, CachedStep
 from l0prune.exporting.own_class.numbering import renumbered
 
 
+def name_of_cache(model):
+    named = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in named else "past_key_values"  # by the version of transformers
+
+
 def by_hand(model):
     """The scores of a last token, given by itself with what was remembered of the others."""
-    named = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in named else "past_key_values"  # by the version of transformers
+    name = name_of_cache(model)
     with torch.no_grad():
         before = model(input_ids=TOKENS[:, :-1], use_cache=True)[name]
         return model(input_ids=TOKENS[:, -1:], use_cache=True, **{name: before}).logits
@@ -108,3 +113,25 @@ def test_a_layer_without_such_a_module_has_no_number_of_it():
         "layers.4.attention": {"layer_idx": 2},
     }
     assert renumbered(model, ["layers.1"]) == {"layers.3": {"layer_idx": 1}}
+
+
+@pytest.mark.slow
+def test_a_step_with_a_cache_as_the_example_is_cut_as_one_without(tmp_path):
+    """Heads and their dims, too: the small model's own cache has those that stayed."""
+    model = llama().eval()
+    name = name_of_cache(model)
+    with torch.no_grad():
+        before = model(input_ids=TOKENS[:, :-1], use_cache=True)[name]
+    example = {"input_ids": TOKENS[:, -1:], name: before}
+    length = before.get_seq_length()
+    found = l0prune.survey(model, (), example, own_class=False)
+    without = l0prune.survey(model, (), {"input_ids": TOKENS}, own_class=False)
+    names = {axis.name: axis.size for axis in found.axes}
+    assert names == {axis.name: axis.size for axis in without.axes}
+    assert any(each.endswith(".heads") for each in names)
+    l0prune.gate(model, (), example, survey=found, branches=False)
+    dense = l0prune.export(close_some(model))
+    assert dense.rebuilt, dense.note
+    torch.testing.assert_close(by_hand(dense.module), by_hand(model))
+    dense.save_onnx(tmp_path / "model.onnx")
+    assert before.get_seq_length() == length

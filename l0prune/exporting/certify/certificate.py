@@ -44,7 +44,8 @@ class Check:
             were compared together.
         tolerance: what it must not exceed.
         part: the submodule that was compared, where not the whole model was.
-        inputs: the shapes of the tensors that both were given.
+        inputs: the shapes of the tensors that both were given. Of a memory, such as a cache, they
+            are those that the smaller model was given: of the slots that stayed.
         outputs: where there are several, the name and the error of each.
     """
 

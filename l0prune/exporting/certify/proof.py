@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -168,7 +168,10 @@ def _prove_whole(
     batches = captured.batches.first(BATCHES) if captured.dynamic else (captured.batch,)
 
     def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
-        answers = _answers(subject, inputs)
+        answers = tuple(
+            replace(answer, inputs=subject.narrow(answer.inputs))
+            for answer in _answers(subject, inputs)
+        )
         with stage("comparing the smaller model with it"):
             return answers, compare(answers, graph)
 
@@ -308,7 +311,7 @@ def check_own_dtypes(subject: Subject, proven: Proven) -> None:
     for made in dense.values():
         what = ""
         try:
-            what = "" if is_finite(made, subject.example) else "it gives inf or nan"
+            what = "" if is_finite(made, subject.narrow(subject.example)) else "it gives inf or nan"
         except Exception as error:
             what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if what:

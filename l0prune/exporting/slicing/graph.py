@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
+from l0prune.capture.free_sizes import Inputs
 from l0prune.exporting.slicing import averages, layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
@@ -18,7 +20,7 @@ from l0prune.exporting.slicing.without_branches import leave_out, pass_on
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import is_assertion, operator_name
 from l0prune.infer.parts import Parts
-from l0prune.plan.layout import Both
+from l0prune.plan.layout import Both, axes_of
 from l0prune.plan.switches import gone
 
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
@@ -64,17 +66,48 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
         pass_on(join)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
-    add_guards(module.graph, _captured_with(analysis), analysis.captured.batches)
+    add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
     dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
     dense.eval()
     return dense
 
 
-def _captured_with(analysis: Analysis) -> list[Any]:
-    """What the capture knows of each input: a fake tensor, or the value of anything else."""
+def _captured_with(analysis: Analysis, sizes: Sizes) -> list[Any]:
+    """Return what each input was captured with, cut: a fake tensor, or anything else as it is."""
     nodes = analysis.captured.graph.find_nodes(op="placeholder")
-    return [node.meta.get("val") for node in nodes if node.name not in analysis.captured.names]
+    found = []
+    for node in nodes:
+        value = node.meta.get("val")
+        for dim, layout in enumerate(
+            sizes.dims(node) if node.name in analysis.captured.memory else ()
+        ):
+            value = value.narrow(dim, 0, sizes.of(layout)) if sizes.changes(layout) else value
+        found += [] if node.name in analysis.captured.names else [value]
+    return found
+
+
+def narrowing(analysis: Analysis, kept: Tensor) -> Callable[[Inputs], Inputs]:
+    """Return what makes of inputs of the model those of the smaller one.
+
+    They are the same, but for a memory of the model's (a cache), which has the slots that stay.
+    """
+    captured, cuts = analysis.captured, dict[int, list[tuple[int, Tensor]]]()
+    for number, name in enumerate(captured.inputs):
+        layouts = enumerate(analysis.layouts[name] if name in captured.memory else ())
+        masks = [(dim, analysis.plan.mask(of, kept)) for dim, of in layouts if axes_of(of)]
+        cuts[number] = [(dim, mask.nonzero().flatten()) for dim, mask in masks if not mask.all()]
+
+    def narrowed(inputs: Inputs) -> Inputs:
+        leaves, structure = pytree.tree_flatten(inputs)
+        for number, leaf in enumerate(leaves):
+            for dim, index in cuts[number]:
+                leaf = leaf.index_select(dim, index)
+            leaves[number] = leaf
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return args, kwargs
+
+    return narrowed if any(cuts.values()) else lambda inputs: inputs
 
 
 def _set_tensors(module: GraphModule, analysis: Analysis, tensors: Mapping[str, Tensor]) -> None:
