@@ -100,6 +100,23 @@ def spectral_block(norm):
     )
 
 
+class Decomposed(nn.Module):
+    """DoRA's layer: rows of W + BA are normed and scaled; what BA is, an identity shows."""
+
+    def __init__(self, inputs, outputs, rank=4):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs)
+        self.a, self.b = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        self.magnitude = nn.Parameter(torch.rand(outputs) + 0.5)
+
+    def forward(self, x):
+        change = self.b(self.a(torch.eye(self.a.in_features, dtype=x.dtype))).T
+        norms = torch.linalg.norm(self.base.weight + 2 * change, dim=1).detach()
+        scale = (self.magnitude / norms).view(1, -1)
+        y = self.base(x)
+        return y + (scale - 1) * (y - self.base.bias) + scale * self.b(self.a(x)) * 2
+
+
 def smoothed(m, x):
     """One stored filter for all channels: stretched over them, as anti-aliasing does it."""
     y = F.relu(m.a(x))
@@ -180,6 +197,13 @@ MADE_WEIGHTS = {
         spectral_block(spectral_norm_with_hooks),
         FLAT,
         {"i": 8, "a.weight_orig": 6, "i.in": 10},
+    ),
+    "decomposed_layers": (
+        nn.Sequential(
+            Decomposed(10, 8), nn.ReLU(), Decomposed(8, 6), nn.Sigmoid(), nn.Linear(6, 3)
+        ),
+        FLAT,
+        {"0.b": 8, "0.a": 4, "2.b": 6, "2.a": 4},
     ),
     "one_filter_for_all_channels": (
         Fn(smoothed, a=conv(3, 8), f=torch.rand(1, 1, 3, 3), b=conv(8, 2)),

@@ -116,6 +116,13 @@ def pooled_heads(m, x):
     return m.o(F.scaled_dot_product_attention(q.transpose(2, 3), k, v).transpose(1, 2).flatten(2))
 
 
+def across_channels(m, x):
+    """Attention of channels to channels, normalised over tokens: k's and v's stay, not q's."""
+    q, k, v = (layer(x).unflatten(-1, (4, 8)).permute(0, 2, 3, 1) for layer in (m.q, m.k, m.v))
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * m.heat
+    return m.o((scores.softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
+
+
 def written_in_place(m, x):
     """Heads with a part of them overwritten in place, as MViT adds to all but its class token."""
     y = m.a(x).unflatten(-1, (4, 8)).transpose(1, 2).clone()
@@ -256,6 +263,11 @@ CASES = {
         ),
         TOKENS,
         {"qkv.heads": 4, "qkv.head_dim": 8, "qkv.in": 32},
+    ),
+    "across_channels": (
+        Fn(across_channels, heat=nn.Parameter(torch.ones(4, 1, 1)), **qkv),
+        TOKENS,
+        {"q.heads": 4, "q": 8, **inputs},
     ),
     "written_in_place": (
         Fn(written_in_place, a=nn.Linear(32, 32), b=nn.Linear(32, 32), o=nn.Linear(32, 7)),

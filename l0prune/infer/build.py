@@ -200,13 +200,17 @@ class Builder:
         if not self.reads[var]:
             self._pin(var, "nothing reads it", None)
             return
-        places = {read.place: "read" for read in self.reads[var] if read.place}
+        places = readers = {read.place: "read" for read in self.reads[var] if read.place}
         weightless = [read for read in self.reads[var] if read.place is None]
         if weightless:
             # z² where both q and k are written under the gate: exact all the same
-            written, zeros, missed = zeroing(
-                self.infer, var, [write.place for write in self.writes[var]], self.reads[var]
-            )
+            places = dict.fromkeys((write.place for write in self.writes[var]), "write")
+            written, zeros, missed = zeroing(self.infer, var, places, self.reads[var])
+            if missed is not None and readers:
+                # what writes it may be divided by its norm, and be no number once it is zero
+                other = zeroing(self.infer, var, readers, self.reads[var])
+                if other[-1] is None:
+                    places, (written, zeros, missed) = readers, other
             if missed is not None:
                 self._pin(
                     var, f"{missed.why}, and it is not zero there, or has no gradient", missed.node
@@ -216,7 +220,7 @@ class Builder:
                 self._pin(var, "it is summed up together with slots that end otherwise", None)
                 return
             weighted = [read for read in self.reads[var] if read.place]
-            places = dict.fromkeys(written, "write")
+            places = {place: places.get(place, "write") for place in written}
             for read in weighted:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")

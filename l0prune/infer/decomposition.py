@@ -23,8 +23,17 @@ from l0prune.capture.compat import (
 )
 from l0prune.capture.inlining import put_in_line
 from l0prune.capture.provenance import origin_of
-from l0prune.infer.nodes import has_tensor, is_pointwise, operator_name
+from l0prune.infer.nodes import (
+    IDENTITIES,
+    dtype_of,
+    has_tensor,
+    is_pointwise,
+    operator_name,
+    shape_of,
+)
 from l0prune.infer.registry import registered
+
+_PRODUCTS = ("aten.linear", "aten.matmul", "aten.mm")
 
 
 def take_apart(program: ExportedProgram) -> None:
@@ -33,6 +42,7 @@ def take_apart(program: ExportedProgram) -> None:
     A call of which something without a rule would be left stays as it is: the user knows its name.
     """
     module = program.graph_module
+    _drop_identities(module)
     renamed = []
     for node in list(module.graph.nodes):
         inner = _made_of(node) if _is_unknown(node) else None
@@ -50,6 +60,43 @@ def take_apart(program: ExportedProgram) -> None:
         module.recompile()
     for old, new_name in renamed:
         program.graph_signature.replace_all_uses(old, new_name)
+
+
+def _drop_identities(module: GraphModule) -> None:
+    """Replace products with an identity matrix by the other factor: DoRA makes its weight so."""
+    for node in list(module.graph.nodes):
+        name = operator_name(node.target)
+        is_product = node.op == "call_function" and name in _PRODUCTS and len(node.args) > 1
+        if not is_product or any(user.op == "output" for user in node.users):
+            continue
+        first, second, *bias = node.args
+        left = None if any(bias) or node.kwargs else _other_than_identity(node, first, second)
+        if left is None:
+            continue
+        if name == "aten.linear" and left is second:
+            with module.graph.inserting_before(node):
+                left = module.graph.call_function(torch.ops.aten.t.default, (left,))
+            left.meta |= node.meta
+        node.replace_all_uses_with(left)
+        module.graph.erase_node(node)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+
+
+def _other_than_identity(node: Node, first: Any, second: Any) -> Node | None:
+    """The factor of a product that is its value; None where neither is an identity matrix."""
+    for one, other in ((first, second), (second, first)):
+        is_matrix = len(shape_of(other) or ()) == 2 or one is second
+        if is_matrix and dtype_of(other) == dtype_of(node) and _is_identity(one):
+            return other  # type: ignore[no-any-return]
+    return None
+
+
+def _is_identity(node: Node) -> bool:
+    while operator_name(node.target) in IDENTITIES and isinstance(node.args[0], Node):
+        node = node.args[0]
+    sizes = shape_of(node) or [0, 1]
+    return operator_name(node.target) == "aten.eye" and sizes[0] == sizes[1]
 
 
 def _is_unknown(node: Node) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 import l0prune
 from l0prune.capture.capture import capture
 from l0prune.infer.decomposition import take_apart
+from l0prune.infer.nodes import operator_name
 
 HIDDEN = 12
 # Each gets what a layer writes, (…, tokens, hidden), and gives what a layer of as many reads.
@@ -105,3 +106,27 @@ def test_an_input_may_be_called_as_a_new_node_would_be():
     model = l0prune.gate(randomise(Differing()).double().eval(), tuple(t.double() for t in x))
     dense = l0prune.export(close_some(model))
     assert dense.params < dense.params_before
+
+
+@pytest.mark.parametrize(
+    ("product", "left"),
+    [
+        (lambda m, x: F.linear(torch.eye(4), m.w), "t"),
+        (lambda m, x: torch.eye(4) @ m.w.T, "numpy_T"),
+        (lambda m, x: x @ torch.eye(3).to(x.dtype), None),
+        (lambda m, x: F.linear(x, torch.eye(3)), None),
+        (lambda m, x: F.linear(torch.eye(4), m.w, m.b), "linear"),
+        (lambda m, x: torch.eye(4, 5) @ torch.ones(5, 3), "matmul"),
+    ],
+)
+def test_a_product_with_an_identity_is_its_other_factor(product, left):
+    run = lambda m, x: product(m, x).relu()  # noqa: E731
+    model = Fn(run, w=nn.Parameter(torch.randn(3, 4)), b=nn.Parameter(torch.randn(3)))
+    x = torch.randn(4, 3)
+    program = capture(model.eval(), (x,)).program
+    take_apart(program)
+    (output,) = program.graph.find_nodes(op="output")
+    ((result,),) = (node.args[:1] for node in output.args[0])
+    assert (result.op == "placeholder") == (left is None)
+    assert left is None or operator_name(result.target).removeprefix("aten.") == left
+    assert torch.allclose(program.module()(x), model(x), atol=1e-6)
