@@ -124,6 +124,8 @@ def capture(
         if program is None:
             try:
                 program = exported(part, args, kwargs, strict=False)
+            except CaptureError:
+                raise
             except Exception as error:
                 raise CaptureError(explained(error, part)) from error
         if found.is_free:

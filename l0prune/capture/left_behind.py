@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from l0prune.capture.any_size import AnySize
 from l0prune.capture.quiet import alone
 from l0prune.capture.recurrent import as_torchs_own
+from l0prune.capture.transforms import write_out_transforms
 
 _CONTAINERS = (dict, list, set)
 
@@ -24,10 +25,18 @@ _CONTAINERS = (dict, list, set)
 def exported(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any
 ) -> ExportedProgram:
-    """``torch.export.export`` for any size, after which the module holds what it held before."""
-    with alone(), as_it_was(module), AnySize():
-        program = torch.export.export(module, args, kwargs, **options)
-    as_torchs_own(program)
+    """``torch.export.export`` for any size, after which the module holds what it held before.
+
+    The program has no transforms of torch.func, but what they amount to.
+
+    Raises:
+        CaptureError: the program would not compute what the module does.
+    """
+    with alone():
+        with as_it_was(module), AnySize():
+            program = torch.export.export(module, args, kwargs, **options)
+        as_torchs_own(program)
+        write_out_transforms(program)
     return program
 
 

@@ -33,7 +33,7 @@ def source_of(node: Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith('File "')]
     for line in reversed(lines):
         path, _, rest = line.removeprefix('File "').partition('", line ')
-        if not path.startswith(("torch/", _LIBRARY)) and "/torch/" not in path:
+        if not path.startswith(("torch/", "<", _LIBRARY)) and "/torch/" not in path:
             return f"{os.path.basename(path)}:{rest.split(',')[0]}"
     return ""
 

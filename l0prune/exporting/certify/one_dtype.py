@@ -22,6 +22,11 @@ class InOneDtype(TorchDispatchMode):
 
     supports_higher_order_operators = True  # torch.cond chooses one of its branches, as it does
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile run inside: ``flex_attention`` cannot do without it."""
+        return True
+
     def __init__(self, dtype: torch.dtype) -> None:
         """``dtype`` is float64 or float32."""
         super().__init__()
