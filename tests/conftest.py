@@ -29,6 +29,8 @@ import zlib
 
 # Before torch is loaded, here and in the processes that tests start.
 os.environ["OMP_NUM_THREADS"] = "1"
+# An error in a rule or a pass fails the test, and does not hide as a pin.
+os.environ["L0PRUNE_STRICT"] = "1"
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -70,10 +70,12 @@ def _tensors(node: Node) -> Iterator[tuple[Hashable, Tensor]]:
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else [value]
     for number, tensor in enumerate(each for each in values if isinstance(each, Tensor)):
-        if tensor.layout is torch.strided:
-            yield tensor.untyped_storage()._cdata, tensor
-        else:
-            yield (node.name, number), tensor
+        key: Hashable = (node.name, number)
+        with suppress(
+            NotImplementedError
+        ):  # sparse ones, and those inside of torch.func, have none
+            key = tensor.untyped_storage()._cdata
+        yield key, tensor
 
 
 def _dims(infer: Inference, node: Node, number: int, tensor: Tensor) -> tuple[Expr, ...]:

@@ -34,6 +34,7 @@ from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import Whole, pins, whole_streams
+from l0prune.infer.rule_failures import explained
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch
@@ -61,10 +62,14 @@ class Analysis:
     whole: tuple[Whole, ...] = ()
 
 
+@explained
 def analyse(captured: Captured) -> Analysis:
     """Infer the axes of a captured graph and lay them down as a plan.
 
     Calls without a rule are taken apart in the captured program, where torch says what they are.
+
+    Raises:
+        CaptureError: a pass failed; the text names the operator at which it did.
     """
     take_apart(captured.program)
     infer = Inference(captured)
@@ -212,9 +217,7 @@ class Builder:
                 if other[-1] is None:
                     places, (written, zeros, missed) = readers, other
             if missed is not None:
-                self._pin(
-                    var, f"{missed.why}, and it is not zero there, or has no gradient", missed.node
-                )
+                self._pin_missed(var, zeros, missed)
                 return
             if not self._agrees(zeros, weightless):
                 self._pin(var, "it is summed up together with slots that end otherwise", None)
@@ -225,6 +228,15 @@ class Builder:
                 if zeros.at(read.operands[0]) is not True and read.place:
                     places.setdefault(read.place, "read")
         self.acting[var] = {place: role for place, role in places.items() if place}
+
+    def _pin_missed(self, var: Var, zeros: Zeros, missed: Read) -> None:
+        """Pin a variable that ``missed`` reads without a weight, and that is not zero there."""
+        failed = next(filter(zeros.dims_of, self.infer.failed), None)
+        if failed is not None:
+            self._pin(var, self.infer.failed[failed], failed)
+            return
+        why = f"{missed.why}, and it is not zero there, or has no gradient"
+        self._pin(var, why, missed.node)
 
     def _agrees(self, zeros: Zeros, reads: list[Read]) -> bool:
         """Do other axes in the same dims lose their slots in the same way? Notes how they do."""

@@ -27,9 +27,11 @@ from l0prune.infer.nodes import (
     operands_of,
     operator_name,
     shape_of,
+    valued,
     written,
 )
-from l0prune.infer.registry import RULES, Value, registered
+from l0prune.infer.registry import RULES, NotFollowed, Value, registered
+from l0prune.infer.rule_failures import failure
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
 from l0prune.infer.solver import Solver
 from l0prune.infer.standardised_weights import has_statistics, standardised
@@ -111,6 +113,7 @@ class Inference:
     # of a contraction and an operand, the operand's dim that the result has
     carried: dict[tuple[Node, Node], int] = field(default_factory=dict)
     closed: dict[str, frozenset[str]] = field(default_factory=dict)  # see ``Analysis``
+    failed: dict[Node, str] = field(default_factory=dict)  # whose zero rules fail, and how
     _from_inputs: set[Node] = field(default_factory=set)
 
     def run(self) -> None:
@@ -118,7 +121,7 @@ class Inference:
         for node in self.captured.graph.nodes:
             self.solver.node = node
             if node.name in self.captured.inputs or any(
-                operand in self._from_inputs for operand in node.all_input_nodes
+                operand in self._from_inputs for operand in valued(node)
             ):
                 self._from_inputs.add(node)
             if node.op == "placeholder":
@@ -155,25 +158,26 @@ class Inference:
                 self.pin_all(operand, why)
         known = registered(name)
         if known is None and not is_pointwise(node.target):
-            return self._unfollowed(node, name)
+            return self._unfollowed(
+                node,
+                f"operator {called(node)} is unknown to l0prune; a rule for it takes ten lines, "
+                f'@l0prune.infer.registry.rule("{name}"): see docs/extending.md, '
+                "'A rule for a new operator'",
+            )
         try:
             return RULES[known](self, node) if known else pointwise(self, node)
-        except Exception as error:  # any network: a use that no rule has thought of pins, too
-            return self._unfollowed(node, name, f" as it is used here ({type(error).__name__})")
+        except NotFollowed as error:
+            return self._unfollowed(node, f"{called(node)} cannot be followed here: {error}")
+        except Exception as error:
+            return self._unfollowed(node, failure("rule", node, error))
 
-    def _unfollowed(self, node: Node, name: str, use: str = "") -> Value:
-        """A call that no rule covers: nothing that touches it may be cut."""
+    def _unfollowed(self, node: Node, why: str) -> Value:
+        """Pin all that touches a call that no rule covers."""
         if not has_tensor(node):
             return None
-        operator = f"operator {called(node)}"
-        why = (
-            f"{operator} is unknown to l0prune{use}; a rule for it takes ten lines, "
-            f'@l0prune.infer.registry.rule("{name}"): see docs/extending.md, '
-            "'A rule for a new operator'"
-        )
         for operand in operands_of(node):
             self.pin_all(operand, why)
-        return self.opaque(node, f"a result of {operator}, which is unknown to l0prune")
+        return self.opaque(node, f"a result of operator {called(node)}, which is not followed")
 
     # --- what rules use -------------------------------------------------------------------
 
@@ -302,7 +306,7 @@ class Inference:
                 for dim, expr in enumerate(self.tensors[name] if self.has_rows(name) else ()):
                     if not wanted.isdisjoint(variables(self.solver.resolve(expr))):
                         yield Write(expr, computed.node, (name, dim))
-            new = [operand for operand in node.all_input_nodes if operand not in seen]
+            new = [operand for operand in valued(node) if operand not in seen]
             pending += new
             seen |= dict.fromkeys(new)
 

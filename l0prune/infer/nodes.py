@@ -38,6 +38,15 @@ def operands_of(node: Node) -> Iterator[Node]:
     return iter(node.all_input_nodes)
 
 
+def valued(node: Node) -> list[Node]:
+    """The operands whose values the node's values are made of, not only of their shape or dtype."""
+    name = operator_name(node.target).removeprefix("aten.")
+    if name in ("type_as", "expand_as", "view_as", "reshape_as"):
+        return node.all_input_nodes[:1]
+    is_shaped = name.startswith("new_") or name.endswith("_like")
+    return [] if is_shaped else node.all_input_nodes
+
+
 def hint(size: Any) -> int:
     """A size as a number; a symbolic one as it was in the example."""
     found = size_hint(size)

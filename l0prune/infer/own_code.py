@@ -19,6 +19,7 @@ from l0prune.capture.provenance import is_within, module_of, without_call
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.query_scale import query_factors
+from l0prune.infer.rule_failures import explained
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.infer.sized_calls import given_sizes, is_number_of, sized_calls, without_rows
 from l0prune.infer.standardised_weights import weight_behind
@@ -31,6 +32,7 @@ Regions = dict[str, list[Node]]
 _NORMS = ("aten.layer_norm", "aten.group_norm", "aten.rms_norm")
 
 
+@explained
 def with_code(analysis: Analysis, model: nn.Module) -> Analysis:
     """The analysis with what the model's code says; its plan keeps alike what has one number."""
     plan, regions = analysis.plan, _regions(analysis)

@@ -30,6 +30,7 @@ from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
 from l0prune.infer.own_code import with_code
+from l0prune.infer.rule_failures import explained
 from l0prune.plan.activations import steps
 from l0prune.plan.branch import Branch
 from l0prune.plan.layout import Layout, Slots, axes_of, substitute
@@ -78,6 +79,7 @@ class Parts:
 
 
 @alone()
+@explained
 def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
     """The plan of a model, from example inputs as a user gives them.
 
@@ -114,6 +116,7 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
     return Parts(whole.analysis.plan, example, [whole], whole.analysis.captured.unused)
 
 
+@explained
 def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
     """The submodule at ``path``, given what it receives.
 

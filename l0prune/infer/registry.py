@@ -63,6 +63,13 @@ def affine(position: int) -> Zero:
     return zero
 
 
+class NotFollowed(Exception):
+    """Raised by a rule for a use of its operator that it does not cover: all operands are pinned.
+
+    The text says what is special in this use: "its groups are as many as the batch".
+    """
+
+
 RULES: dict[str, Rule] = {}
 ZEROS: dict[str, Zero] = {}
 

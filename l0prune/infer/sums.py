@@ -17,7 +17,7 @@ from l0prune.infer.inference import Inference
 from l0prune.infer.memory import Memory
 from l0prune.infer.nodes import dtype_of, has_tensor, operator_name, shape_of
 from l0prune.infer.regions import region, shared_module, untaken
-from l0prune.infer.zero_flow import when_zero, zero_of
+from l0prune.infer.zero_flow import when_zero, zero_at
 from l0prune.plan.needs import Needs
 
 _DEEPEST = 100  # operators between a branch's last parameters and its end
@@ -134,7 +134,7 @@ class _Zeroing:
         """Is the node zero where these operands are, whatever the other tensors are?"""
         operands = node.all_input_nodes
         states = [o in zeros if has_tensor(o) else None for o in operands]
-        return bool(zeros) and zero_of(node)(node, states) is True
+        return bool(zeros) and zero_at(self._infer, node, states) is True
 
     def _parameter(self, node: Node) -> str | None:
         """The name of a parameter with a dim that only the region reads."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cmath import isfinite
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import nan
 from typing import Any
 
@@ -26,6 +26,7 @@ from l0prune.infer.nodes import (
     written,
 )
 from l0prune.infer.registry import ZEROS, Zero, never, registered
+from l0prune.infer.rule_failures import failure
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 
@@ -151,7 +152,7 @@ class Zeros:
             return tried(node, numbers) if numbers else None
         if not all(map(isfinite, numbers.values())):
             return nan
-        is_zero = zero_of(node)(node, states)
+        is_zero = zero_at(self.infer, node, states)
         if is_zero:
             return 0.0 if is_zero is True else nan
         viewed = _viewed(node)
@@ -218,7 +219,7 @@ class Zeros:
     def _keeps(self, writer: Node, written: Node) -> bool:
         """Does an in-place operator leave zeros whatever its other operands are?"""
         operands = [True if each is written else None for each in writer.all_input_nodes]
-        return zero_of(writer)(writer, operands) is True
+        return zero_at(self.infer, writer, operands) is True
 
     def dims_of(self, node: Node) -> tuple[int, ...]:
         """The dims of a node (of one of its outputs) that carry the variable."""
@@ -297,13 +298,15 @@ def when_zero(
         known = {operand: found[operand] for operand in node.all_input_nodes if operand in found}
         if node.op != "call_function" or not known:
             continue
-        number = _number_of(node, {operand: number for operand, (number, _) in known.items()})
+        number = _number_of(
+            infer, node, {operand: number for operand, (number, _) in known.items()}
+        )
         if number is not None:
             found[node] = number, frozenset().union(*(of for _, of in known.values()))
     return found
 
 
-def _number_of(node: Node, numbers: Mapping[Node, float]) -> float | None:
+def _number_of(infer: Inference, node: Node, numbers: Mapping[Node, float]) -> float | None:
     """The number that all of a node is where operands are such; None where it depends."""
     if zero_of(node) is zero_when_tried:
         return tried(node, numbers)
@@ -314,11 +317,20 @@ def _number_of(node: Node, numbers: Mapping[Node, float]) -> float | None:
         numbers.get(operand) == 0 if dtype is not None and dtype.is_floating_point else None
         for operand, dtype in dtypes
     ]
-    is_zero = zero_of(node)(node, states)
+    is_zero = zero_at(infer, node, states)
     if is_zero:
         return 0.0 if is_zero is True else nan
     viewed = _viewed(node)
     return None if viewed is None else numbers.get(viewed)
+
+
+def zero_at(infer: Inference, node: Node, operands: Sequence[bool | None]) -> bool | float:
+    """What the operator of this node makes of zeros; nan where its zero rule fails."""
+    try:
+        return zero_of(node)(node, operands)
+    except Exception as error:
+        infer.failed.setdefault(node, failure("zero rule", node, error))
+        return nan
 
 
 def zero_of(node: Node) -> Zero:
