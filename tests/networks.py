@@ -175,6 +175,49 @@ def heads_by_letters(m, x):
     return m.o(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
 
 
+def one_group_for_all_heads(m, x):
+    """As in Mamba-2: what is one for all heads has a dim of one, which the letters stretch."""
+    b, t, _ = x.shape
+    y, k, q = m.a(x).split([12, 6, 6], -1)
+    y, k, q = y.reshape(b, t, 4, 3), k.reshape(b, t, 1, 6), q.reshape(b, t, 1, 6)
+    y = torch.einsum("bthp,bthn->bthnp", y, k)
+    return m.b(torch.einsum("bthn,bthnp->bthp", q, y).reshape(b, t, 12))
+
+
+def cast_as_another(m, x):
+    """The rows of two matrices in one, in the dtype of what they are multiplied with."""
+    x = m.a(x)
+    return m.b(F.linear(x, m.w.flatten(0, 1).type_as(x)).relu())
+
+
+def of_each_example(m, x):
+    """A function of one example, and in it one of each token, made ones of all."""
+    y = m.a(x)
+    y = torch.vmap(lambda one: one.relu() * one.sigmoid().mean(0))(y)
+    return m.b(torch.vmap(torch.vmap(lambda t, s: t * s, (0, None)), (0, 0))(y, y[:, 0]))
+
+
+def with_a_tangent(m, x):
+    y, slope = torch.func.jvp(torch.sigmoid, (m.a(x),), (m.c(x),))
+    return m.b(y + slope)
+
+
+def deformed(m, x):
+    import torchvision  # slow to load
+
+    y = m.a(x)
+    z = torchvision.ops.deform_conv2d(
+        y, m.where(y), m.w, m.bias, padding=1, mask=m.much(y).sigmoid()
+    )
+    return m.b(z.relu())
+
+
+def deformed_in_groups(m, x):
+    import torchvision
+
+    return m.b(torchvision.ops.deform_conv2d(m.a(x), m.where(x), m.w, padding=1).relu())
+
+
 IMAGE, FLAT, TOKENS = (2, 3, 6, 6), (2, 10), (2, 5, 32)
 STEPS = (2, 3, 32)  # of a recurrent layer
 qkv = {n: nn.Linear(32, 32) for n in "qkvo"}
@@ -448,6 +491,55 @@ CASES = {
         ),
         TOKENS,
         {"a.heads": 12},
+    ),
+    "one_group_for_all_heads": (
+        Fn(one_group_for_all_heads, a=nn.Linear(32, 24), b=nn.Linear(12, 3)),
+        TOKENS,
+        {"a.heads": 4, "a.head_dim": 3, "a.head_dim#2": 6, "a.in": 32},
+    ),
+    "cast_as_another": (
+        Fn(
+            cast_as_another,
+            a=nn.Linear(10, 8),
+            w=nn.Parameter(torch.randn(2, 5, 8)),
+            b=nn.Linear(10, 3),
+        ),
+        FLAT,
+        {"a": 8, "w": 2, "w#2": 5, "a.in": 10},
+    ),
+    "of_each_example": (
+        Fn(of_each_example, a=nn.Linear(32, 12), b=nn.Linear(12, 3)),
+        TOKENS,
+        {"a": 12, "a.in": 32},
+    ),
+    "with_a_tangent": (
+        Fn(with_a_tangent, a=nn.Linear(10, 8), b=nn.Linear(8, 3), c=nn.Linear(10, 8)),
+        FLAT,
+        {"a": 8, "a.in": 10, "c.in": 10},
+    ),
+    "deformed": (
+        Fn(
+            deformed,
+            a=conv(3, 8),
+            where=conv(8, 18),
+            much=conv(8, 9),
+            w=nn.Parameter(torch.randn(6, 8, 3, 3)),
+            bias=nn.Parameter(torch.randn(6)),
+            b=conv(6, 2),
+        ),
+        IMAGE,
+        {"a": 8, "w": 6},
+    ),
+    "deformed_in_groups": (
+        Fn(
+            deformed_in_groups,
+            a=conv(3, 8),
+            where=conv(3, 72),
+            w=nn.Parameter(torch.randn(6, 4, 3, 3)),
+            b=conv(6, 2),
+        ),
+        IMAGE,
+        {"a": 2, "w": 3},
     ),
     "messages_of_a_graph": (
         Fn(messages, a=nn.Linear(32, 12), b=nn.Linear(12, 3)),

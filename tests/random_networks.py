@@ -365,6 +365,34 @@ class Author:
 
         self.step(f"last state of a {kind.__name__} over the positions of {number}", last, layer)
 
+    def add_selection(self) -> None:
+        """Positions that values of the input choose, the same ones for all channels."""
+        number = self.pick(rank=4)
+        shape = self.values[number].shape
+        count = shape[2:].numel()
+        if count > self.values[0][0].numel():
+            return
+
+        def spliced(x: Tensor, index: Tensor) -> Tensor:
+            tokens = x.transpose(1, 2)
+            mask = (index[:, :1] % 2 == 0).transpose(1, 2).expand_as(tokens)
+            return tokens.masked_scatter(mask, tokens.tanh()).transpose(1, 2)
+
+        kinds = {
+            "gather": lambda x, index: x.gather(2, index),
+            "scatter": lambda x, index: torch.zeros_like(x).scatter(2, index, x),
+            "scatter_add": lambda x, index: x.scatter_add(2, index // 2, x),
+            "splice": spliced,
+        }
+        name = list(kinds)[self.choose(len(kinds))]
+
+        def run(values: Values) -> Tensor:
+            x = values[number].flatten(2)
+            index = values[0].flatten(1)[:, :count].argsort(1)
+            return kinds[name](x, index[:, None].expand(-1, x.shape[1], -1)).unflatten(2, shape[2:])
+
+        self.step(f"{name} of positions of {number}", run)
+
     def add_softmax(self) -> None:
         number = self.pick()
         self.step(f"softmax over the channels of {number}", lambda v: v[number].softmax(1))

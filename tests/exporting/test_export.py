@@ -22,13 +22,14 @@ from made_weights import MADE_WEIGHTS
 from models import Tied
 from networks import CASES, Fn
 from reordered import REORDERED
+from selections import SELECTIONS
 from spectra import SPECTRA
 from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError, NotGated, UsageError
 
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SELECTIONS, **SPECTRA}
 WITH_ONNX = ["sigmoid_after_bn", "grouped", "channel_shuffle", "multi_head_attention"]
 WITH_ONNX += [
     "mean_over_channels",
@@ -36,6 +37,9 @@ WITH_ONNX += [
     "tied_table_and_head",
     "group_norm",
     "group_norm_over_all",
+    "merged_tokens",
+    "spliced",
+    "deformed",
 ]
 
 

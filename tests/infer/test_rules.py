@@ -11,12 +11,13 @@ from made_weights import MADE_WEIGHTS
 from models import Tied
 from networks import CASES, Fn
 from reordered import REORDERED
+from selections import SELECTIONS
 from spectra import SPECTRA
 from torch import nn
 
 import l0prune
 
-ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SPECTRA}
+ALL = {**CASES, **AVERAGES, **MADE_WEIGHTS, **REORDERED, **SELECTIONS, **SPECTRA}
 
 
 @pytest.fixture(scope="module")

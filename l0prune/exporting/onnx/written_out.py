@@ -38,6 +38,8 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
 def _has_to_be(node: Node) -> bool:
     if node.target in _CONVOLUTIONS:
         return isinstance(argument(node, 6, "groups", 1), Node)
+    if node.target == _SCATTER:
+        return bool(argument(node, 4, "reduce") == "mean")
     return node.target in _INSTEAD
 
 
@@ -119,9 +121,24 @@ def _biased(result: Tensor, bias: Tensor | None) -> Tensor:
     return result if bias is None else result + bias.reshape(-1, 1, 1)
 
 
+def _scatter_mean(
+    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """A sum, divided by how many it is of; other reductions are in ONNX as they are."""
+    if reduce != "mean":
+        return NotImplemented
+    given = src[tuple(slice(size) for size in index.shape)]
+    count = torch.zeros_like(x).scatter_add(dim, index, torch.ones_like(given))
+    if not include_self:
+        x = x.masked_fill(count > 0, 0)
+    return x.scatter_add(dim, index, given) / (count + 1 if include_self else count.clamp(min=1))
+
+
+_SCATTER = _ATEN.scatter_reduce.two
 _CONVOLUTIONS = (_ATEN.conv2d.default, _ATEN.conv_transpose2d.input)
 _INSTEAD: dict[Any, Callable[..., Any]] = {
     _ATEN.cdist.default: _cdist,
+    _SCATTER: _scatter_mean,
     _ATEN.conv2d.default: _conv2d,
     _ATEN.conv_transpose2d.input: _conv_transpose2d,
     RECURRENT: by_layer,

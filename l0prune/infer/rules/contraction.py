@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from l0prune.infer.expressions import Const, Expr, prod
 from l0prune.infer.nodes import argument, operator_name, shape_of
-from l0prune.infer.registry import Value, of_operand, rule, some
+from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,7 +118,44 @@ def convolution(infer: Inference, node: Node) -> Value:
 
 def _groups(node: Node, name: str) -> int:
     position = 8 if name == "aten.convolution" else 6
-    return int(argument(node, position, "groups", 1))
+    groups = argument(node, position, "groups", 1)
+    if not isinstance(groups, int):
+        raise NotFollowed("a size of the input says how many groups it has")
+    return groups
+
+
+def _biased_at_four(node: Node, operands: Sequence[bool | None]) -> bool:
+    """x·W + b, with b the fifth operand."""
+    known = dict(zip(node.all_input_nodes, operands, strict=True))
+    x, weight, _, _, bias = (known[each] for each in node.args[:5])  # type: ignore[index]
+    return (x is True or weight is True) and bias is True
+
+
+@rule("torchvision.deform_conv2d", zero=_biased_at_four)
+def deformable_convolution(infer: Inference, node: Node) -> Value:
+    """A convolution whose filters look where offsets say, all channels of a group at one place."""
+    x, weight, offset, mask, bias = _nodes(node.args[:5])
+    groups, offset_groups = (int(each) for each in node.args[11:13])  # type: ignore[arg-type]
+    batch, channel = infer.dims(x)[:2]
+    rows, inner = infer.dims(weight)[:2]
+    for operand in (offset, mask):
+        infer.pin_all(operand, "it says where a deformable convolution looks")
+    for several, dim in ((groups, rows), (groups, channel), (offset_groups, channel)):
+        if several > 1:
+            group = infer.solver.factor(dim, several)[0]
+            infer.solver.pin(group, "it is a group of a deformable convolution")
+    infer.solver.unify(channel, prod((Const(groups), inner)))
+    infer.read(inner, node, (weight, 1), x)
+    infer.write(rows, node, weight, 0)
+    _tie_bias(infer, node, bias, rows)
+    *_, height, width = (Const(s, "a spatial dimension") for s in shape_of(node) or [])
+    area = Const(height.size * width.size * product((shape_of(weight) or [])[2:]))
+    _work(infer, node, (batch, area, rows), weight, 1)
+    return (batch, rows, height, width)
+
+
+def _nodes(arguments: Any) -> list[Node]:
+    return [each for each in arguments if isinstance(each, Node)]
 
 
 @rule(*(f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "vdot")), zero=some)

@@ -26,13 +26,14 @@ def einsum(infer: Inference, node: Node) -> Value:
     for labels, operand in zip(inputs, nodes, strict=True):
         for position, (letter, dim) in enumerate(zip(labels, infer.dims(operand), strict=True)):
             known = letters.setdefault(letter, dim)
-            if known.size == 1 and letter.isdigit():  # what an ellipsis stands for is broadcast
+            if known.size == 1:  # stretched, as by an elementwise product
                 letters[letter] = dim
-            elif dim.size > 1 or not letter.isdigit():
+            elif dim.size > 1:
                 infer.solver.unify(known, dim)
             where.setdefault(letter, []).append((operand, position))
     for letter, dim in letters.items():
-        stored = [(n, p) for n, p in where[letter] if infer.place(n, p) is not None]
+        whole = [(n, p) for n, p in where[letter] if infer.dims(n)[p].size == dim.size]
+        stored = [(n, p) for n, p in whole if infer.place(n, p) is not None]
         if letter in output:
             for operand, position in stored:
                 infer.write(dim, node, operand, position)

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from l0prune.infer.expressions import COPIES, Const, Expr, Var, prod
-from l0prune.infer.nodes import IDENTITIES, PERMUTATIONS, RESHAPES, argument, dim_order, shape_of
+from l0prune.infer.nodes import (
+    IDENTITIES,
+    PERMUTATIONS,
+    RESHAPES,
+    argument,
+    dim_order,
+    dtype_of,
+    shape_of,
+)
 from l0prune.infer.registry import Value, each, of_operand, rule
 
 if TYPE_CHECKING:
@@ -70,10 +78,13 @@ def expand(infer: Inference, node: Node) -> Value:
 def _copies(infer: Inference, node: Node, count: int) -> Expr:
     """The slots of a dim of one that is stretched.
 
-    A stored filter that is stretched over channels has as many copies as there are channels left;
-    copies of a result stay as many as they are.
+    A stored filter that is stretched over channels has as many copies as there are channels left,
+    and so has an index or a mask; copies of a result stay as many as they are.
     """
-    return Var(count, copies=True) if infer.is_weight(node) else Const(count, COPIES)
+    dtype = dtype_of(node)
+    is_counted = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    is_fitted = is_counted or infer.is_weight(node)
+    return Var(count, copies=True) if is_fitted else Const(count, COPIES)
 
 
 @rule("aten.repeat", "aten.tile", zero=of_operand(0))

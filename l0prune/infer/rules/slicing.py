@@ -5,12 +5,26 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx import Node
 
 from l0prune.infer.expressions import SINGLE, Const, Expr, cat, pick
 from l0prune.infer.known_values import known_positions
-from l0prune.infer.nodes import CONCATENATIONS, SLICES, SPLITS, argument, hint, shape_of
-from l0prune.infer.registry import RULES, ZEROS, Value, each, rule
+from l0prune.infer.nodes import (
+    CONCATENATIONS,
+    IDENTITIES,
+    SLICES,
+    SPLITS,
+    argument,
+    arguments,
+    dtype_of,
+    hint,
+    is_pointwise,
+    operator_name,
+    shape_of,
+    written,
+)
+from l0prune.infer.registry import RULES, ZEROS, NotFollowed, Value, each, of_operand, rule
 from l0prune.infer.rules.movement import source
 
 if TYPE_CHECKING:
@@ -183,19 +197,36 @@ def index(infer: Inference, node: Node) -> Value:
     """Positions chosen by index tensors: by a constant one slots move, else dims stay whole."""
     dims, shape = infer.dims(source(node)), shape_of(node) or []
     chosen = list(node.args[1])  # type: ignore[arg-type]
-    indexed = [position for position, i in enumerate(chosen) if i is not None]
-    if len(indexed) == 1 and (picked := _picked(infer, node, indexed[0], chosen[indexed[0]])):
-        return (*dims[: indexed[0]], picked, *dims[indexed[0] + 1 :])
-    for position in indexed:
-        infer.solver.pin(dims[position], "its positions are chosen by an index tensor")
-    for operand in (i for i in chosen if isinstance(i, Node)):
-        infer.pin_all(operand, "it is used as an index")
+    given = [position for position, i in enumerate(chosen) if i is not None]
+    if len(given) == 1 and (picked := _picked(infer, node, given[0], chosen[given[0]])):
+        return (*dims[: given[0]], picked, *dims[given[0] + 1 :])
+    indexed, place = _indexed(infer, dims, chosen)
     rest = [dim for position, dim in enumerate(dims) if position not in indexed]
     count = len(shape) - len(rest)
-    adjacent = bool(indexed) and indexed[-1] - indexed[0] == len(indexed) - 1
-    place = indexed[0] if adjacent else 0
     fresh = [Const(s, "indexed positions") for s in shape[place : place + count]]
     return (*rest[:place], *fresh, *rest[place:])
+
+
+def _indexed(
+    infer: Inference, dims: Sequence[Expr], chosen: Sequence[Node | None]
+) -> tuple[list[int], int]:
+    """Pin the dims from which index tensors choose: which they are, and where what is chosen goes.
+
+    A mask is for as many dims as it has.
+    """
+    indexed: list[int] = []
+    position = 0
+    for index in chosen:
+        is_mask = index is not None and dtype_of(index) in (torch.bool, torch.uint8)
+        width = len(shape_of(index) or []) if index is not None and is_mask else 1
+        if index is not None:
+            infer.pin_all(index, "it is used as an index")
+            indexed += range(position, position + width)
+        position += width
+    for number in indexed:
+        infer.solver.pin(dims[number], "its positions are chosen by an index tensor")
+    adjacent = bool(indexed) and indexed[-1] - indexed[0] == len(indexed) - 1
+    return indexed, indexed[0] if adjacent else 0
 
 
 def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
@@ -213,19 +244,112 @@ def _picked(infer: Inference, node: Node, dim: int, index: Any) -> Expr | None:
     return pick(whole, positions)
 
 
-@rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.masked_scatter")
+def _put(node: Node, operands: Sequence[bool | None]) -> bool:
+    """Zero where both what is written to and what is written are, whatever index says where."""
+    known = dict(zip(node.all_input_nodes, operands, strict=True))
+    given = arguments(node)
+    value = next(given[name] for name in ("src", "value", "source", "values") if name in given)
+    is_zero = known.get(value) is True if isinstance(value, Node) else value == 0
+    return is_zero and known.get(given["self"]) is True
+
+
+_SCATTERED = "values decide which positions it is scattered to or from"
+
+
+@rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce", zero=_put)
 def scatter(infer: Inference, node: Node) -> Value:
-    """Put where an index says, for each position another place."""
-    for operand in node.all_input_nodes:
-        infer.pin_all(operand, "values decide which positions it is scattered to or from")
-    return infer.opaque(node, "scattered positions")
+    """Values put into one dim where an index says, elsewhere at their own places: dims are tied."""
+    given = arguments(node)
+    operands = [given["self"], given["index"], given.get("src")]
+    dims, *others = (infer.dims(each) for each in operands if isinstance(each, Node))
+    along = int(given["dim"]) % max(len(dims), 1)
+    for position, mine, *theirs in zip(range(len(dims)), dims, *others, strict=True):
+        if position != along and all(each.size == mine.size for each in theirs):
+            _tie(infer, [mine, *theirs])
+            continue
+        for each_of in (mine, *theirs):
+            infer.solver.pin(each_of, _SCATTERED)
+    return tuple(map(infer.solver.resolve, dims))
 
 
-@rule("aten.gather", "aten.take_along_dim", zero=each)
+@rule("aten.masked_scatter", zero=_put)
+def masked_scatter(infer: Inference, node: Node) -> Value:
+    """Values put, in their order, where a mask is true.
+
+    Last dims along which the mask is the same are put as they are: a token with all its channels.
+    """
+    x, mask, values = _nodes(node.args[:3])
+    if shape_of(node) != shape_of(x):
+        raise NotFollowed("the mask is larger than what it masks")
+    every = [infer.dims(each)[::-1] for each in (x, mask, values)]
+    dims, masks, given = every
+    whole = 0
+    for mine, theirs in zip(dims, given, strict=False):
+        if mine.size != theirs.size or not _is_same(mask, whole):
+            break
+        _tie(infer, [mine, theirs, *(m for m in masks[whole : whole + 1] if m.size > 1)])
+        whole += 1
+    for dim in (dim for each_of in every for dim in each_of[whole:]):
+        infer.solver.pin(dim, _SCATTERED)
+    return infer.dims(x)
+
+
+def _is_same(node: Node, back: int) -> bool:
+    """Is a tensor known to be the same along the dim with ``back`` others after it?"""
+    shape = shape_of(node) or []
+    if back >= len(shape) or shape[-1 - back] == 1:
+        return True
+    if node.op != "call_function" or any(written(user) is node for user in node.users):
+        return False
+    name = operator_name(node.target)
+    if name in (*IDENTITIES, "aten.expand", "aten.expand_as", "aten.repeat"):
+        return _is_same(source(node), back)
+    return is_pointwise(node.target) and all(_is_same(o, back) for o in node.all_input_nodes)
+
+
+@rule("aten.index_put", zero=_put)
+def index_put(infer: Inference, node: Node) -> Value:
+    """Values put at positions of some dims that index tensors choose; the other dims are tied."""
+    given = arguments(node)
+    dims = infer.dims(given["self"])
+    indexed, place = _indexed(infer, dims, given["indices"])
+    rest = [dim for position, dim in enumerate(dims) if position not in indexed]
+    after = rest[place:]
+    for back, theirs in enumerate(reversed(infer.dims(given["values"]))):
+        if theirs.size > 1 and back < len(after):
+            infer.solver.unify(after[-1 - back], theirs)
+        else:
+            infer.solver.pin(theirs, _SCATTERED)
+    for dim in rest[:place]:
+        infer.solver.pin(dim, _SCATTERED)
+    return tuple(map(infer.solver.resolve, dims))
+
+
+@rule("aten.gather", "aten.take_along_dim", zero=of_operand(0))
 def gather(infer: Inference, node: Node) -> Value:
-    """Positions of one dim chosen by values, others for each position of the other dims."""
-    infer.pin_all(source(node), "its positions are chosen by an index tensor")
-    return infer.opaque(node, "gathered positions")
+    """Positions of one dim chosen by values; along the others each has its own: dims are tied."""
+    given = arguments(node)
+    index, dim = given["index" if "index" in given else "indices"], given["dim"]
+    why = "its positions are chosen by an index tensor"
+    if dim is None:
+        infer.pin_all(source(node), why)
+        return infer.opaque(node, "gathered positions")
+    mine, theirs = infer.dims(source(node)), infer.dims(index)
+    is_stretched = "along_dim" in str(node.target)
+    out: list[Expr] = []
+    for position, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        if position == int(dim) % len(mine):
+            infer.solver.pin(one, why)
+            out.append(other)
+        elif one.size == other.size or is_stretched:
+            out.append(other if one.size == 1 else one)
+            if other.size > 1 < one.size:
+                infer.solver.unify(one, other)
+        else:  # the first positions, of which those that are cut would make others
+            infer.solver.pin(one, why)
+            infer.solver.pin(other, why)
+            out.append(other)
+    return tuple(map(infer.solver.resolve, out))
 
 
 @rule("aten.index_select", zero=each)
