@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,14 @@ class GateAxis:
     size: int
     slice: slice
     open: Tensor
+
+
+_alive: WeakSet[Gates] = WeakSet()
+
+
+def alive() -> list[Gates]:
+    """Every bank that somebody holds, copies included."""
+    return list(_alive)
 
 
 class Gates(nn.Module):
@@ -106,6 +115,11 @@ class Gates(nn.Module):
             for layout in layouts
         ]
         self._now = Current()
+        _alive.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _alive.add(self)
 
     def __prepare_scriptable__(self) -> None:
         """Refuse torch.jit.script, which calls this first on each module.

@@ -18,6 +18,7 @@ from l0prune.running.criteria import Loss
 from l0prune.training.compaction import Compaction
 from l0prune.training.decision import Decision
 from l0prune.training.doctor import Doctor
+from l0prune.training.followers import Followers
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms
 from l0prune.training.gradients import add_gradients
@@ -108,6 +109,7 @@ class Pruner:
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
         free(self.gates.log_alpha)
+        self._followers = Followers(self.gates)
         if self._drives_itself:
             self.begin_step()
 
@@ -260,6 +262,7 @@ class Pruner:
         if settles:
             self.make_whole()
             self._terms.fit()
+            self._followers.follow()
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
         if self.step >= self.phases.total:
@@ -322,6 +325,8 @@ class Pruner:
         """
         if optimizers and self._drives_itself:
             self.compaction.follow(optimizers)
+        if self._drives_itself and self.phase != "settle":
+            self._followers.look()
         if self._drives_itself and self.step == 0:
             self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
             self.look_ahead()
