@@ -212,9 +212,10 @@ class Gates(nn.Module):
                 nobody knows any more what was cut off.
         """
         self.make_whole()
-        if scores.shape != (self.plan.size,) or not bool((scores >= 0).all()):
+        is_told = scores.shape == (self.plan.size,) and bool(scores.isfinite().all())
+        if not is_told or not bool((scores >= 0).all()):
             raise UsageError(
-                f"scores are {self.plan.size} numbers of 0 or more, one for each gate, as "
+                f"scores are {self.plan.size} finite numbers of 0 or more, one for each gate, as "
                 f"l0prune.score gives them; these have shape {tuple(scores.shape)}"
             )
         odds = (self._odds() + _standardised(scores).to(self.log_alpha.device)).cpu()

@@ -137,13 +137,16 @@ class Log:
 
 
 def _line(record: Record) -> str:
-    # JSON has no word for nan and inf, which a metric of the user's may well be.
-    plain = {k: None if _is_no_number(v) else v for k, v in record.items()}
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
-def _is_no_number(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _plain(value: Any) -> Any:
+    """JSON has no word for nan and inf, which a metric of the user's may well be."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _scalars(record: Record) -> list[tuple[str, float]]:
