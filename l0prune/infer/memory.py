@@ -38,6 +38,10 @@ class Memory:
         """The value in whose memory the node's may lie; itself where that is its own."""
         return self._base[node]
 
+    def writers(self, node: Node) -> list[Node]:
+        """Return what writes in place into the memory in which the node's value lies."""
+        return self._writers[self._base[node]]
+
     def readers(self, node: Node) -> Iterator[Node]:
         """Its users; of a node that writes also all that look into that memory later."""
         yield from node.users

@@ -128,6 +128,27 @@ def test_averages_over_a_stream_know_where_it_is_zero_without_its_branches(close
     assert graph_difference(model, dense, X) <= 1e-10
 
 
+def test_what_is_written_into_the_stream_later_does_not_change_what_the_sum_was():
+    """Without the branch the sum would be the stream itself, which is written over before it."""
+
+    class Rewritten(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.inner, self.head = (nn.Conv2d(3, 3, 1) for _ in range(3))
+
+        def forward(self, x):
+            x = self.stem(x)
+            y = x.transpose(2, 3) + self.inner(x.transpose(2, 3))
+            x.relu_()
+            return self.head(y.transpose(2, 3) + 2 * x)
+
+    model = gated(Rewritten(), "inner")
+    assert branches_of(model) == ["inner"]
+    dense = l0prune.export(model)
+    assert difference(model, dense, X) <= 1e-10
+    assert graph_difference(model, dense, X) <= 1e-10
+
+
 @pytest.mark.slow
 def test_what_nobody_closes_costs_what_it_did():
     closed, open_ = (l0prune.export(gated(Net(), *names)) for names in (("blocks.0",), ()))

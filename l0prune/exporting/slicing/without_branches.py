@@ -6,14 +6,14 @@ A sum without one is its other operand, and a concatenation has a part less.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 from torch.fx import GraphModule, Node
 
 from l0prune.infer.branches import Branches
 from l0prune.infer.ending import joined
-from l0prune.infer.nodes import may_view, written
+from l0prune.infer.memory import Memory
 
 
 def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> list[Node]:
@@ -59,27 +59,15 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
 
 
 def pass_on(join: Node) -> None:
-    """Let what reads a join read the one operand that it has left."""
+    """Let what reads a join read the one operand that it has left, or a copy where one is written.
+
+    What is written into the join later must not change the operand, nor the other way round.
+    """
     (left,) = join.all_input_nodes
-    if _is_written_into(join) and len(left.users) > 1:
+    memory = Memory(join.graph)  # the join is an alias: both lie in one
+    is_written = any(writer > join for writer in memory.writers(left))
+    if is_written and (len(left.users) > 1 or memory.base(left) is not left):
         with join.graph.inserting_before(join):
             left = join.graph.call_function(torch.ops.aten.clone.default, (left,))
     join.replace_all_uses_with(left)
     join.graph.erase_node(join)
-
-
-def _is_written_into(node: Node) -> bool:
-    """Does an operator write into this value later, or into a view of it?"""
-    return any(written(user) is value for value in _views(node) for user in value.users)
-
-
-def _views(node: Node) -> Iterator[Node]:
-    """The node, and all that may lie in its memory."""
-    pending, seen = [node], {node}
-    while pending:
-        value = pending.pop()
-        yield value
-        for user in value.users:
-            if may_view(user) and user not in seen:
-                seen.add(user)
-                pending.append(user)
