@@ -3,7 +3,9 @@ import shutil
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 
@@ -228,6 +230,21 @@ def test_a_run_says_its_stages(done):
         "writing the ONNX file, and comparing it",
         "testing the smaller network and its file",
     ]
+
+
+def test_the_number_of_the_file_is_repeated_without_l0prune(done, folder):
+    datasets = pytest.importorskip("sklearn.datasets")
+    session = onnxruntime.InferenceSession(folder / "digits-lenet.onnx")
+    known = json.loads(session.get_modelmeta().custom_metadata_map["l0prune.preprocessing"])
+    images, labels = datasets.load_digits(return_X_y=True)
+    last = torch.randperm(1797, generator=torch.Generator().manual_seed(0))[1437:].numpy()
+    pixels = images[last].reshape(-1, *known["input_size"]) / known["pixel_max"]
+    inputs = ((pixels - known["mean"][0]) / known["std"][0]).astype(np.float32)
+    (scores,) = session.run(None, {session.get_inputs()[0].name: inputs})
+    assert done[1]["onnx_test_error"] == (scores.argmax(1) != labels[last]).mean()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["gain"]["metric"]["of_file"] == done[1]["onnx_test_error"]
+    assert report["repeat"]["preprocessing"] == known
 
 
 def test_a_run_does_each_stage_once(done, folder):

@@ -39,7 +39,8 @@ def from_pretrained(folder: PathLike, *, trust_pickle: bool = False) -> nn.Modul
         raise FileError(
             f"{stored.where} holds a {manifest.kind}, and only your own code can build one. Build "
             "it as it was before the cut, and give it the new sizes and weights: "
-            f'l0prune.resize(model, "{folder}")'
+            f'l0prune.resize(model, "{folder}"), or on the command line --model file.py:factory '
+            f"--weights {folder}"
         )
     _check_class(stored)
     model = built(manifest.origin, stored.where, trust=trust_pickle)
