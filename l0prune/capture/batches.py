@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,35 @@ def batch_shapes(
     """
     size, batch = batch_of(args, kwargs), {0: batches.dim} if batches else {}
 
-    def shape(number: int, leaf: Any) -> Any:
+    numbers = count()
+
+    def shape(leaf: Any) -> Any:
+        number = next(numbers)
         if not isinstance(leaf, Tensor):
             return None
         dims: dict[int, Any] = dict.fromkeys(free.of(number), Dim.AUTO)
         return dims | (batch if leaf.ndim and leaf.shape[0] == size else {})
 
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    shaped = pytree.tree_unflatten([shape(i, leaf) for i, leaf in enumerate(leaves)], structure)
-    return inspect.signature(model.forward).bind(*shaped[0], **shaped[1]).arguments
+    return shapes_in((args, kwargs), model, shape)
+
+
+def shapes_in(example: Inputs, model: nn.Module, shape: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the ``dynamic_shapes`` of torch.export that have ``shape(leaf)`` for each leaf.
+
+    An object of a class that is registered with torch becomes a list of its fields.
+    """
+
+    def of(value: Any) -> Any:
+        if not _is_registered(value):
+            return shape(value)
+        return mapped(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+
+    def mapped(value: Any) -> Any:
+        return pytree.tree_map(of, value, is_leaf=_is_registered)
+
+    args, kwargs = (mapped(each) for each in example)
+    return inspect.signature(model.forward).bind(*args, **kwargs).arguments
+
+
+def _is_registered(value: Any) -> bool:
+    return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES

@@ -54,7 +54,7 @@ class Captured:
         respelled: tensors that the program's own module calls otherwise than the submodule does.
         batches: those that the graph is right for, where their size is symbolic.
         free: names of the free sizes that stayed symbolic.
-        fixed_at: the line of the model's code at which a size was fixed, if one was.
+        why_fixed: the line of the model's code at which a size was fixed, or what torch said of it.
         memory: those of ``inputs`` that are tensors of objects into which the forward puts others,
             such as a cache.
     """
@@ -71,7 +71,7 @@ class Captured:
     respelled: Mapping[str, str] = field(default_factory=dict)
     batches: Batches = ANY
     free: frozenset[str] = frozenset()
-    fixed_at: str = ""
+    why_fixed: str = ""
     memory: frozenset[str] = frozenset()
 
     @property
@@ -140,7 +140,7 @@ def capture(
         memory=frozenset(captured.inputs[number] for number in opener.written),
         batches=found.batches,
         free=symbolic(program, free) if free else frozenset(),
-        fixed_at=found.fixed_at,
+        why_fixed=found.why_fixed,
     )
 
 

@@ -21,8 +21,8 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
         captured = capture(model, *example, dynamic_batch=True, free=free.only([name]))
         if name not in captured.free:
             found[name] = (
-                f"{name} cannot be free: the model's code is for {free.sizes(example)[name]} "
-                f"alone{_at(captured.fixed_at)}. Leave it out of dynamic_shapes, or change the "
+                f"{name} cannot be free, but {free.sizes(example)[name]} alone"
+                f"{_because(captured.why_fixed)}. Leave it out of dynamic_shapes, or change the "
                 "code there: a number that it has can be read off the tensor (x.shape); a loop in "
                 "Python over as many steps can be one operator (nn.LSTM, cumsum)."
             )
@@ -40,11 +40,11 @@ def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:
         return {}
     rows = f"{captured.batches} rows" if captured.dynamic else f"{captured.batch} rows alone"
     return {
-        BATCH: f"batch cannot be free: the model's code is for {rows}{_at(captured.fixed_at)}. "
+        BATCH: f"batch cannot be free, but {rows}{_because(captured.why_fixed)}. "
         "Programs and ONNX files will be, too, unless the code reads the size off the tensor there "
         "(x.shape) instead of having a number."
     }
 
 
-def _at(place: str) -> str:
-    return f": it is fixed at {place}" if place else ""
+def _because(why: str) -> str:
+    return f": {why}" if why else ""

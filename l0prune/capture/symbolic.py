@@ -24,15 +24,15 @@ class Found:
         program: the capture.
         batches: those that it is for, if their size is symbolic.
         is_free: whether it is.
-        fixed_at: the line of code at which torch took a size for a number, the batch's if that is
-            not free.
+        why_fixed: the line of code at which torch took a size for a number, the batch's if that is
+            not free, or what torch said; a clause.
         multiple: where there is none, what the batch has to be a multiple of.
     """
 
     program: ExportedProgram | None = None
     batches: Batches = ANY
     is_free: bool = False
-    fixed_at: str = ""
+    why_fixed: str = ""
     multiple: int = 1
 
 
@@ -43,7 +43,7 @@ def with_symbols(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
         found = _with_batch(model, example, ALL_FIXED)
         if found.program is None:
             found = _tried(model, example, free, None)
-    return found if found.is_free else replace(found, fixed_at=first.fixed_at)
+    return found if found.is_free else replace(found, why_fixed=first.why_fixed)
 
 
 def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
@@ -58,7 +58,7 @@ def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
         multiple = _tried(model, widened(*example, size), free, ANY).multiple
     if multiple > 1:
         found = replace(
-            _tried(model, example, free, Batches(multiple, multiple)), fixed_at=found.fixed_at
+            _tried(model, example, free, Batches(multiple, multiple)), why_fixed=found.why_fixed
         )
     return found
 
@@ -72,8 +72,19 @@ def _tried(model: nn.Module, example: Inputs, free: FreeSizes, batches: Batches 
             program = exported(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:  # the static capture comes next, and reports it
             said = re.search(r"\bbatch = (\d+)\*_batch\b", str(error))
-            return Found(fixed_at=places.decisive, multiple=int(said[1]) if said else 1)
-    return Found(program, batches or ANY, batches is not None, places.decisive)
+            why = _at(places.decisive) or _said(error)
+            return Found(why_fixed=why, multiple=int(said[1]) if said else 1)
+    return Found(program, batches or ANY, batches is not None, _at(places.decisive))
+
+
+def _at(place: str) -> str:
+    return f"the model's code fixes it at {place}" if place else ""
+
+
+def _said(error: Exception) -> str:
+    """Return the first line of torch's own words, as a clause."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"torch.export says {type(error).__name__}: {first.rstrip('.')}"
 
 
 def inputs_of(program: ExportedProgram) -> list[Any]:

@@ -13,7 +13,6 @@ from l0prune.exporting.slicing.dense_graph import DenseGraph
 from l0prune.files.pretrained.layers import LAYERS
 
 _FIXED = "with a free batch size torch.export finds no graph that is right for it"
-_FIXED_AT = "the model's code fixes the batch at"
 _GROUPED = "the model's forward takes so many rows together"
 _FROM_TWO = "the model's forward treats a single example in another way"
 
@@ -26,8 +25,7 @@ def note_on_batches(pieces: Sequence[Piece]) -> str:
         if is_limited:
             of = f" of {piece.path}" if piece.path else ""
             together = _FROM_TWO if piece.batches.multiple == 1 else _GROUPED
-            fixed = f"{_FIXED_AT} {piece.fixed_at}" if piece.fixed_at else _FIXED
-            why = together if piece.dynamic else fixed
+            why = together if piece.dynamic else piece.why_fixed or _FIXED
             lines.append(f"Program and ONNX file{of} are for batches of {piece.takes}: {why}.")
     return "\n".join(lines)
 

@@ -44,7 +44,7 @@ class Piece:
             are compared with that.
         batches: those that they are for, where their size is free.
         free: further sizes that are free, by leaf of the inputs.
-        fixed_at: the line of the model's code that fixed one that was to be.
+        why_fixed: why one is not that was to be, as a clause.
         form: a part that its model calls in several ways, such as with tensors of two and of three
             dims, is a piece for each of them; they are counted from 1.
     """
@@ -57,7 +57,7 @@ class Piece:
     batches: Batches = ANY
     form: int = 1
     free: FreeSizes = ALL_FIXED
-    fixed_at: str = ""
+    why_fixed: str = ""
 
     @property
     def module(self) -> nn.Module:
@@ -106,7 +106,7 @@ class Whole:
         answers: what the gated model computes.
         make: makes programs of the module.
         free: sizes that are to be free beside the batch.
-        fixed_at: the line of the model's code that fixed one, if that is known.
+        why_fixed: why one of them is not, if that is known.
     """
 
     module: nn.Module
@@ -115,7 +115,7 @@ class Whole:
     answers: tuple[Answer, ...]
     make: Callable[[nn.Module, Dtypes, Inputs], tuple[Exported, ExportedProgram]]
     free: FreeSizes = ALL_FIXED
-    fixed_at: str = ""
+    why_fixed: str = ""
 
     @cached_property
     @stage("making a program of the smaller model")
@@ -142,7 +142,7 @@ class Whole:
         if not answers:  # the module was shown to compute what the gated one does at other sizes
             answers = list(answers_of(self.module, [self.example]))
         piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.batches)
-        return (replace(piece, free=free, fixed_at=made.fixed_at or self.fixed_at),)
+        return (replace(piece, free=free, why_fixed=made.why_fixed or self.why_fixed),)
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
@@ -204,9 +204,9 @@ def whole(
     restored(proven.module, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
-    fixed_at = captured.fixed_at if captured else ""
+    why_fixed = captured.why_fixed if captured else ""
     example = subject.narrow(subject.example)
-    made = Whole(exact, dtypes, example, proven.answers[""], make, subject.free, fixed_at)
+    made = Whole(exact, dtypes, example, proven.answers[""], make, subject.free, why_fixed)
     if not dtypes.are_one:
         _ = made.pieces  # ONNX's are made of what is not rounded yet
     return made

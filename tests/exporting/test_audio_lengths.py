@@ -49,5 +49,5 @@ def test_whispers_own_code_asks_for_one_length_and_the_survey_says_where():
         encoder, torch.randn(2, 8, 40), dynamic_shapes=shapes, own_class=False
     ).fixed
     assert list(fixed) == ["frames"]
-    assert "is for 40 alone: it is fixed at modeling_whisper.py:" in fixed["frames"]
+    assert "but 40 alone: the model's code fixes it at modeling_whisper.py:" in fixed["frames"]
     assert "expected_seq_length" in fixed["frames"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from differences import as_graph
@@ -215,3 +217,43 @@ def test_the_first_example_is_a_row_or_an_image_of_a_list():
     (alone, targets), _ = first_of(((images, [{}, {}]), {}))
     assert len(alone) == len(targets) == 1
     assert torch.equal(alone[0], images[0])
+
+
+@dataclass
+class Pair:
+    """An input of a class of its own."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+torch.export.register_dataclass(Pair, serialized_type_name="test_free_batch.Pair")
+
+
+def test_the_batch_of_an_input_that_is_a_registered_dataclass_is_free(tmp_path):
+    net = Fn(lambda m, x: m.out(torch.relu(m.a(x["pair"].left) * m.b(x["pair"].right))))
+    net.a, net.b, net.out = nn.Linear(6, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+    example = {"pair": Pair(torch.randn(2, 6), torch.randn(2, 4))}
+    l0prune.gate(net.eval(), (example,))
+    dense = l0prune.export(net)
+    assert dense.dynamic
+    assert dense.note == ""
+    (file,) = dense.save_onnx(tmp_path / "model.onnx")
+    pair = Pair(torch.randn(5, 6), torch.randn(5, 4))
+    found = onnxruntime.InferenceSession(str(file))
+    names = [given.name for given in found.get_inputs()]
+    feed = dict(zip(names, (pair.left.numpy(), pair.right.numpy()), strict=True))
+    (got,) = found.run(None, feed)
+    torch.testing.assert_close(torch.from_numpy(got), net({"pair": pair}), rtol=1e-4, atol=1e-5)
+
+
+def by_position(m, x):
+    if not torch.compiler.is_exporting() or isinstance(x.shape[0], int):
+        return m.b(torch.relu(m.a(x)))
+    raise ValueError("rows are counted by hand here")
+
+
+def test_what_torch_says_of_a_fixed_batch_is_the_reason():
+    _, dense = exported(by_position)
+    assert "batches of 2 only: torch.export says " in dense.note
+    assert "rows are counted by hand here" in dense.note

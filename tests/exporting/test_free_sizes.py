@@ -113,7 +113,7 @@ def test_a_size_that_the_code_fixes_is_said_with_the_line():
     said = l0prune.survey(model, x, dynamic_shapes=shapes).fixed
     assert list(said) == ["length"]
     assert said["length"].startswith(
-        "length cannot be free: the model's code is for 5 alone: it is fixed at test_free_sizes.py:"
+        "length cannot be free, but 5 alone: the model's code fixes it at test_free_sizes.py:"
     )
     assert '"return self.b(torch.relu(self.a(x)).flatten(1))"' in said["length"]
     with pytest.raises(UsageError, match="length cannot be free") as caught:
@@ -150,8 +150,7 @@ def test_a_batch_that_the_code_fixes_is_said_with_the_line(forward, line):
     net, x = Fn(forward, a=nn.Linear(6, 8), out=nn.Linear(8, 2)).eval(), torch.randn(2, 5, 6)
     said = l0prune.survey(net, x, dynamic_shapes={}).fixed
     assert said["batch"].startswith(
-        "batch cannot be free: the model's code is for 2 rows alone: it is fixed at "
-        "test_free_sizes.py:"
+        "batch cannot be free, but 2 rows alone: the model's code fixes it at test_free_sizes.py:"
     )
     assert f'"{line}"' in said["batch"]
     assert not l0prune.survey(net, x).fixed  # that takes a capture more
@@ -170,9 +169,7 @@ def test_a_length_is_free_beside_a_batch_that_is_not(tmp_path):
     (piece,) = dense.pieces
     assert piece.takes == "2 only"
     assert piece.free.names == ("length",)
-    assert (
-        "batches of 2 only: the model's code fixes the batch at test_free_sizes.py:" in dense.note
-    )
+    assert "batches of 2 only: the model's code fixes it at test_free_sizes.py:" in dense.note
     (file,) = dense.save_onnx(tmp_path / "model.onnx")
     for length in (1, 5, 9):
         x = torch.randn(2, length, 6)

@@ -43,8 +43,8 @@ def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported
         return reexport(module, example, True, captured.batches, free.only(captured.free))
     take_apart(captured.program)
     _drop_unread(captured.program)
-    free_ones, fixed_at = captured.free, captured.fixed_at
-    return Exported(captured.program, captured.dynamic, free=free_ones, fixed_at=fixed_at)
+    free_ones, why_fixed = captured.free, captured.why_fixed
+    return Exported(captured.program, captured.dynamic, free=free_ones, why_fixed=why_fixed)
 
 
 def _drop_unread(program: ExportedProgram) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.batches import ANY, Batches, batch_shapes, widened
+from l0prune.capture.batches import ANY, Batches, batch_shapes, shapes_in, widened
 from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.held_inputs import plain
 from l0prune.capture.hints import without_hints
@@ -35,14 +35,14 @@ from l0prune.exporting.slicing.dtypes import (
 class Exported(NamedTuple):
     """A program, whether its batch is free, those that it then takes, other free sizes.
 
-    And where the code fixed a size that was to be free.
+    And why a size is fixed that was to be free.
     """
 
     program: ExportedProgram
     dynamic: bool
     batches: Batches = ANY
     free: frozenset[str] = frozenset()
-    fixed_at: str = ""
+    why_fixed: str = ""
 
 
 Exporter = Callable[[nn.Module, Inputs], Exported]
@@ -137,14 +137,10 @@ def reexport_part(module: nn.Module, example: Inputs, batches: Batches = ANY) ->
             return dict.fromkeys(range(leaf.ndim), Dim.AUTO)
         return Dim.AUTO if type(leaf) is int and leaf in numbers else None
 
-    def shapes(wide: Inputs) -> Any:
-        arguments = inspect.signature(module.forward).bind(*wide[0], **wide[1]).arguments
-        return {name: pytree.tree_map(free, value) for name, value in arguments.items()}
-
     with _at_least(module, batches.least):
         with suppress(Exception):  # one row may be all that it takes
-            return _with_batch(_exported(module, wide, partial(shapes, wide)))
-        return _with_batch(_exported(module, example, partial(shapes, example)))
+            return _with_batch(_exported(module, wide, partial(shapes_in, wide, module, free)))
+        return _with_batch(_exported(module, example, partial(shapes_in, example, module, free)))
 
 
 def _with_batch(made: Exported) -> Exported:
