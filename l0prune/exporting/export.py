@@ -15,6 +15,7 @@ from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
 from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
+from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
@@ -41,11 +42,13 @@ def export(model: nn.Module) -> Export:
 
     Raises:
         NotGated: the model carries no gates.
+        UsageError: a copy of the model computes something else than the model itself.
         CaptureError: torch.export can no longer follow it.
         CertificateError: the dense model differs from the gated one beyond rounding.
     """
-    gated, _ = holder(model)
+    gated, bank = holder(model)
     subject = subject_of(gated)
+    unlooked = check_copy(gated, bank.example)
     weights = weights_of(subject.plain)
     cut = _as_class(subject) or _as_graph(subject)
     plan, proven = cut.chosen.plan, cut.proven
@@ -72,7 +75,9 @@ def export(model: nn.Module) -> Export:
         kept=cut.chosen.kept,
         weights=weights,
         _made=cut.made,
-        _note="\n".join(filter(None, (around, note_on(proven.comparisons, cut.unused), unclear))),
+        _note="\n".join(
+            filter(None, (around, unlooked, note_on(proven.comparisons, cut.unused), unclear))
+        ),
         _state=cut.state,
         _manifest={
             **manifest(subject.plain, cut.state, proven.changes, proven.layers),

@@ -1,0 +1,129 @@
+"""The model itself, compared once with the kind of copy that all else is about.
+
+Every step of an export works on copies. A class may leave something out of them, by a
+``__getstate__`` or a ``__deepcopy__`` of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.copying import copied
+from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.left_behind import as_it_was
+from l0prune.capture.modes import evaluating
+from l0prune.capture.own_forward import own_forward
+from l0prune.capture.provenance import within
+from l0prune.errors import UsageError
+from l0prune.exporting.certify.difference import difference
+from l0prune.running.stages import stage
+
+# Both run the same kernels on the same weights; some of a GPU's add up in another order each time.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_OF_HALF = 2e-2
+_SHOWN = 3  # attributes in a message
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@stage("comparing the model with a copy of it")
+def check_copy(model: nn.Module, example: Inputs) -> str:
+    """Compare what the model computes, where it is, with what a copy of it does, in eval mode.
+
+    The model stays as it is: modes, buffers, attributes, random numbers.
+
+    Args:
+        model: with its gates.
+        example: inputs of its forward; they are put on its device.
+
+    Returns:
+        Why they were not compared; empty where they were.
+
+    Raises:
+        UsageError: they differ; with the names of what the copy lacks, where some are found.
+    """
+    twin = copied(model, {id(parameter): parameter for parameter in model.parameters()})
+    outputs, failures = [], []
+    for each in (model, twin):
+        try:
+            outputs.append(_output(each, example))
+        except Exception as error:  # what the model raises is not known
+            first = next(iter(str(error).splitlines()), "")
+            failures.append(f"{type(error).__name__}: {first}")
+    if len(failures) == 2:
+        return ""  # as on a machine that lacks an operator; what follows says it
+    if failures and len(outputs) == 1:
+        return (
+            "The model itself could not be run on its example, so that only a copy of it was "
+            f"looked at: {failures[0]}."
+        )
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    apart = difference(*outputs)
+    if apart <= _ROUNDING.get(dtype, _OF_HALF) or _is_random(model, example, outputs[0]):
+        return ""
+    names = _lost(model, twin)
+    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    lost = f"The copy has lost: {'; '.join(names[:_SHOWN] + more)}. " if names else ""
+    raise UsageError(
+        f"A copy of the model computes something else than the model itself: {apart:.1e} of the "
+        "output's scale on the example. Copies are what is cut and compared, so nothing was "
+        f"exported. {lost}The usual cause is a "
+        "__getstate__, __deepcopy__ or __reduce__ of its own that leaves a setting out, or a "
+        "forward that reads a global. Let the copy keep it, or make it a plain attribute."
+    )
+
+
+def _output(model: nn.Module, example: Inputs) -> Any:
+    """Return what the model computes in its own dtypes, on its device."""
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+
+    def placed(leaf: Any) -> Any:
+        return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    args, kwargs = pytree.tree_map(placed, example)
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), _untouched(model):
+        torch.manual_seed(0)
+        output = model(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, torch.clone, output)
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Within the context the model evaluates with its own code; afterwards it is as it was."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    stance = torch.compiler.set_stance("force_eager")
+    try:
+        with as_it_was(model), own_forward(model), evaluating(model), stance:
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+def _is_random(model: nn.Module, example: Inputs, output: Any) -> bool:
+    """Check whether the model answers otherwise when it is asked again, with random numbers of
+    its own: then this comparison shows nothing, and the certificate's is with the same draws.
+    """
+    return difference(output, _output(model, example)) > _ROUNDING[torch.float32]
+
+
+def _lost(model: nn.Module, twin: nn.Module) -> list[str]:
+    """Return what modules of the model hold that those of the copy do not, in words."""
+    others, found = dict(twin.named_modules(remove_duplicate=False)), []
+    for path, module in model.named_modules(remove_duplicate=False):
+        other = vars(others[path]) if path in others else {}
+        for name, value in vars(module).items():
+            if name not in other:
+                found.append(f"{within(path, name)}, which it has not")
+            elif isinstance(value, _PLAIN) and value != other[name]:
+                found.append(f"{within(path, name)}, {other[name]!r} in place of {value!r}")
+    return found
