@@ -42,6 +42,9 @@ def export(
         bool,
         typer.Option("--code", help="With --pretrained: a file that loads it without l0prune."),
     ] = False,
+    opset: Annotated[
+        int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
+    ] = None,
     timed: Annotated[
         bool,
         typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's."),
@@ -82,7 +85,7 @@ def export(
     with shown(err):
         if onnx or not (pt2 or state or pretrained):
             beside = model if timed else None
-            files += dense.save_onnx(f"{stem}{ONNX}", beside=beside, threads=threads)
+            files += dense.save_onnx(f"{stem}{ONNX}", beside=beside, threads=threads, opset=opset)
         # of a model in parts the ONNX files leave out the code between them: its class needs its
         # state
         for wanted, ending in ((pt2, PT2), (state or dense.in_parts, STATE)):

@@ -17,6 +17,7 @@ from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
+from l0prune.exporting.handed_out import HandedOut
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.manifest import constants, manifest
@@ -62,7 +63,6 @@ def export(model: nn.Module) -> Export:
         module=proven.module,
         rebuilt=not reason,
         certificate=Certificate(proven.checks),
-        params=cost.actual(cut.chosen.is_open, "params"),
         macs=cost.actual(cut.chosen.is_open, "macs"),
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
@@ -84,6 +84,8 @@ def export(model: nn.Module) -> Export:
             "constants": cut.constants,
             "rebuild": rebuild,
         },
+        _handed_out=HandedOut.of(proven.module, subject.example, cut.state),
+        _unused=frozenset(cut.unused),
     )
 
 

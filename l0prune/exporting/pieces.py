@@ -140,7 +140,7 @@ class Whole:
             a for a in answers if 1 not in free.sizes(a.inputs).values() or _holds(single, a)
         ]
         if not answers:  # the module was shown to compute what the gated one does at other sizes
-            answers = list(answers_of(self.module, [self.example]))
+            answers = list(answers_of(self.module, [self.example], whose="module"))
         piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.batches)
         return (replace(piece, free=free, why_fixed=made.why_fixed or self.why_fixed),)
 
@@ -156,12 +156,14 @@ class Whole:
         That one was compared with the gated model before its weights were rounded to its dtype.
         """
         (piece,) = self.pieces
-        answers = answers_of(self.module, [answer.inputs for answer in piece.answers])
+        inputs = [answer.inputs for answer in piece.answers]
+        answers = answers_of(self.module, inputs, whose="module")
         return compare(answers, piece.module, "program")
 
     def of(self, module: nn.Module) -> Whole:
         """The same of the module as it is now."""
-        answers = answers_of(module, [answer.inputs for answer in self.answers])
+        inputs = [answer.inputs for answer in self.answers]
+        answers = answers_of(module, inputs, whose="module")
         return replace(self, module=copied(module), dtypes=Dtypes.of(module), answers=answers)
 
 
@@ -307,5 +309,5 @@ def _renewed(piece: Piece, module: nn.Module) -> Piece:
     inputs = [answer.inputs for answer in piece.answers]
     export = partial(reexport_part, batches=piece.batches)
     made, single = programs(copied(part), Dtypes.of(part), inputs[0], export)
-    answers = answers_of(part, inputs)
+    answers = answers_of(part, inputs, whose="module")
     return Piece(piece.path, made.program, single, made.dynamic, answers, piece.batches, piece.form)

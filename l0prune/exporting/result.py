@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from l0prune.capture.quiet import alone
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
-from l0prune.exporting.certify.certificate import Certificate, compare_onnx
+from l0prune.exporting.certify.certificate import Certificate, Compared, compare_onnx
+from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.notes import (
     note_on_batches,
     note_on_objects,
@@ -35,6 +36,7 @@ from l0prune.exporting.notes import (
 )
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.external import data_beside
+from l0prune.exporting.onnx.older import check_opset
 from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.pretrained.origin import apart_from_state, described
@@ -51,6 +53,11 @@ from l0prune.running.notebook import as_html
 from l0prune.running.stages import stage
 
 PRECISIONS = ("float64", "float32")
+CHANGED = (
+    "The weights were changed after the export, whose comparisons with the gated model were of "
+    "others. Programs and files are of the module as it was when they were made, and were compared "
+    "with that."
+)
 
 
 @dataclass
@@ -62,11 +69,13 @@ class Export:
             trained on, where the class allows them; else it is the captured graph, for evaluation.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
         certificate: the measured errors.
-        params, macs: of the dense network; MACs for one example.
+        macs: of the dense network, for one example.
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
         times: milliseconds of the ONNX file and of the dense network's, once they were taken.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
+        changed: the module was found to compute something else than when it was exported, since it
+            has learned on: programs and files are of what it is now.
         plan: of the network before the cut: where its gates acted, and what stayed whole and why.
         kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
         weights: the layers of the network before the cut.
@@ -77,7 +86,6 @@ class Export:
     module: nn.Module
     rebuilt: bool
     certificate: Certificate
-    params: int
     macs: int
     params_before: int
     macs_before: int
@@ -89,9 +97,20 @@ class Export:
     _note: str = field(repr=False)
     _state: Mapping[str, Tensor] = field(repr=False)
     _manifest: dict[str, Any] = field(repr=False)
+    _handed_out: HandedOut = field(repr=False)
+    _unused: frozenset[str] = field(repr=False)
     times: Times | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
+    changed: bool = False
+
+    @property
+    def params(self) -> int:
+        """The parameters that ``module`` holds, but for those that eval mode does not use.
+
+        The ``note`` says how many these are.
+        """
+        return parameters_of(self.module, self._unused)
 
     @property
     def note(self) -> str:
@@ -102,23 +121,38 @@ class Export:
         pieces = self._made.pieces
         sizes, objects = note_on_sizes(self._made), note_on_objects(self._made)
         batches, pickles = note_on_batches(pieces), note_on_pickles(self.module)
-        notes = (self._note, batches, sizes, objects, _note_on_draws(pieces), pickles)
+        changed = CHANGED if self.changed else ""
+        notes = (self._note, batches, sizes, objects, _note_on_draws(pieces), pickles, changed)
         return "\n".join(filter(None, notes))
 
     @property
     @alone()
     def pieces(self) -> tuple[Piece, ...]:
-        """The captured parts, each with its program; made and compared when first asked for.
+        """The captured parts of ``module`` as it is, each with its program, compared with it.
 
-        The certificate gains the comparison.
+        They are made when first asked for, and anew once the module has learned on. The
+        certificate gains the comparison.
 
         Raises:
             CaptureError: torch.export can no longer follow the model.
             CertificateError: a program does not compute what the module does.
+            UsageError: the module has other tensors than were exported.
         """
-        if self.certificate.worst(("dense", "program"), "float64") is None:
+        self._look()
+        shown: tuple[Compared, ...] = ("program",) if self.changed else ("dense", "program")
+        if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
         return self._made.pieces
+
+    def _look(self) -> None:
+        """Let programs and files be made anew if the module is not what it was."""
+        self._handed_out.check_sizes(self.module)
+        if not self._handed_out.has_changed(self.module):
+            return
+        module = copied(self.module).cpu().eval()
+        self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
+        self.certificate = self.certificate.without("program", "onnx")
+        self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
     @property
     def program(self) -> ExportedProgram:
@@ -144,36 +178,28 @@ class Export:
         return all(piece.dynamic for piece in self._made.pieces)
 
     def renewed(self) -> Export:
-        """The same of what ``module`` computes by now, after it has been trained on.
-
-        Programs and files are then of its parameters as they are. The certificate keeps what was
-        shown of the cut, on the parameters of that time; ``save_onnx`` adds that the file computes
-        what the module does.
-        """
-        module = copied(self.module).cpu().eval()
-        state = module.state_dict()
-        # A graph has not all names of the class: counters of batches stay, weights never stay old.
-        known = {
-            name: tensor
-            for name, tensor in self._state.items()
-            if name in state or not (tensor.is_floating_point() or tensor.is_complex())
-        }
-        return replace(
-            self,
-            certificate=self.certificate.without("onnx"),
-            times=None,
-            files=(),
-            _made=self._made.of(module),
-            _state={name: state.get(name, tensor) for name, tensor in known.items()},
+        """Return itself: programs and files are of the module as it is without being asked to."""
+        warnings.warn(
+            "l0prune: Export.renewed() is not needed any more: programs and files are of the "
+            "module as it is when they are made",
+            DeprecationWarning,
+            stacklevel=2,
         )
+        return self
 
     @alone()
     def save_onnx(
-        self, path: str | os.PathLike[str], *, beside: nn.Module | None = None, threads: int = 1
+        self,
+        path: str | os.PathLike[str],
+        *,
+        beside: nn.Module | None = None,
+        threads: int = 1,
+        opset: int | None = None,
     ) -> tuple[Path, ...]:
-        """Write ONNX, after ONNX Runtime has shown that it computes the same.
+        """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
 
-        The certificate gains the comparison, and the file's metadata carries it. A model that
+        The certificate gains the comparison, and the file's metadata carries it: with the gated
+        model, or with ``module`` where that has learned on. A model that
         was captured in parts becomes a file for each: ``model.backbone.onnx`` for ``model.onnx``.
         It is in float32 whatever dtype the model has: ONNX Runtime has few operators in others.
         Weights of more than 2 GB go into a file beside it, ``model.onnx.….data``, which has to stay
@@ -185,6 +211,8 @@ class Export:
                 which the metadata carries, too); a warning says where nothing was gained. A model
                 of several files is not timed.
             threads: that a call may use when it is timed.
+            opset: of the file, from 7 on; None for that which torch's exporter takes by itself.
+                Before 18 it is torch's former exporter that writes the file.
 
         Returns:
             The files written, those with weights after the others.
@@ -192,8 +220,12 @@ class Export:
         Raises:
             CertificateError: it does not, or nobody can know, since it draws random numbers in
                 eval mode; nothing is written.
+            L0pruneError: an operator cannot be written in this opset; the message names the lowest
+                one that can.
             FileError: a file cannot be written.
         """
+        check_opset(opset)
+        self._look()
         with ExitStack() as stack:
             written, data_files, checks = {}, [], []
             for piece in self._made.pieces:
@@ -201,25 +233,28 @@ class Export:
                 file = self._file_of(piece, path)
                 data = stack.enter_context(data_beside(file))
                 written[file] = stack.enter_context(replacement(file))
-                session = onnx_file.write_runnable(piece.single, written[file], data, piece.sizes)
+                session = onnx_file.write_runnable(
+                    piece.single, written[file], data, piece.sizes, opset
+                )
                 data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})
                 with stage("comparing its ONNX file"):
                     checks += compare_onnx(piece.answers, session, piece.path, piece.read)
             certificate = self.certificate.without("onnx").with_checks(checks)
             facts = {
-                "certificate": json.dumps(certificate.to_dict()),
+                **self._proof(certificate),
                 "params": self.params,
                 "macs": self.macs,
-                "widths": json.dumps(self.widths),
+                "widths": self.widths,
             }
             if self.preprocessing is not None:
                 facts["preprocessing"] = self.preprocessing.model_dump_json()
             if beside is not None and len(written) == 1:
                 (piece,), (unfinished,) = self._made.pieces, written.values()
                 read = piece.read(piece.answers[0].inputs)
-                self.times = times_of(beside, unfinished, read, piece.sizes, threads)
-                facts["times"] = json.dumps(self.times.to_dict())
+                self.times = times_of(beside, unfinished, read, piece.sizes, threads, opset)
+                facts["times"] = self.times.to_dict()
+            facts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items()}
             for unfinished in written.values():
                 onnx_file.describe(unfinished, facts)
         self.certificate = certificate
@@ -255,14 +290,15 @@ class Export:
                 save = partial(torch.export.save, piece.program)
                 atomic_write(self._file_of(piece, path), save)
             return tuple(self._file_of(piece, path) for piece in self.pieces)
+        self._look()
         known = described(self.module, self._facts, self._made.trials, model)
-        apart = apart_from_state(known, self.module)
+        state, apart = self._state_now(), apart_from_state(known, self.module)
         if Path(path).suffix == ".safetensors":
-            tensors, tied = each_once({**self._state, **apart})
+            tensors, tied = each_once({**state, **apart})
             manifest = as_text(known.model_copy(update={"tied": tied}))
             write_tensors(path, tensors, {"format": "pt", MANIFEST: manifest})
             return (Path(path),)
-        content = {MANIFEST: as_text(known), "state_dict": dict(self._state), "constants": apart}
+        content = {MANIFEST: as_text(known), "state_dict": state, "constants": apart}
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 
@@ -276,8 +312,8 @@ class Export:
         class, ``l0prune.resize`` makes such a model smaller. For a model of transformers the
         folder also holds its configuration: with the new sizes where one can say them, and then
         transformers loads it by itself. Both are tried before they are said. What is written are
-        the parameters of ``module`` as they are now; the certificate in the manifest is of the
-        cut.
+        the parameters of ``module`` as they are now. If they have changed since the export, the
+        manifest says so and has no comparison with the gated model, which was of others.
 
         Args:
             folder: is made where there is none. Other files in it stay.
@@ -299,6 +335,7 @@ class Export:
                 f"{folder} was not written: it is for models of their own class, and {self._note} "
                 'Save it as a program (save("model.pt2")) or as ONNX (save_onnx).'
             )
+        self._look()
         trials = self._made.trials
         manifest = described(self.module, self._facts, trials, model)
         return write_folder(folder, *shortened(self.module, manifest, trials), code=code)
@@ -307,8 +344,25 @@ class Export:
     def _facts(self) -> dict[str, Any]:
         """What the manifest says beside the model's origin."""
         known = None if self.preprocessing is None else self.preprocessing.model_dump()
-        certificate = self.certificate.to_dict()
-        return {**self._manifest, "certificate": certificate, "preprocessing": known}
+        return {**self._manifest, **self._proof(self.certificate), "preprocessing": known}
+
+    def _proof(self, certificate: Certificate) -> dict[str, Any]:
+        """Return what of a certificate is about the module as it is, for a file of that."""
+        if not self.changed:
+            return {"certificate": certificate.to_dict()}
+        return {"certificate": certificate.of_module().to_dict(), "changed": CHANGED}
+
+    def _state_now(self) -> dict[str, Tensor]:
+        """Return the model's own state_dict with the values that the module has.
+
+        A graph has not all of its names: those of unused parameters, of counters of batches.
+        """
+        now, aliases = self.module.state_dict(), self.plan.aliases
+        found = {}
+        for name, exported in self._state.items():
+            tensor = now.get(name, now.get(aliases.get(name, name), exported))
+            found[name] = tensor.detach().cpu()
+        return found
 
     @staticmethod
     def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:
@@ -349,6 +403,7 @@ class Export:
             "gone": list(self.gone),
             "certificate": self.certificate.to_dict(),
             "times": None if self.times is None else self.times.to_dict(),
+            "changed": self.changed,
         }
 
     def __repr__(self) -> str:
@@ -378,8 +433,7 @@ class Export:
             yield Text(f"Branches that are gone: {listed(self.gone)}.")
         proof = Table("compared", "precision", "batch", "error", "allowed", title="Certificate")
         for c, batches in self.certificate.summary():
-            first = "class" if c.what == "program" else "gated"
-            what = f"{first} and {c.what}" + (f" of {c.part}" if c.part else "")
+            what = f"{c.against} and {c.what}" + (f" of {c.part}" if c.part else "")
             sizes_of_batches = ", ".join(map(str, batches))
             proof.add_row(
                 Text(what), c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}"

@@ -272,8 +272,6 @@ def _export(
         settings = _settings(recipe, folder / "recover", recipe.recover, dense)
         with stage("training the smaller network alone"):
             history = l0prune.train_dense(small.module, data, report=False, **settings).last
-        with stage("capturing what was trained"):
-            small = small.renewed()
     file = folder / f"{recipe.name}.onnx"
     first_round = folder / "round-1" if recipe.rounds else folder
     before = l0prune.load(first_round / "gated.pt", copied(dense))

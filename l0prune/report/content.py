@@ -119,9 +119,8 @@ class Comparison(Section):
     """One comparison of the certificate.
 
     Attributes:
-        what: ``dense`` (the sliced graph), ``class`` (the user's class at the new sizes) or
-            ``onnx`` (the file in ONNX Runtime), each beside the gated model; or ``program`` (the
-            exported program beside the class).
+        what: ``dense`` (the sliced graph), ``class`` (the user's class at the new sizes),
+            ``program`` (the exported program) or ``onnx`` (the file in ONNX Runtime).
         dtype: that both computed in.
         batch: examples.
         error: largest absolute difference over the largest absolute output.
@@ -129,6 +128,7 @@ class Comparison(Section):
         part: the submodule that was compared, where not the whole model was.
         inputs: shapes of the tensors that both were given.
         outputs: of several, the error of each by its name; empty where there is one.
+        against: the ``gated`` model, or the ``module`` that was handed out.
     """
 
     what: str
@@ -139,6 +139,7 @@ class Comparison(Section):
     part: str = ""
     inputs: list[list[int]] = Field(default_factory=list)
     outputs: dict[str, float] = Field(default_factory=dict)
+    against: str = "gated"
 
     @property
     def passed(self) -> bool:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from deadness import close_some, randomise
-from differences import as_graph
+from differences import as_graph, learned_on
 from torch import nn
 
 import l0prune
@@ -48,7 +48,7 @@ def test_any_name_that_torch_takes_is_taken(names, own_class, tmp_path):
     assert dense.params < dense.params_before
     assert dense.rebuilt == own_class
     torch.testing.assert_close(copy.deepcopy(dense.module)(x), model(x), rtol=1e-10, atol=1e-12)
-    dense.renewed().save_onnx(tmp_path / "m.onnx")
+    learned_on(dense).save_onnx(tmp_path / "m.onnx")
 
 
 def test_a_name_with_brackets_means_itself():

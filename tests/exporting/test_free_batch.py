@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from differences import as_graph
+from differences import as_graph, learned_on
 from models import Broken, small
 from networks import Fn
 from torch import nn
@@ -95,7 +95,7 @@ def test_a_graph_that_is_wrong_for_one_example_refuses_it(way):
 def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
     _, dense = exported(another_way_for_one)
     assert dense.rebuilt
-    dense = dense.renewed() if renew else dense
+    dense = learned_on(dense) if renew else dense
     assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
     with pytest.raises((RuntimeError, AssertionError)):
         dense.program.module()(torch.randn(1, 4))
@@ -184,7 +184,7 @@ def test_the_file_of_a_part_that_is_wrong_for_one_example_is_for_two_or_more(tmp
     x = torch.randn(1, 4)
     torch.testing.assert_close(dense.module(x), model(x))
     assert {c.batch for c in dense.certificate.checks if not c.part} == {1, 3}
-    for each in (dense, dense.renewed()):
+    for each in map(learned_on, (dense, dense)):
         a, b = (onnx.load(file) for file in each.save_onnx(tmp_path / "model.onnx"))
         batches = [{e.key: e.value for e in m.metadata_props}["l0prune.batch"] for m in (a, b)]
         assert batches == ["2 or more", "1 or more"]

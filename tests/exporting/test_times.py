@@ -54,7 +54,6 @@ def test_a_file_is_timed_beside_the_dense_one(tmp_path, monkeypatch):
     assert "2 → 1 ms (2.00 times as fast; half of the turns within 5%)" in str(dense.times)
     assert dense.files == (tmp_path / "model.onnx",)
     assert dense.times.dense_bytes > 1000
-    assert dense.renewed().times is None
     assert all(check.inputs == ((check.batch, 3, 12, 12),) for check in dense.certificate.checks)
 
 

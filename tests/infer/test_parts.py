@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from deadness import close_some, randomise
-from differences import run_onnx
+from differences import learned_on, run_onnx
 from models import Broken, small
 from torch import nn
 
@@ -312,7 +312,7 @@ def test_a_part_called_with_two_numbers_of_dims_is_a_file_for_each(tmp_path):
     for file, shape in zip(files, [(5, 8), (5, 3, 8)], strict=True):
         (written,) = run_onnx(file, x := torch.randn(shape))
         torch.testing.assert_close(written, model.part(x), rtol=1e-4, atol=1e-5)
-    assert len(dense.renewed().pieces) == 2
+    assert len(learned_on(dense).pieces) == 2
 
 
 def test_a_part_called_in_two_ways_is_looked_into():

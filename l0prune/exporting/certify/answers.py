@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class Answer:
         read: names of the parameters that its forward has read by now.
         names: what the tensors of its output are called.
         scales: the largest value of each tensor over all inputs that were asked together.
+        whose: of the ``gated`` model, or of the ``module`` that is handed out.
     """
 
     inputs: Inputs
@@ -43,6 +44,7 @@ class Answer:
     read: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     scales: tuple[float, ...] = ()
+    whose: Literal["gated", "module"] = "gated"
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
@@ -71,7 +73,11 @@ class Answer:
 
 @stage("running the gated model")
 def answers_of(
-    model: nn.Module, inputs: Sequence[Inputs], path: str = "", exact_alone: bool = False
+    model: nn.Module,
+    inputs: Sequence[Inputs],
+    path: str = "",
+    exact_alone: bool = False,
+    whose: Literal["gated", "module"] = "gated",
 ) -> tuple[Answer, ...]:
     """What the model, or its submodule at ``path``, computes on each of these, on the CPU.
 
@@ -80,6 +86,7 @@ def answers_of(
         inputs: of it, or of the submodule.
         path: of the submodule.
         exact_alone: in float64 and not in float32 as well.
+        whose: which model it is.
 
     Raises:
         CertificateError: it cannot be run.
@@ -90,7 +97,7 @@ def answers_of(
         single, _, _ = _outputs(model, inputs, torch.float32, path)
     scales = common_scales(exact)
     return tuple(
-        Answer(given, a, b, read, tuple(called), scales)
+        Answer(given, a, b, read, tuple(called), scales, whose)
         for given, a, b, called in zip(inputs, exact, single, names, strict=True)
     )
 

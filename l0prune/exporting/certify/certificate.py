@@ -32,12 +32,12 @@ MODEL: tuple[Compared, ...] = ("dense", "class")  # what the module is that is h
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison, with the gated model unless it says otherwise.
+    """One comparison of two models.
 
     Attributes:
         what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes),
-            ``onnx`` (the file, run by ONNX Runtime); or ``program`` (what torch.export makes of
-            the own class, compared with that one).
+            ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
+            Runtime).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that
@@ -47,6 +47,8 @@ class Check:
         inputs: the shapes of the tensors that both were given. Of a memory, such as a cache, they
             are those that the smaller model was given: of the slots that stayed.
         outputs: where there are several, the name and the error of each.
+        against: the ``gated`` model, or the ``module`` that was handed out, as a program's always
+            is, and a file's where the module has learned on.
     """
 
     what: Compared
@@ -57,6 +59,7 @@ class Check:
     part: str = ""
     inputs: tuple[tuple[int, ...], ...] = ()
     outputs: tuple[tuple[str, float], ...] = ()
+    against: Literal["gated", "module"] = "gated"
 
     @property
     def passed(self) -> bool:
@@ -85,9 +88,13 @@ class Certificate:
                 "otherwise it is a fault in l0prune: please report it with the model's code."
             )
 
-    def without(self, what: Compared) -> Certificate:
-        """The certificate without the comparisons of this kind."""
-        return Certificate(tuple(check for check in self.checks if check.what != what))
+    def without(self, *what: Compared) -> Certificate:
+        """Return the certificate without the comparisons of these kinds."""
+        return Certificate(tuple(check for check in self.checks if check.what not in what))
+
+    def of_module(self) -> Certificate:
+        """Return the comparisons with the module that was handed out alone."""
+        return Certificate(tuple(check for check in self.checks if check.against == "module"))
 
     def with_checks(self, checks: Sequence[Check]) -> Certificate:
         """This certificate and further checks.
@@ -246,7 +253,8 @@ def _check(what: Compared, answer: Answer, found: Any, dtype: torch.dtype, part:
     allowed = _allowed(answer, error, dtype)
     size, shapes = examples_in(answer.inputs), _shapes(answer.inputs)
     outputs = _outputs(answer.names, errors)
-    return Check(what, name_of(dtype), size, error, allowed, part, shapes, outputs)
+    name = name_of(dtype)
+    return Check(what, name, size, error, allowed, part, shapes, outputs, answer.whose)
 
 
 def _outputs(names: Sequence[str], errors: Sequence[float]) -> tuple[tuple[str, float], ...]:

@@ -7,13 +7,15 @@ Every step of an export works on copies. A class may leave something out of them
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from l0prune.capture.copying import copied
 from l0prune.capture.free_sizes import Inputs
@@ -65,7 +67,8 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
         )
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     apart = difference(*outputs)
-    if apart <= _ROUNDING.get(dtype, _OF_HALF) or _is_random(model, example, outputs[0]):
+    is_apart = apart > _ROUNDING.get(dtype, _OF_HALF)  # not so where both give nan
+    if not is_apart or _is_random(model, example, outputs[0]):
         return ""
     names = _lost(model, twin)
     more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
@@ -97,16 +100,45 @@ def _output(model: nn.Module, example: Inputs) -> Any:
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Within the context the model evaluates with its own code; afterwards it is as it was."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    kept = _BeforeWrites([*model.parameters(), *model.buffers()])
     stance = torch.compiler.set_stance("force_eager")
     try:
-        with as_it_was(model), own_forward(model), evaluating(model), stance:
+        with as_it_was(model), own_forward(model), evaluating(model), stance, kept:
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            for tensor, value in kept.values:
+                tensor.copy_(value)
+
+
+class _BeforeWrites(TorchDispatchMode):
+    """Within it, tensors are copied before an operator writes into their memory."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._waiting: dict[int, list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            self._waiting[_memory(tensor)].append(tensor.detach())
+        self.values: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operator."""
+        if getattr(getattr(func, "_schema", None), "is_mutable", False):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    found = self._waiting.pop(_memory(leaf), ())
+                    self.values += [(tensor, tensor.clone()) for tensor in found]
+        return func(*args, **(kwargs or {}))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return what tensors share that lie in the same memory; 0 where they have none."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _is_random(model: nn.Module, example: Inputs, output: Any) -> bool:

@@ -21,6 +21,7 @@ from l0prune.errors import L0pruneError
 from l0prune.exporting.onnx.attention import around_its_tensors, written_as_products
 from l0prune.exporting.onnx.external import is_large, move_out
 from l0prune.exporting.onnx.names import output_names, rename
+from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, of_older_opset
 from l0prune.exporting.onnx.recurrent import arrange_weights
 from l0prune.exporting.onnx.subnormal import flush_weights
 from l0prune.exporting.onnx.translatable import in_plain_terms
@@ -29,11 +30,16 @@ from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
     import onnx
+    import onnx_ir
 
 
 @stage("translating it to ONNX")
 def write_runnable(
-    program: ExportedProgram, path: Path, data: Path, sizes: Sequence[Mapping[int, str]] = ()
+    program: ExportedProgram,
+    path: Path,
+    data: Path,
+    sizes: Sequence[Mapping[int, str]] = (),
+    opset: int | None = None,
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
 
@@ -42,19 +48,22 @@ def write_runnable(
         path: of the file.
         data: in the same folder, where the weights lie if one file cannot hold them.
         sizes: for each input what its free dims are called.
+        opset: of the file; None for the exporter's own choice.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
     several clamps of one tensor): then the file is written as it is before.
 
     Raises:
-        L0pruneError: torch's exporter has no translation, or ONNX Runtime does not take it.
+        L0pruneError: torch's exporter has no translation, or not in this opset, or ONNX Runtime
+            does not take it.
     """
-    _write(_named_as(program, to_onnx(program, data), sizes), path)
+    translate = partial(to_onnx, program, data, sizes=sizes, opset=opset)
+    _write(_named_as(program, translate(), sizes), path)
     try:
         return Session(str(path))
     except L0pruneError:
         with contextlib.suppress(L0pruneError):
-            _write(_named_as(program, to_onnx(program, data, optimize=False), sizes), path)
+            _write(_named_as(program, translate(optimize=False), sizes), path)
             return Session(str(path))
         raise
 
@@ -71,7 +80,12 @@ def _write(model: onnx.ModelProto, path: Path) -> None:
 
 
 def to_onnx(
-    program: ExportedProgram, data: Path | None = None, *, optimize: bool = True
+    program: ExportedProgram,
+    data: Path | None = None,
+    *,
+    optimize: bool = True,
+    sizes: Sequence[Mapping[int, str]] = (),
+    opset: int | None = None,
 ) -> onnx.ModelProto:
     """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
 
@@ -79,30 +93,60 @@ def to_onnx(
         program: the program.
         data: a file that the weights are written to where they are too large for one with it.
         optimize: whether the exporter may.
+        sizes: for each input what its free dims are called.
+        opset: of the file; None for the exporter's own choice.
 
     Raises:
-        L0pruneError: torch's exporter has no translation for an operator.
+        L0pruneError: torch's exporter has no translation for an operator, or not in this opset.
     """
+    import onnx_ir
+
     program = _with_tensors_only(program)
-    export = partial(torch.onnx.export, dynamo=True, verbose=False, optimize=optimize)
+    is_older = opset is not None and opset < FIRST_OF_PRESENT
+    export = partial(_exported, opset=opset, sizes=sizes, optimize=optimize)
     try:
         with alone(), quietly():
-            program = written_as_products(written_out(program))
+            program = written_as_products(written_out(program, recurrent=not is_older))
             try:
                 made = export(program)
+            except L0pruneError:
+                raise
             except Exception:
                 made = export(in_plain_terms(program))
+    except L0pruneError:
+        raise
     except Exception as error:
         raise L0pruneError(
             f"torch's ONNX exporter failed on the sliced model: {_cause(error)}. The model itself "
             "is fine: --pt2 or --state (Export.save) write it in torch's own formats."
         ) from error
+    arrange_weights(made)
+    flush_weights(made)
+    if data is not None and is_large(made):
+        move_out(made, data)
+    return onnx_ir.to_proto(made)
+
+
+def _exported(
+    program: ExportedProgram,
+    *,
+    opset: int | None,
+    sizes: Sequence[Mapping[int, str]],
+    optimize: bool,
+) -> onnx_ir.Model:
+    if opset is not None and opset < FIRST_OF_PRESENT:
+        return of_older_opset(program, opset, sizes)
+    made = torch.onnx.export(
+        program, dynamo=True, verbose=False, optimize=optimize, opset_version=opset
+    )
     assert made is not None
-    arrange_weights(made.model)
-    flush_weights(made.model)
-    if data is not None and is_large(made.model):
-        move_out(made.model, data)
-    return made.model_proto
+    found = made.model.opset_imports[""]
+    if opset not in (None, found):
+        raise L0pruneError(
+            f"torch's ONNX exporter writes this model in opset {found}, and could not convert it "
+            f"to {opset}: leave opset out, or give {found}."
+        )
+    return made.model
 
 
 def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:

@@ -84,6 +84,7 @@ def times_of(
     inputs: Sequence[Any],
     sizes: Sequence[Mapping[int, str]],
     threads: int,
+    opset: int | None = None,
 ) -> Times:
     """Time a file beside that of the dense network, which is written for it.
 
@@ -93,6 +94,7 @@ def times_of(
         inputs: an example of what it reads, in order.
         sizes: for each of these what its free dims are called.
         threads: that a call may use.
+        opset: of the file of the dense network; None for the exporter's own choice.
 
     Raises:
         NotGated: the model carries no gates.
@@ -104,7 +106,7 @@ def times_of(
         dense = Path(folder) / _DENSE
         subject = subject_of(gated)
         _, single = class_programs(subject.plain, subject.dtypes, subject.example, subject.free)
-        write_runnable(single, dense, Path(folder) / _DATA, sizes)
+        write_runnable(single, dense, Path(folder) / _DATA, sizes, opset)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
         networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]
         given, batch = _one(inputs, sizes)

@@ -24,9 +24,14 @@ from l0prune.infer.nodes import argument
 _ATEN = torch.ops.aten
 
 
-def written_out(program: ExportedProgram) -> ExportedProgram:
-    """The program, or a copy in which these operators are written out where they have to be."""
-    program = with_one_operator(program)
+def written_out(program: ExportedProgram, *, recurrent: bool = True) -> ExportedProgram:
+    """Return the program, or a copy in which operators are written out where they have to be.
+
+    Args:
+        program: the program.
+        recurrent: recurrent layers, too: else they stay torch's own operators.
+    """
+    program = with_one_operator(program) if recurrent else program
     targets = {node.target for node in program.graph.nodes if _has_to_be(node)}
     if not targets:
         return program

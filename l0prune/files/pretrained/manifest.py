@@ -61,7 +61,8 @@ class Manifest(Strict):
         rebuild: whether the class can be used.
         tied: further names of tensors that are stored under another one.
         save: drawn anew for each save, as the tensors beside the manifest have it.
-        certificate: the comparisons of the export.
+        certificate: the comparisons of the export, where its weights are those of the file.
+        changed: what is to be known where they are not; else empty.
         preprocessing: of images, as ``l0prune.data.preprocessing`` has it; None where unknown.
         digest: of all the rest.
     """
@@ -77,6 +78,7 @@ class Manifest(Strict):
     tied: dict[str, str] = Field(default_factory=dict)
     save: str = ""
     certificate: list[dict[str, Any]] = Field(default_factory=list)
+    changed: str = ""
     preprocessing: dict[str, Any] | None = None
     digest: str = ""
 

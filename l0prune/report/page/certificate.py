@@ -88,7 +88,8 @@ def grouped(checks: Sequence[Comparison]) -> dict[str, list[Comparison]]:
     found: dict[str, list[Comparison]] = {}
     for check in checks:
         of = f"{check.part}: " if check.part else ""
-        name = f"{of}{WHAT.get(check.what, check.what)}, {check.dtype}"
+        beside = " beside the module" if check.against == "module" else ""
+        name = f"{of}{WHAT.get(check.what, check.what)}{beside}, {check.dtype}"
         found.setdefault(name, []).append(check)
     return found
 

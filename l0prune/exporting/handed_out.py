@@ -1,0 +1,118 @@
+"""The module that is handed out, looked at: what it holds, multiplies and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.recording import examples_given
+from l0prune.errors import CertificateError, UsageError
+from l0prune.exporting.certify.answers import output_of
+from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.lending import lent
+from l0prune.gating.bank import Gates
+from l0prune.running.stages import stage
+
+_SAME = 1e-6  # of the output's scale in float32: one module asked twice
+_SINGLE = torch.float32
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """The module of an export as it was made.
+
+    Attributes:
+        example: what it was run on.
+        tensors: those of its state_dict, which it does not share.
+        answer: what it computed in float32; None where it could not be run.
+        macs: multiply-accumulates of that for one example, as torch counts them.
+    """
+
+    example: Inputs
+    tensors: Mapping[str, Tensor]
+    answer: Any
+    macs: float
+
+    @classmethod
+    @stage("running the smaller model")
+    def of(cls, module: nn.Module, example: Inputs, state: Mapping[str, Tensor]) -> HandedOut:
+        """Look at a module.
+
+        Args:
+            module: on the CPU.
+            example: inputs of its forward.
+            state: copies of its tensors, as far as they are known.
+        """
+        answer, macs = _run(module, example)
+        return cls(example, _snapshot(module, state), answer, macs)
+
+    def check_sizes(self, module: nn.Module) -> None:
+        """Raise UsageError where the module has other tensors than were exported."""
+        now = module.state_dict()
+        names = [*self.tensors, *(name for name in now if name not in self.tensors)]
+        for name in names:
+            before, after = (
+                "×".join(map(str, of[name].shape)) or "a number" if name in of else "not there"
+                for of in (self.tensors, now)
+            )
+            if before != after:
+                raise UsageError(
+                    f"The exported module has been changed, and not by training: {name} is "
+                    f"{after}, and was {before}. The sizes that a file of it would say are those "
+                    "of the export. Gate and export the changed module, or write it by torch's "
+                    "own means (torch.save, torch.onnx.export)."
+                )
+
+    def has_changed(self, module: nn.Module) -> bool:
+        """Check whether the module holds other values than then, or computes something else."""
+        for name, tensor in module.state_dict().items():
+            if not _is_same(tensor.detach().cpu(), self.tensors[name]):
+                return True
+        answer, _ = _run(module, self.example)
+        return self.answer is not None and difference(self.answer, answer) > _SAME
+
+
+def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
+    """Count the parameters that a module holds, but for ``unused`` ones and gates of its own."""
+    gates = {
+        id(p) for each in module.modules() if isinstance(each, Gates) for p in each.parameters()
+    }
+    return sum(
+        p.numel()
+        for name, p in module.named_parameters()
+        if name not in unused and id(p) not in gates
+    )
+
+
+def _run(module: nn.Module, example: Inputs) -> tuple[Any, float]:
+    """Return what a module computes in float32, and its MACs for one example."""
+    with FlopCounterMode(display=False) as counter:
+        try:
+            answer = output_of(lent(module, _SINGLE).eval(), example, _SINGLE)
+        except CertificateError:
+            return None, 0.0
+    return answer, counter.get_total_flops() / 2 / examples_given(example)
+
+
+def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of a module's tensors; those of the state serve where they are the same."""
+    found = {}
+    for name, tensor in module.state_dict().items():
+        known = state.get(name)
+        found[name] = known if _is_same(tensor, known) else tensor.detach().clone()
+    return found
+
+
+def _is_same(some: Tensor, other: Tensor | None) -> bool:
+    """Check whether two tensors hold the same; nan is the same as nan."""
+    if other is None or (some.dtype, some.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(some, other) or bool(
+        ((some == other) | (some.isnan() & other.isnan())).all()
+    )

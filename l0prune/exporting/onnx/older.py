@@ -1,0 +1,168 @@
+"""Files of an older opset, by torch's former exporter: the present one knows 18 and later.
+
+The former one follows a forward with TorchScript. What it follows here is the graph of the program
+that other files are made from, in which sizes are read off the tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import SymInt, Tensor, nn
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.symbolic import inputs_of
+from l0prune.errors import L0pruneError, UsageError
+from l0prune.exporting.onnx.external import LARGEST
+from l0prune.infer.nodes import operator_name
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+FIRST_OF_PRESENT = 18
+_FIRST = 7  # that ONNX Runtime reads
+_ATEN = torch.ops.aten
+
+
+def check_opset(opset: int | None) -> None:
+    """Raise UsageError for an opset that neither exporter has."""
+    import onnx
+
+    latest = onnx.defs.onnx_opset_version()
+    if opset is not None and (type(opset) is not int or not _FIRST <= opset <= latest):
+        raise UsageError(
+            f"opset={opset!r}: give a number from {_FIRST} to {latest}, the latest that the "
+            f"installed onnx {onnx.__version__} knows"
+        )
+
+
+def of_older_opset(
+    program: ExportedProgram, opset: int, sizes: Sequence[Mapping[int, str]]
+) -> onnx_ir.Model:
+    """Return the program in ONNX of this opset.
+
+    Args:
+        program: in float32, of tensors alone.
+        opset: less than 18.
+        sizes: for each tensor that it takes, what its free dims are called.
+
+    Raises:
+        L0pruneError: an operator is none that this opset has; with the lowest that has all.
+    """
+    following = _Following(program)
+    try:
+        return _made(following, opset, sizes)
+    except Exception as error:
+        operator = _operator(error)
+        if not operator:
+            raise
+        lowest = _lowest(following, opset + 1, sizes)
+        raise L0pruneError(
+            f"{operator} of this model cannot be written in opset {opset}. The lowest that it can "
+            f"be written in is {lowest}: opset={lowest} (--opset {lowest})."
+        ) from error
+
+
+class _Following(nn.Module):
+    """A program that TorchScript can follow: it takes tensors and gives tensors."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        super().__init__()
+        values = inputs_of(program)
+        if any(isinstance(value, SymInt) for value in values) or program.example_inputs is None:
+            raise L0pruneError(
+                "A part that is told a number, such as that of the examples, cannot be written in "
+                f"an opset before {FIRST_OF_PRESENT}."
+            )
+        leaves, self.structure = pytree.tree_flatten(program.example_inputs)
+        self.leaves = leaves
+        self.places = [n for n, value in enumerate(values) if isinstance(value, Tensor)]
+        given = program.graph_signature.user_inputs
+        self.names = [str(given[place]) for place in self.places]
+        self.graph_module = _with_plain_sizes(program.module(check_guards=False))
+
+    @property
+    def example(self) -> tuple[Tensor, ...]:
+        """What it was captured with."""
+        return tuple(self.leaves[place] for place in self.places)
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Return the leaves of the program's output."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return tuple(pytree.tree_leaves(self.graph_module(*args, **kwargs)))
+
+
+def _with_plain_sizes(module: GraphModule) -> GraphModule:
+    """Return a graph whose sizes TorchScript sees, without hooks and assertions.
+
+    It sees them where a method of a tensor is given them, and not where an operator itself is.
+    """
+    for node in list(module.graph.nodes):
+        name = operator_name(node.target).rpartition(".")[2]
+        if _takes_sizes(node) and hasattr(Tensor, name):
+            node.op, node.target = "call_method", name
+        if node.target is _ATEN.sym_size.int:
+            with module.graph.inserting_before(node):
+                size = module.graph.call_method("size", node.args)
+            node.replace_all_uses_with(size)
+            module.graph.erase_node(node)
+        elif node.target is _ATEN._assert_scalar.default:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    return GraphModule(module, module.graph)
+
+
+def _takes_sizes(node: Node) -> bool:
+    """Check whether an operator is given numbers that the graph computes."""
+    given = node.all_input_nodes[1:] if isinstance(node.target, OpOverload) else []
+    return any(not isinstance(each.meta.get("val", 0), Tensor) for each in given)
+
+
+def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]]) -> onnx_ir.Model:
+    import onnx
+    import onnx_ir
+
+    if sum(p.numel() * p.element_size() for p in following.parameters()) > LARGEST:
+        raise L0pruneError(
+            f"Weights of more than 2 GB are written in opset {FIRST_OF_PRESENT} or later alone."
+        )
+    file = io.BytesIO()
+    torch.onnx.export(
+        following,
+        following.example,
+        file,
+        dynamo=False,
+        opset_version=opset,
+        input_names=following.names,
+        dynamic_axes={
+            name: dict(dims) for name, dims in zip(following.names, sizes, strict=False) if dims
+        },
+    )
+    found = onnx.load_from_string(file.getvalue())
+    return onnx_ir.from_proto(found)
+
+
+def _operator(error: BaseException) -> str:
+    """Return the operator that an error of the exporter is about; empty if it is about none."""
+    found = re.search(r"operator '(?:aten::)?([^']+)'", str(error))
+    return found[1] if found else ""
+
+
+def _lowest(following: _Following, start: int, sizes: Sequence[Mapping[int, str]]) -> int:
+    for opset in range(start, FIRST_OF_PRESENT):
+        try:
+            _made(following, opset, sizes)
+        except Exception:
+            continue
+        return opset
+    return FIRST_OF_PRESENT
