@@ -89,3 +89,14 @@ def test_an_opset_that_there_is_not_is_refused(opset, tmp_path):
     _, dense = exported(*convolutional())
     with pytest.raises(UsageError, match="give a number from 7 to "):
         dense.save_onnx(tmp_path / "m.onnx", opset=opset)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_is_one_operator_in_an_older_opset(kind, tmp_path):
+    net = Fn(lambda m, x: m.out(m.layer(x)[0]))
+    net.layer, net.out = kind(4, 6, batch_first=True), nn.Linear(6, 3)
+    model, dense = exported(net, torch.randn(2, 5, 4))
+    (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=14)
+    assert kind.__name__ in {node.op_type for node in onnx.load(file).graph.node}
+    x = torch.randn(3, 5, 4)
+    torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.onnx.external import LARGEST
-from l0prune.infer.nodes import operator_name
+from l0prune.infer.nodes import has_tensor, operator_name
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -105,12 +105,16 @@ class _Following(nn.Module):
 def _with_plain_sizes(module: GraphModule) -> GraphModule:
     """Return a graph whose sizes TorchScript sees, without hooks and assertions.
 
-    It sees them where a method of a tensor is given them, and not where an operator itself is.
+    It sees them where a function of torch is given them, and not where an operator itself is.
     """
     for node in list(module.graph.nodes):
         name = operator_name(node.target).rpartition(".")[2]
-        if _takes_sizes(node) and hasattr(Tensor, name):
+        first = node.args[0] if node.args else None
+        is_method = isinstance(first, Node) and has_tensor(first) and hasattr(Tensor, name)
+        if _takes_sizes(node) and is_method:
             node.op, node.target = "call_method", name
+        elif _takes_sizes(node) and hasattr(torch, name):
+            node.target = getattr(torch, name)
         if node.target is _ATEN.sym_size.int:
             with module.graph.inserting_before(node):
                 size = module.graph.call_method("size", node.args)
@@ -124,8 +128,10 @@ def _with_plain_sizes(module: GraphModule) -> GraphModule:
 
 def _takes_sizes(node: Node) -> bool:
     """Check whether an operator is given numbers that the graph computes."""
-    given = node.all_input_nodes[1:] if isinstance(node.target, OpOverload) else []
-    return any(not isinstance(each.meta.get("val", 0), Tensor) for each in given)
+    given = node.all_input_nodes if isinstance(node.target, OpOverload) else []
+    return any(
+        isinstance(each.meta.get("val", 0), int | SymInt) for each in given if each.op != "get_attr"
+    )
 
 
 def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]]) -> onnx_ir.Model:
