@@ -38,8 +38,9 @@ def cut_class(subject: Subject, chosen: Chosen, parts: Parts | None = None) -> P
     predicted = round(cost_of(plan).amount(chosen.kept.double(), "params"))
     found = [] if parts is None else parts.found
     by_part = {part.path: chosen.on(part.analysis.plan) for part in found}
-    ways = (around(own, w, plan) for w in ways_around(subject.plain, found, by_part, gone))
-    for each in ways if gone else [own]:
+    ways = ways_around(subject.plain, found, by_part, gone)
+    classes = (around(own, way, plan, drops=False) for way in ways)
+    for each in classes if gone else [own]:
         proven = prove_class(subject, each, predicted, counted)
         if proven is not None:
             return proven

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,11 +13,12 @@ from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
+from l0prune.errors import L0pruneError
 from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
-from l0prune.exporting.handed_out import HandedOut
+from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
 from l0prune.exporting.own_class.choice import own_class
 from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.manifest import constants, manifest
@@ -32,6 +33,7 @@ from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import dead_parameters
 
 
 @alone()
@@ -52,41 +54,86 @@ def export(model: nn.Module) -> Export:
     unlooked = check_copy(gated, bank.example)
     weights = weights_of(subject.plain)
     cut = _as_class(subject) or _as_graph(subject)
-    plan, proven = cut.chosen.plan, cut.proven
-    cost = cost_of(plan)
+    proven = cut.proven
+    handed_out = HandedOut.of(proven.module, subject.example, cut.state)
+    chosen, macs, uncounted = _counted(subject, cut, handed_out.macs)
+    plan, cost = chosen.plan, cost_of(chosen.plan)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
     around = "" if gated is model else _note_on_wrapper(model, subject.plain)
     unclear = "" if reason else _note_on_old_sizes(subject.plain, cut)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
+    note = note_on(proven.comparisons, _numbers_of(subject.plain, cut.unused))
     return Export(
         module=proven.module,
         rebuilt=not reason,
         certificate=Certificate(proven.checks),
-        macs=cost.actual(cut.chosen.is_open, "macs"),
+        macs=macs,
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
         widths={
-            axis.name: (int(cut.chosen.kept[axis.slice].sum()), axis.size)
+            axis.name: (int(chosen.kept[axis.slice].sum()), axis.size)
             for axis in plan.axes
             if axis.name in subject.plan.names
         },
         plan=plan,
-        kept=cut.chosen.kept,
+        kept=chosen.kept,
         weights=weights,
         _made=cut.made,
-        _note="\n".join(
-            filter(None, (around, unlooked, note_on(proven.comparisons, cut.unused), unclear))
-        ),
+        _note="\n".join(filter(None, (around, unlooked, note, unclear, uncounted))),
         _state=cut.state,
         _manifest={
             **manifest(subject.plain, cut.state, proven.changes, proven.layers),
             "constants": cut.constants,
+            "dropped": list(proven.dropped),
             "rebuild": rebuild,
         },
-        _handed_out=HandedOut.of(proven.module, subject.example, cut.state),
+        _handed_out=handed_out,
         _unused=frozenset(cut.unused),
     )
+
+
+def _counted(subject: Subject, cut: _Cut, found: float) -> tuple[Chosen, int, str]:
+    """Compare what the plan counts with what the models are seen to hold and to multiply.
+
+    The plan of a class is that of the gates, which may come out of a file: where it does not count
+    what the gated model is seen to do, the model is captured anew and counted by that.
+
+    Args:
+        subject: before the cut.
+        cut: what is handed out.
+        found: its MACs for one example, as torch counts them.
+
+    Returns:
+        The slots on a plan that counts right, the MACs, and what is to be said of these numbers.
+    """
+    chosen, unused = cut.chosen, frozenset(cut.unused)
+    _, before = run_counted(subject.gated, subject.example)
+    held = parameters_of(subject.plain, unused)
+
+    def is_right(unit: str, amount: float) -> bool:
+        return cost_of(chosen.plan).dense(unit) == round(amount)
+
+    if not cut.captured and not (is_right("params", held) and is_right("macs", before)):
+        try:
+            chosen = chosen_on(surveyed(subject, frees_batch=False).plan, subject)
+        except L0pruneError as error:
+            said = f"The MACs were counted when the model was gated, and cannot be now: {error}"
+            return chosen, cost_of(chosen.plan).actual(chosen.is_open, "macs"), said
+    cost = cost_of(chosen.plan)
+    params, macs = (cost.actual(chosen.is_open, unit) for unit in ("params", "macs"))
+    lines, real = [], parameters_of(cut.proven.module, unused)
+    if real != params:
+        lines.append(f"It holds {real:,} parameters, where its gates leave {params:,}.")
+    if is_right("macs", before) and round(found) != macs:  # torch counts all of its operators
+        lines.append(f"It takes {found:,.0f} MACs, where its gates leave {macs:,}.")
+        macs = round(found)
+    return chosen, macs, " ".join(lines)
+
+
+def _numbers_of(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Return how many numbers parameters hold, by name."""
+    return {name: model.get_parameter(name).numel() for name in names}
 
 
 def _note_on_wrapper(model: nn.Module, gated: nn.Module) -> str:
@@ -123,6 +170,7 @@ class _Cut:
         state: the model's own state_dict at the new sizes.
         made: the programs of its parts, or what that of the whole will be made from.
         constants: shapes of tensors that were cut and are not in it.
+        captured: whether the plan of the slots is that of a capture of now.
     """
 
     chosen: Chosen
@@ -131,6 +179,7 @@ class _Cut:
     state: Mapping[str, Tensor]
     made: Whole | InParts
     constants: Mapping[str, Any]
+    captured: bool = True
 
 
 def _as_class(subject: Subject) -> _Cut | None:
@@ -148,7 +197,7 @@ def _as_class(subject: Subject) -> _Cut | None:
     counted = counted_in(plan)
     unused = [name for name, _ in subject.plain.named_parameters() if name not in counted]
     proven.tensors.clear()  # what is handed out lets go of float64 one by one
-    return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state), apart)
+    return _Cut(chosen, proven, unused, state, whole(subject, proven, None, state), apart, False)
 
 
 def _as_graph(subject: Subject) -> _Cut:
@@ -167,7 +216,7 @@ def _as_graph(subject: Subject) -> _Cut:
     classes = chain((around(own, way, parts.plan) for way in ways), [own])
     predicted = cost_of(parts.plan).actual(chosen.is_open, "params")
     proven = prove(subject, parts, graphs, classes, predicted)
-    state = _state(subject, parts.plan, proven)
+    state = _state(subject, parts.plan, proven, gone)
     apart = constants(subject.plain, proven.tensors)
     for each in (tensors, proven.tensors):
         each.clear()  # what is handed out lets go of float64 one by one
@@ -180,9 +229,15 @@ def _as_graph(subject: Subject) -> _Cut:
     return _Cut(chosen, proven, parts.unused, state, made, apart)
 
 
-def _state(subject: Subject, plan: Plan, proven: Proven) -> dict[str, Tensor]:
+def _state(
+    subject: Subject, plan: Plan, proven: Proven, gone: Collection[str] = ()
+) -> dict[str, Tensor]:
     """The model's own state_dict at the new sizes, with what its layers gain."""
     state = cut_state(subject.plain, plan, proven.tensors)
+    dead, held = dead_parameters(plan, gone), proven.module.state_dict()
+    for name in state.keys() - held.keys():  # what nothing is left of is in no file
+        if plan.aliases.get(name, name) in dead:
+            del state[name]
     for path, layer in proven.layers.items():
         state |= {within(path, name): tensor.clone() for name, tensor in layer.buffers.items()}
     return state

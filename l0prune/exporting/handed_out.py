@@ -49,7 +49,7 @@ class HandedOut:
             example: inputs of its forward.
             state: copies of its tensors, as far as they are known.
         """
-        answer, macs = _run(module, example)
+        answer, macs = run_counted(module, example)
         return cls(example, _snapshot(module, state), answer, macs)
 
     def check_sizes(self, module: nn.Module) -> None:
@@ -74,7 +74,7 @@ class HandedOut:
         for name, tensor in module.state_dict().items():
             if not _is_same(tensor.detach().cpu(), self.tensors[name]):
                 return True
-        answer, _ = _run(module, self.example)
+        answer, _ = run_counted(module, self.example)
         return self.answer is not None and difference(self.answer, answer) > _SAME
 
 
@@ -90,7 +90,7 @@ def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
     )
 
 
-def _run(module: nn.Module, example: Inputs) -> tuple[Any, float]:
+def run_counted(module: nn.Module, example: Inputs) -> tuple[Any, float]:
     """Return what a module computes in float32, and its MACs for one example."""
     with FlopCounterMode(display=False) as counter:
         try:
@@ -102,16 +102,17 @@ def _run(module: nn.Module, example: Inputs) -> tuple[Any, float]:
 
 def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of a module's tensors; those of the state serve where they are the same."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
         known = state.get(name)
-        found[name] = known if _is_same(tensor, known) else tensor.detach().clone()
+        is_known = known is not None and _is_same(tensor, known)
+        found[name] = known if is_known else tensor.detach().clone()  # type: ignore[assignment]
     return found
 
 
-def _is_same(some: Tensor, other: Tensor | None) -> bool:
+def _is_same(some: Tensor, other: Tensor) -> bool:
     """Check whether two tensors hold the same; nan is the same as nan."""
-    if other is None or (some.dtype, some.shape) != (other.dtype, other.shape):
+    if (some.dtype, some.shape) != (other.dtype, other.shape):
         return False
     return torch.equal(some, other) or bool(
         ((some == other) | (some.isnan() & other.isnan())).all()

@@ -26,7 +26,7 @@ from l0prune.plan.layout import (
     substitute,
     with_children,
 )
-from l0prune.plan.needs import in_switches
+from l0prune.plan.needs import in_switches, is_needed
 from l0prune.plan.plan import Axis, Plan, Site
 
 
@@ -108,6 +108,15 @@ def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
 def gone(plan: Plan, kept: Tensor) -> list[str]:
     """The names of the branches whose switches are not among the slots that stay."""
     return [plan.axes[number].name for number in _closed(plan, kept)]
+
+
+def dead_parameters(plan: Plan, gone: Collection[str]) -> list[str]:
+    """Return the parameters that nothing needs without these branches, by name."""
+    needed: dict[str, bool] = {}
+    for cost in plan.costs:
+        if cost.unit == "params":
+            needed[cost.tensor] = needed.get(cost.tensor, False) or is_needed(cost.needed, gone)
+    return [name for name, is_there in needed.items() if not is_there]
 
 
 def _closed(plan: Plan, open_: Tensor) -> list[int]:

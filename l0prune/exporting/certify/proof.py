@@ -54,6 +54,7 @@ class Proven:
         layers: what its layers become that need more than that, by path.
         tensors: the cut tensors as the module has to have them, by name.
         scales: by parameter, what it was multiplied with beside its gates.
+        dropped: parameters in whose place the module has zeros.
     """
 
     module: nn.Module
@@ -65,6 +66,7 @@ class Proven:
     layers: Mapping[str, Layer]
     tensors: dict[str, Tensor]
     scales: Mapping[str, Tensor] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
 
 
 def prove_class(
@@ -188,6 +190,7 @@ def _prove_whole(
         changes=choice.changes,
         layers={} if is_graph else own.layers,
         tensors=dict(own.tensors) if is_graph else own.own_tensors(),
+        dropped=() if is_graph else own.dropped,
     )
 
 
@@ -244,6 +247,7 @@ def _prove_parts(
         changes=changes,
         layers=layers,
         tensors=own.own_tensors(apart_from=replaced),
+        dropped=[n for n in own.dropped if not any(is_within(n, path) for path in replaced)],
     )
 
 

@@ -146,7 +146,7 @@ def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]])
     torch.onnx.export(
         following,
         following.example,
-        file,
+        file,  # type: ignore[arg-type]  # torch's stub lacks what its former exporter takes
         dynamo=False,
         opset_version=opset,
         input_names=following.names,

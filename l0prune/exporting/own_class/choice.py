@@ -40,6 +40,7 @@ from l0prune.exporting.own_class.resizing import (
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.subnormal import flush
 from l0prune.exporting.slicing.tensors import stored_in, under_all_names
+from l0prune.files.pretrained.layers import drop
 from l0prune.plan.branch import Branch
 from l0prune.running.stages import stage
 
@@ -58,6 +59,7 @@ class OwnClass:
         hint: why it may be wrong, for the user; empty where nothing is known.
         gone: branches that are left out, which its code would compute.
         told: further attributes that follow the sizes, though its forward may not read them.
+        dropped: parameters of branches that are gone, which its code reads: zeros stand there.
     """
 
     plain: nn.Module
@@ -68,18 +70,20 @@ class OwnClass:
     hint: str = ""
     gone: tuple[Branch, ...] = ()
     told: Changes = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
     def build(self, changes: Changes) -> nn.Module:
         """The class with the cut tensors and these attributes."""
         result = resized(self.plain, changes, self.own_tensors())
         for path, layer in self.layers.items():
             layer.put_on(result.get_submodule(path))
+        drop(result, self.dropped)
         return result
 
     def own_tensors(self, apart_from: Sequence[str] = ()) -> dict[str, Tensor]:
         """The cut tensors as the class has to have them, but for submodules that stay graphs."""
-        own = dict(self.tensors)
-        for name, tensor in self.tensors.items():
+        own = {name: tensor for name, tensor in self.tensors.items() if name not in self.dropped}
+        for name, tensor in list(own.items()):
             path = name.rpartition(".")[0]
             if any(is_within(name, each) for each in apart_from):
                 continue

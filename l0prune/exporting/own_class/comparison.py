@@ -195,12 +195,13 @@ def has_gates(module: nn.Module) -> bool:
     return any(isinstance(each, Gates) for each in module.modules())
 
 
-def note_on(comparisons: Mapping[str, Comparison], unused: Sequence[str]) -> str:
+def note_on(comparisons: Mapping[str, Comparison], unused: Mapping[str, int]) -> str:
     """What the user has to know about the module that is exported; empty if nothing.
 
     Args:
         comparisons: by path of each captured part, whether it could be of its own class.
-        unused: parameters that eval mode does not use, and that were therefore not cut.
+        unused: parameters that eval mode does not use, and that were therefore not cut: how many
+            numbers each holds.
     """
     lines = [
         f"{path or 'The module'} is the captured graph, not of its own class: {comparison.reason}."
@@ -209,7 +210,10 @@ def note_on(comparisons: Mapping[str, Comparison], unused: Sequence[str]) -> str
     ]
     if unused and not lines:
         modules = dict.fromkeys(name.partition(".")[0] for name in unused)
-        lines.append(f"{', '.join(modules)}: not used in eval mode, and therefore not cut.")
+        lines.append(
+            f"{', '.join(modules)}: not used in eval mode, and therefore not cut. Of its "
+            f"parameters, {sum(unused.values()):,} are in the module and not counted."
+        )
     lines += [
         f"{path or 'The module'} is not to be trained on: {comparison.training}."
         for path, comparison in comparisons.items()

@@ -28,8 +28,8 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.infer.ending import Ending
 from l0prune.infer.nodes import has_tensor, operator_name
 from l0prune.infer.parts import Part
-from l0prune.plan.needs import is_needed
 from l0prune.plan.plan import Plan
+from l0prune.plan.switches import dead_parameters
 
 _KIND = "PassedBy"
 _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
@@ -205,30 +205,30 @@ def _outermost(paths: Iterable[str]) -> list[str]:
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
-def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
-    """The class in which these modules are passed by, and hold nothing.
+def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool = True) -> OwnClass:
+    """Return the class in which these modules are passed by, and hold nothing.
 
     Args:
         own: what it may be with all of them.
         way: by path, what they become.
         plan: of the model.
+        drops: whether parameters of branches that are gone are dropped where code of other modules
+            reads them; else they stay, at zero.
     """
 
     def is_passed(name: str) -> bool:
         return any(is_within(name, path) for path in way)
 
-    needed: dict[str, bool] = {}
-    gone = [branch.name for branch in own.gone]
-    for cost in plan.costs:
-        if cost.unit == "params":
-            needed[cost.tensor] = is_needed(cost.needed, gone)
+    dead = dead_parameters(plan, [branch.name for branch in own.gone])
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
     tensors = dict(own.tensors)
+    dropped = [name for name in dead if not is_passed(name)] if drops else []
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
-        if is_passed(name) and old.ndim and (name not in parameters or not needed.get(first, True)):
+        if is_passed(name) and old.ndim and (name not in parameters or first in dead):
             tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
-    scales = {name: by for name, by in own.scales.items() if tensors[name].numel()}
+    left = {name for name, tensor in tensors.items() if tensor.numel()} - set(dropped)
+    scales = {name: by for name, by in own.scales.items() if name in left}
     others = {path: layer for path, layer in own.layers.items() if not is_passed(path)}
     numbers = renumbered(own.plain, way)
     candidates = (
@@ -243,4 +243,5 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan) -> OwnClass:
         scales=scales,
         gone=(),
         told={path: new for path, new in own.told.items() if not is_passed(path)},
+        dropped=tuple(dropped),
     )

@@ -114,7 +114,8 @@ def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> 
     """The manifest, with the tensors that the code does not make as the module has them."""
     first, constants = tensors_held(fresh), dict(manifest.constants)
     for name, tensor in tensors_held(module).items():
-        if name in manifest.shapes or name in constants or name not in first:
+        known = name in manifest.shapes or name in constants or name in manifest.dropped
+        if known or name not in first:
             continue
         other = first[name]
         is_same = other.dtype == tensor.dtype and torch.equal(other, tensor.detach().cpu())

@@ -104,7 +104,8 @@ def _shorter(manifest: Manifest, origin: Origin, renamed: Renamed) -> Manifest:
         name: _renamed(getattr(manifest, name), renamed)
         for name in ("shapes", "constants", "attributes", "layers")
     }
-    return manifest.model_copy(update={"origin": origin, **changed})
+    dropped = [new for name in manifest.dropped if (new := renamed(name))]
+    return manifest.model_copy(update={"origin": origin, "dropped": dropped, **changed})
 
 
 def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Manifest] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ def change(
     layers: Mapping[str, str],
     attributes: Mapping[str, Mapping[str, Any]],
     tensors: Mapping[str, Tensor],
+    dropped: Sequence[str] = (),
 ) -> None:
     """Let a model's modules be what a manifest says, in place, but for the sizes of its tensors.
 
@@ -49,7 +50,9 @@ def change(
         layers: by path, what modules become.
         attributes: by path, those that change.
         tensors: among others those that layers gain, by name.
+        dropped: parameters in whose place are zeros.
     """
+    drop(model, dropped)
     for path, name in layers.items():
         module = model.get_submodule(path)
         become(module, name)
@@ -60,6 +63,18 @@ def change(
         module = model.get_submodule(path)
         for name, value in changed.items():
             setattr(module, name, tuple(value) if isinstance(value, list) else value)
+
+
+def drop(model: nn.Module, names: Sequence[str]) -> None:
+    """Let zeros stand in place of these parameters: nothing trains them, and no file has them."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    gone = {id(held[name]) for name in names}
+    for name, old in held.items():
+        if id(old) in gone:
+            path, _, leaf = name.rpartition(".")
+            module, zero = model.get_submodule(path), old.detach().new_zeros([1] * old.ndim)
+            delattr(module, leaf)
+            module.register_buffer(leaf, zero, persistent=False)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -58,6 +58,7 @@ class Manifest(Strict):
         constants: of tensors that are cut and not in the state_dict.
         attributes: by module path, those that have changed.
         layers: by module path, the class of ``cut_layers`` that the module has become.
+        dropped: parameters of branches that are gone, in whose place the class has zeros.
         rebuild: whether the class can be used.
         tied: further names of tensors that are stored under another one.
         save: drawn anew for each save, as the tensors beside the manifest have it.
@@ -74,6 +75,7 @@ class Manifest(Strict):
     constants: dict[str, Sizes] = Field(default_factory=dict)
     attributes: dict[str, dict[str, Any]]
     layers: dict[str, str]
+    dropped: list[str] = Field(default_factory=list)
     rebuild: Rebuild
     tied: dict[str, str] = Field(default_factory=dict)
     save: str = ""

@@ -75,7 +75,7 @@ def put_on(
         for leaf, old in list(tensors_of(module)):
             if id(old) in new:
                 setattr(module, leaf, new[id(old)])
-    change(model, manifest.layers, manifest.attributes, tensors)
+    change(model, manifest.layers, manifest.attributes, tensors, manifest.dropped)
 
 
 def tensors_held(model: nn.Module) -> dict[str, Tensor]:
@@ -111,7 +111,10 @@ def _check_model(
             "model.load_state_dict loads weights alone."
         )
     state = {name for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    absent = [name for name in wanted if name not in held] or sorted(state - wanted.keys())
+    gone = {id(held.get(name)) for name in manifest.dropped}
+    state -= {name for name, tensor in held.items() if id(tensor) in gone}
+    absent = [name for name in (*wanted, *manifest.dropped) if name not in held]
+    absent = absent or sorted(state - wanted.keys())
     if absent:
         owner = "the model" if absent[0] in wanted else "the file"
         raise FileError(

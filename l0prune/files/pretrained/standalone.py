@@ -48,5 +48,5 @@ def resize(model: Model, folder: str | Path) -> Model:
         for leaf, old in list(tensors_of(module)):
             if id(old) in new:
                 setattr(module, leaf, new[id(old)])
-    change(model, manifest["layers"], manifest["attributes"], tensors)
+    change(model, manifest["layers"], manifest["attributes"], tensors, manifest["dropped"])
     return model
