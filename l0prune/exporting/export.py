@@ -55,7 +55,7 @@ def export(model: nn.Module) -> Export:
     weights = weights_of(subject.plain)
     cut = _as_class(subject) or _as_graph(subject)
     proven = cut.proven
-    handed_out = HandedOut.of(proven.module, subject.example, cut.state)
+    handed_out = HandedOut.of(proven.module, subject.narrow(subject.example), cut.state)
     chosen, macs, uncounted = _counted(subject, cut, handed_out.macs)
     plan, cost = chosen.plan, cost_of(chosen.plan)
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
