@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from cut_networks import OPTIMIZERS, compare, gated
 from deadness import close_some, randomise
 from differences import difference
 from torch import nn
@@ -152,6 +153,13 @@ def test_norms_by_hand_are_given_zeros_in_the_places_of_what_is_gone(make, save,
     dense.save(tmp_path / save)
     again = l0prune.resize(untouched.double().eval(), tmp_path / save)
     assert torch.equal(again(x), dense.module(x))
+
+
+def test_a_norm_by_hand_that_is_cut_in_training_learns_what_the_masked_one_does():
+    torch.manual_seed(0)
+    model, x = of_images(ByHand(8))
+    model = gated(randomise(model), (x,))
+    assert compare(model, x.double(), OPTIMIZERS["momentum"]) == ""
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, Rms], ids=lambda n: n.__name__)
