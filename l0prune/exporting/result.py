@@ -47,6 +47,7 @@ from l0prune.files.pretrained.stored import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
+from l0prune.plan.numbers import THREADS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.notebook import as_html
@@ -224,6 +225,7 @@ class Export:
                 one that can.
             FileError: a file cannot be written.
         """
+        check_whole("threads", threads, most=THREADS)
         check_opset(opset)
         self._look()
         with ExitStack() as stack:

@@ -31,6 +31,7 @@ from l0prune.gating.keep_class import KeepClass, for_class
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
+from l0prune.plan.numbers import SEEDS, check_number, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
 
@@ -205,8 +206,8 @@ def _initial(
     plan: Plan, kind: Gate, open_probability: float | Mapping[str, float], jitter: float, seed: int
 ) -> Tensor:
     """The initial log α of every gate: float32, on the CPU, shape ``(plan.size,)``."""
-    if not 0 <= jitter < float("inf"):
-        raise UsageError(f"jitter is a standard deviation, so it must be 0 or more, not {jitter}")
+    check_number("jitter", jitter)
+    check_whole("seed", seed, 0, SEEDS)
     start = per_axis(plan, open_probability, OPEN_PROBABILITY, "open_probability")
     generator = torch.Generator().manual_seed(seed)
     log_alpha = torch.randn(plan.size, generator=generator) * jitter

@@ -8,6 +8,7 @@ import torch
 
 from l0prune.errors import FileError
 from l0prune.files.atomic import atomic_write
+from l0prune.files.loading import load_pickle
 from l0prune.training.pruner import Pruner
 
 NAME = "l0prune.pt"
@@ -30,14 +31,10 @@ def read(pruner: Pruner, folder: Path) -> None:
         UsageError: it is of another model or run.
     """
     path = folder / NAME
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError as error:
+    if not path.exists():
         raise FileError(
             f"{folder} has no {NAME}, in which the gates' part of a checkpoint is kept: it was "
             "written without l0prune's callback, or the Trainer goes on from a checkpoint of "
             "another output_dir: then name it in TrainingArguments(resume_from_checkpoint=…), too"
-        ) from error
-    except Exception as error:
-        raise FileError(f"{path} cannot be read: {error}") from error
-    pruner.load_state_dict(state)
+        )
+    pruner.load_state_dict(load_pickle(path))

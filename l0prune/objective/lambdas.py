@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from l0prune.errors import UsageError
 from l0prune.plan.globs import by_rules
+from l0prune.plan.numbers import check_number
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -126,6 +127,7 @@ def _value(expression: float | str, n: int | None) -> float:
             f"λ = {text!r} is negative ({value:g}), which would pay for parameters; "
             "use a value ≥ 0 (0 switches the penalty off)"
         )
+    check_number(f"λ = {text!r}", value)
     return value
 
 

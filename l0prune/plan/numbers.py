@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from l0prune.errors import UsageError
 
-MOST = 2**31 - 1  # of examples in a batch, of steps, of networks that are timed, of a seed
+MOST = 2**31 - 1  # of examples in a batch, of steps
+SEEDS = 2**32 - 1  # the largest that NumPy takes
 THREADS = 2**12
+NETWORKS = 10**5  # that are timed for a table
 LARGEST = 1e12  # of prices, rates and milliseconds
 
 

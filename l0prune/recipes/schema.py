@@ -11,6 +11,7 @@ from l0prune.cost.measures import Latency
 from l0prune.errors import UsageError
 from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
+from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.running.criteria import check_name
 from l0prune.training.settings import Settings
 
@@ -54,8 +55,8 @@ class GateSection(_Section):
     include: list[str] = list(defaults.INCLUDE)
     exclude: list[str] = list(defaults.EXCLUDE)
     open_probability: float | dict[str, float] = defaults.OPEN_PROBABILITY
-    jitter: float = defaults.JITTER
-    seed: int = defaults.SEED
+    jitter: Annotated[float, Field(ge=0, le=LARGEST)] = defaults.JITTER
+    seed: Annotated[int, Field(ge=0, le=SEEDS)] = defaults.SEED
     keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
     branches: bool | list[str] | None = defaults.BRANCHES
     kind: str = defaults.KIND
@@ -91,9 +92,9 @@ class FitSection(_Section):
 
     budget: str | list[str] | dict[str, Any]
     score: str = "magnitude"
-    batches: int | None = None
-    batch_size: int = 100
-    round_to: int | Literal["auto"] = "auto"
+    batches: int | None = Field(None, ge=1, le=MOST)
+    batch_size: int = Field(100, ge=1, le=MOST)
+    round_to: Annotated[int, Field(ge=1, le=MOST)] | Literal["auto"] = "auto"
     kinds: list[str] = []
 
 
@@ -130,9 +131,9 @@ class LatencySection(_Section):
 
     runtime: str = "onnxruntime"
     provider: str | None = None
-    threads: int = Field(1, ge=1)
-    batch: int = Field(1, ge=1)
-    samples: int = Field(48, ge=1)
+    threads: int = Field(1, ge=1, le=THREADS)
+    batch: int = Field(1, ge=1, le=MOST)
+    samples: int = Field(48, ge=1, le=NETWORKS)
 
 
 class ExportSection(_Section):
@@ -157,7 +158,7 @@ class Recipe(RoundSection):
 
     name: str
     description: str
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=SEEDS)
     model: ModelSection
     data: DataSection
     dense: Learning | None = None

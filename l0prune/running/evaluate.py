@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from l0prune.capture.modes import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
+from l0prune.plan.numbers import check_whole
 from l0prune.running.batch import Batch
 from l0prune.running.calling import call
 from l0prune.running.criteria import Loss, Metric
@@ -74,6 +75,7 @@ def evaluated(
     autocast: str | None = None,
 ) -> tuple[dict[str, float], int]:
     """The same as ``evaluate``, and the number of test examples."""
+    check_whole("batch_size", batch_size)
     task = Task.of(data, loss, metric)
     if task.test is None:
         raise DataError(

@@ -20,6 +20,7 @@ from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.branch import KIND
+from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.task import Task
@@ -86,6 +87,8 @@ def fit(
             no axis is of these kinds; or there is data without scores, or with kinds.
         DataError: the data is empty or does not fit the model.
     """
+    if round_to != "auto":
+        check_whole("round_to", round_to)
     gates = gates_of(model)
     gates.make_whole()
     sources = () if latency is None else (latency,)

@@ -20,6 +20,7 @@ from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.gate_index import distinct
 from l0prune.plan.layout import Layout
+from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
 from l0prune.running.criteria import Loss
@@ -108,6 +109,8 @@ def score(
         raise UsageError(f"there is no score {how!r}; there are {', '.join(names())}")
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
+    check_whole("seed", seed, 0, SEEDS)
+    check_whole("batch_size", batch_size)
     if batches is not None and batches < 1:
         raise UsageError(f"batches must be at least 1, not {batches}")
     task = None if data is None else Task.of(data, loss)

@@ -14,6 +14,7 @@ from l0prune.errors import FileError
 from l0prune.exporting.onnx import collect
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of
+from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.running.stages import stage
 from l0prune.timing.facts import facts_to_json, plan_id
 from l0prune.timing.network_files import DENSE, NetworkFiles
@@ -33,6 +34,9 @@ def write_bundle(
         NotGated: the model carries no gates.
         UsageError: it becomes several ONNX files, or its files differ by more than sizes.
     """
+    check_whole("batch", batch)
+    check_whole("samples", samples, most=NETWORKS)
+    check_whole("seed", seed, 0, SEEDS)
     plan = gates_of(model).plan
     chosen = list(islice(sampled_widths(plan, seed), samples))
     wanted = {

@@ -13,6 +13,7 @@ from torch import nn
 from l0prune.errors import UsageError
 from l0prune.files.folder import claimed
 from l0prune.gating.attaching import gates_of
+from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
 from l0prune.timing.job import Job
 from l0prune.timing.results import FEWEST, table_of
 from l0prune.timing.runtimes import runtime_of
@@ -62,9 +63,10 @@ def measure(
         UsageError: the runtime or provider is not there, the model becomes several ONNX files, or
             takes no such batch.
     """
-    for name, number in (("threads", threads), ("batch", batch), ("samples", samples)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise UsageError(f"{name} is a whole number of at least 1, not {number!r}")
+    check_whole("threads", threads, most=THREADS)
+    check_whole("batch", batch)
+    check_whole("samples", samples, most=NETWORKS)
+    check_whole("seed", seed, 0, SEEDS)
     if samples < FEWEST:
         raise UsageError(
             f"{samples} networks are too few for a latency table: time {FEWEST} or more"

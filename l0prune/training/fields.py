@@ -95,6 +95,10 @@ def _bounds(field: FieldInfo) -> str:
         if getattr(rule, name, None) is not None
     }
     if limits.keys() == {"ge", "le"}:
-        return f" from {limits['ge']:g} to {limits['le']:g}"
-    texts = [f"{_BOUNDS[name]} {limit:g}" for name, limit in limits.items()]
+        return f" from {_shown(limits['ge'])} to {_shown(limits['le'])}"
+    texts = [f"{_BOUNDS[name]} {_shown(limit)}" for name, limit in limits.items()]
     return f" {' and '.join(texts)}" if texts else ""
+
+
+def _shown(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"

@@ -16,6 +16,7 @@ from pydantic import (
 )
 
 from l0prune.errors import UsageError
+from l0prune.plan.numbers import LARGEST, check_number, check_whole
 from l0prune.training.fields import documentation, in_words
 
 Compact = Literal["auto", "settle", "never"]
@@ -60,6 +61,7 @@ class GateSettings(BaseModel):
     budget_rate: float | None = Field(
         None,
         ge=0,
+        le=LARGEST,
         description="Rate of ascent of the budgets' multipliers, by default chosen by the number "
         "of steps. See ``Budget``.",
     )
@@ -88,6 +90,7 @@ class GateSettings(BaseModel):
     l2: float = Field(
         0.0,
         ge=0,
+        le=LARGEST,
         description="Weight decay weighted by the gates' probabilities (eq. 15 and 17 of the "
         "paper).",
     )
@@ -100,6 +103,7 @@ class GateSettings(BaseModel):
     gate_lr: float | None = Field(
         None,
         ge=0,
+        le=LARGEST,
         description="Learning rate of the gates, by default chosen by the number of steps in which "
         "they learn. So they can move far enough and no further.",
     )
@@ -144,9 +148,17 @@ class GateSettings(BaseModel):
     @field_validator("round_to")
     @classmethod
     def _is_a_width(cls, width: Any) -> Any:
-        if width != "auto" and width < 1:
-            raise UsageError(f"round_to must be a whole number of at least 1, or auto, not {width}")
+        if width != "auto":
+            check_whole("round_to", width)
         return width
+
+    @field_validator("prior")
+    @classmethod
+    def _are_probabilities(cls, prior: Any) -> Any:
+        for each in prior.values() if isinstance(prior, Mapping) else (prior,):
+            if each is not None:
+                check_number("prior", each, most=1.0)
+        return prior
 
     @field_validator("latency")
     @classmethod

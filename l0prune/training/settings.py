@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from l0prune.errors import UsageError
+from l0prune.plan.numbers import LARGEST, MOST, SEEDS
 from l0prune.training.fields import documentation
 from l0prune.training.gate_settings import GateSettings
 
@@ -44,30 +45,33 @@ class Settings(GateSettings):
         "of a loss or file.py:function. In Python also a function of (outputs, targets). None for "
         "what the data says, else error where the targets are classes.",
     )
-    epochs: int = Field(10, ge=1, description="Passes over the training data.")
+    epochs: int = Field(10, ge=1, le=MOST, description="Passes over the training data.")
     batch_size: int = Field(
         100,
         ge=1,
+        le=MOST,
         description="Examples a step, of all processes and micro-batches together. Data that "
         "comes in batches of its own keeps those.",
     )
     accumulate: int = Field(
         1,
         ge=1,
+        le=MOST,
         description="Micro-batches that a step's examples are computed in, one after another, to "
         "need less memory. Each is a forward with gates of its own.",
     )
-    lr: float = Field(1e-3, ge=0, description="Learning rate of the weights.")
+    lr: float = Field(1e-3, ge=0, le=LARGEST, description="Learning rate of the weights.")
     optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory = Field(
         "adam",
         description="Optimizer of the weights: adam, adamw or sgd. With sgd the gates have Adam, "
         "since their gradients are too small for plain descent. In Python also a function that "
         "takes the parameter groups of both and returns one optimizer.",
     )
-    momentum: float = Field(0.9, ge=0, description="Momentum of SGD.")
+    momentum: float = Field(0.9, ge=0, le=LARGEST, description="Momentum of SGD.")
     weight_decay: float = Field(
         0.0,
         ge=0,
+        le=LARGEST,
         description="Weight decay of the weights. Gates are never decayed.",
     )
     schedule: Literal["settle", "constant", "cosine", "step"] | Callable[[float], float] = Field(
@@ -80,6 +84,7 @@ class Settings(GateSettings):
     clip: float | None = Field(
         None,
         ge=0,
+        le=LARGEST,
         description="Largest norm of the weights' gradient, or None. The gates' gradient is left "
         "alone.",
     )
@@ -99,7 +104,10 @@ class Settings(GateSettings):
         "outputs of the modules in ``match``. It costs one forward of that network a step.",
     )
     temperature: float = Field(
-        4.0, gt=0, description="Temperature by which both networks' scores are softened for that."
+        4.0,
+        gt=0,
+        le=LARGEST,
+        description="Temperature by which both networks' scores are softened for that.",
     )
     match: str | Sequence[str] = Field(
         (), description="Globs of module names whose outputs are compared in distillation."
@@ -137,18 +145,21 @@ class Settings(GateSettings):
     warmup: float | None = Field(
         None,
         ge=0,
+        le=LARGEST,
         description="Epochs, or a part of one, over which λ rises from 0, by default 5 % of the "
         "steps.",
     )
     settle: float | None = Field(
         None,
         ge=0,
+        le=LARGEST,
         description="Epochs, or a part of one, at the end with fixed gates, by default 30 % of the "
         "steps. The weights recover then. Where there are budgets it is one step at least.",
     )
     recalibrate: int = Field(
         100,
         ge=0,
+        le=MOST,
         description="Batches from which BatchNorm statistics are computed anew while settling and "
         "at the end. None, where it is 0.",
     )
@@ -156,7 +167,12 @@ class Settings(GateSettings):
         False,
         description="Vary the training images at random, in the way of the data source.",
     )
-    seed: int = Field(0, description="Seed of the order of the data, the gates' noise and dropout.")
+    seed: int = Field(
+        0,
+        ge=0,
+        le=SEEDS,
+        description="Seed of the order of the data, the gates' noise and dropout.",
+    )
     device: str | Device = Field(
         "auto",
         description="Device to train on: auto (a GPU if there is one), cpu, cuda, cuda:1, or "
