@@ -53,7 +53,8 @@ _EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structu
 def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None) -> None:
     """Write the model with its gates to one file, atomically. The model is left as it is.
 
-    The file is one of safetensors, the state_dict in it under its own names. ``info`` is free JSON
+    The file is one of safetensors, the state_dict in it under its own names, with digests by which
+    ``load`` refuses one whose bytes have changed. ``info`` is free JSON
     data that ``read_info`` gives back. Where ``info["model"]`` names code (``timm:NAME``,
     ``file.py:factory``), ``load`` builds by it a module whose classes it would not unpickle.
 
