@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from networks import Fn
 from torch.export import Dim
 
-from l0prune.exporting.onnx.written_out import written_out
+from l0prune.exporting.onnx.written_out import _scatter_mean, written_out
 
 ATEN = torch.ops.aten
 
@@ -81,3 +81,12 @@ def test_others_of_the_same_kind_compute_what_they_did():
     n = Dim("n")
     made = written_out(program(forward, *given, free=[{0: n}, {0: n}, None]))
     torch.testing.assert_close(made.module()(*given), forward(*given))
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+def test_a_mean_of_what_is_scattered_to_one_place(include_self):
+    x, given = torch.randn(3, 5, 4), torch.randn(3, 7, 4)
+    index = torch.randint(0, 4, (3, 6, 4))  # nothing comes to the last place
+    arguments = (x, 1, index, given, "mean")
+    expected = x.scatter_reduce(*arguments[1:], include_self=include_self)
+    torch.testing.assert_close(_scatter_mean(*arguments, include_self=include_self), expected)
