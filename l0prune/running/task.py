@@ -178,6 +178,14 @@ class Task:
             )
         return found
 
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, where it is a module with parameters of its own that learn."""
+        loss = self._loss
+        if not isinstance(loss, nn.Module):
+            return None
+        return loss if any(p.requires_grad for p in loss.parameters()) else None
+
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
         """Within the context the tensors of loss and metric are on ``device``: class weights."""

@@ -56,6 +56,7 @@ class Checkpoint:
         rng: random generators now, of each process.
         records: the epochs that are done.
         before: what was measured before the first step.
+        loss: the tensors of a loss that learns, by name, empty without one.
     """
 
     settings: dict[str, str]
@@ -74,6 +75,7 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     records: list[dict[str, Any]]
     before: dict[str, float] = field(default_factory=dict)
+    loss: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """Write it into ``folder``, whole or not at all.
@@ -121,7 +123,11 @@ class Checkpoint:
 def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
     """What decides a run's numbers, as text; a run goes on only with the same."""
     chosen = dict(settings) | {"loss": task.loss, "metric": task.metric, "data": task.name}
-    return {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
+    found = {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
+    if (loss := task.loss_module) is not None:  # whose values are in the checkpoint
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(loss)}
+        found["loss"] = f"{type(loss).__qualname__} {shapes}"
+    return found
 
 
 def _text(value: Any) -> str:

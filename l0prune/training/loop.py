@@ -63,9 +63,7 @@ class Loop:
         self._model, self._feed, self._settings = model, feed, settings
         self._device, self._pruner, self._interrupt = device, pruner, interrupt
         self._task, self._world = feed.task, world
-        self._stepper = Stepper(
-            model, self._task.loss_in, settings, device, pruner, phases, teacher, world
-        )
+        self._stepper = Stepper(model, self._task, settings, device, pruner, phases, teacher, world)
         self._average = self._stepper.average
         self._folder = None if settings.out is None else Path(settings.out)
         shown = settings.progress and world.is_first
@@ -325,6 +323,7 @@ class Loop:
             optimizers=[whole_state(each) for each in self._stepper.optimizers],
             pruner={} if self._pruner is None else self._pruner.state_dict(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
+            loss={} if (loss := self._stepper.loss_module) is None else snapshot(loss),
             average={} if average is None else self._in_whole(average.tensors()),
             updates=0 if average is None else average.updates,
             scaler={} if self._stepper.scaler is None else self._stepper.scaler.state_dict(),

@@ -38,12 +38,13 @@ class Losses:
         device: torch.device,
         world: World,
         weights: Sequence[nn.Parameter],
+        of_loss: Sequence[nn.Parameter] = (),
     ) -> None:
         self._settings, self._device, self._world = settings, device, world
         shards = world.is_shared and settings.distributed == "fsdp"
         backend = None if shards else settings.backend  # shards are compiled block by block
         self._weights = weights
-        self._by_hand = whole_everywhere(model) if world.is_shared else []
+        self._by_hand = [*whole_everywhere(model), *of_loss] if world.is_shared else []
         self._of: nn.Module = _LossOf(model, loss, teacher, backend)
         self._replica: DistributedDataParallel | None = None
         if world.is_shared and not shards:

@@ -74,6 +74,8 @@ def _train_in(
     folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)
     found = checkpoint.snapshot(model)
+    learns = task.loss_module
+    of_loss = {} if learns is None else checkpoint.snapshot(learns)
     fixed = gates is not None and gates.fixed
     kind = None if gates is None else gates.gate
     own = feed.generators()
@@ -127,6 +129,8 @@ def _train_in(
         raise
     except BaseException:
         checkpoint.put_back(model, found)
+        if learns is not None:
+            checkpoint.put_back(learns, of_loss)
         if gates is not None and kind is not None:
             gates.gate = kind
         raise

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from l0prune.running.batch import Batch
 from l0prune.running.processes import World
 from l0prune.running.shards import sharded_state
-from l0prune.running.task import Judge
+from l0prune.running.task import Task
 from l0prune.training.averages import Average
-from l0prune.training.checkpoint import Checkpoint
+from l0prune.training.checkpoint import Checkpoint, put_back
 from l0prune.training.distillation import Teacher
 from l0prune.training.losses import Losses
 from l0prune.training.optimizers import Schedule, make_optimizers
@@ -36,7 +36,7 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        loss: Judge,
+        task: Task,
         settings: Settings,
         device: torch.device,
         pruner: Pruner | None,
@@ -49,8 +49,22 @@ class Stepper:
         self.teacher = teacher
         gates = None if pruner is None else pruner.gates.log_alpha
         self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+        self.loss_module = task.loss_module
+        of_loss = () if self.loss_module is None else self.loss_module.parameters()
+        self._of_loss = [p for p in of_loss if p.requires_grad]
+        self._weights += self._of_loss
+        for parameter in self._of_loss if world.is_shared else ():
+            world.copy_from_first(parameter.data)
         self._new_losses = partial(
-            Losses, model, loss, teacher, settings, device, world, self._weights
+            Losses,
+            model,
+            task.loss_in,
+            teacher,
+            settings,
+            device,
+            world,
+            self._weights,
+            self._of_loss,
         )
         self._losses: Losses | None = None
         self.optimizers = make_optimizers(settings, self._groups())
@@ -76,7 +90,10 @@ class Stepper:
         settings = self._settings
         rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
         if self._pruner is not None:
-            return self._pruner.param_groups(**rest)
+            groups = self._pruner.param_groups(**rest)
+            if self._of_loss:
+                groups.append({"name": "loss", "params": self._of_loss, **rest})
+            return groups
         return [{"name": "weights", "params": self._weights, **rest}]
 
     def load(self, state: Checkpoint) -> None:
@@ -87,6 +104,8 @@ class Stepper:
             optimizer.load_state_dict(sharded_state(optimizer, of))
         if self.teacher is not None:
             self.teacher.load(state.teacher)
+        if self.loss_module is not None:
+            put_back(self.loss_module, state.loss)
         if self.scaler is not None:
             self.scaler.load_state_dict(state.scaler)
         if self._pruner is not None:

@@ -26,9 +26,8 @@ def train(out, bad, **settings):
     settings = {"budget": "params=0.5", **COMMON, **settings}
     try:
         history = l0prune.finetune(model, data(), out=out, **settings)
-    except L0pruneError as error:
+    except L0pruneError:
         assert differing(before, tensors(model)) == []
-        assert "Traceback" not in str(error)
         return None
     assert all(bool(torch.isfinite(t).all()) for t in tensors(model).values())
     l0prune.export(model)
