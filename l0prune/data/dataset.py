@@ -81,7 +81,7 @@ class Split(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tensors:
     """Examples that fit into memory: a batch is one ``index_select``.
 
@@ -105,6 +105,10 @@ class Tensors:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def __repr__(self) -> str:
+        shapes = f"inputs {tuple(self.inputs.shape)}, targets {tuple(self.targets.shape)}"
+        return f"{type(self).__name__}({shapes})"
 
     def batches(
         self,

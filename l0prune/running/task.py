@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ TAKEN = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Task:
     """Task of a model: data, loss and metric.
 
@@ -71,8 +71,8 @@ class Task:
             the records.
     """
 
-    train: Source
-    test: Source | None = None
+    train: Source = field(repr=False)
+    test: Source | None = field(default=None, repr=False)
     loss: Loss | str = AUTO
     metric: Metric | str | None = None
     metric_name: str = ""
@@ -104,6 +104,16 @@ class Task:
         if self.larger_is_better is None:
             is_known = isinstance(self.metric, str) and self.metric in criteria.LARGER_IS_BETTER
             fill("larger_is_better", is_known)
+
+    def __repr__(self) -> str:
+        """Return the settings that are not their defaults; of data its kind alone."""
+        sources = ((name, getattr(self, name)) for name in ("train", "test"))
+        shown = [f"{name}={_brief(source)}" for name, source in sources if source is not None]
+        for each in fields(Task):
+            value = getattr(self, each.name)
+            if each.repr and each.init and value != each.default:
+                shown.append(f"{each.name}={criteria.label(value) if callable(value) else value!r}")
+        return f"Task({', '.join(shown)})"
 
     @staticmethod
     def of(given: Any, loss: Any = None, metric: Any = None) -> Task:
@@ -214,7 +224,7 @@ class Task:
         return cross_entropy(outputs, targets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class _OfData(Task):
     """One that knows how many classes there are, and refuses a model with fewer outputs."""
 
@@ -232,6 +242,13 @@ def are_lists(inputs: Any, targets: Any) -> bool:
     if not are_findings(targets) or not isinstance(inputs, list | tuple):
         return False
     return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
+
+
+def _brief(source: Any) -> str:
+    """A source for people, without its tensors."""
+    if isinstance(source, list | tuple):
+        return f"{len(source)} batches"
+    return repr(source) if is_split(source) else f"a {type(source).__name__}"
 
 
 def is_split(source: Any) -> TypeIs[Split]:

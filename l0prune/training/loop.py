@@ -24,6 +24,7 @@ from l0prune.running.recalibrate import recalibrate
 from l0prune.running.shards import local, whole_state
 from l0prune.training import epochs
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
+from l0prune.training.description import measured
 from l0prune.training.distillation import Teacher
 from l0prune.training.diverged import diverged
 from l0prune.training.facts import facts_of
@@ -129,6 +130,10 @@ class Loop:
         try:
             if not self._done:
                 self._before = self._measured_before()
+                if self._before and not self._done:
+                    self.note(
+                        f"before training, without gates: {', '.join(measured(self._before))}"
+                    )
             while self._epoch < self._settings.epochs:
                 self._train_epoch()
                 self._finish_epoch(self._measured())

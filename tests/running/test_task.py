@@ -221,3 +221,16 @@ def test_batch_length_is_that_of_targets_or_inputs():
     assert batch_length(None, None) == 1
     boxes = [{"boxes": torch.zeros(n, 4)} for n in (5, 0, 1)]
     assert batch_length(([torch.zeros(3, 8, 8)] * 3, boxes), boxes) == 3
+
+
+def test_a_task_prints_without_its_tensors():
+    """Such as the one that ``answered`` gives, which holds all answers in memory."""
+    inputs, targets = torch.arange(7000.0).view(1000, 7), torch.zeros(1000, 3)
+    batches = [(inputs, targets)] * 2
+    for task in (Task(batches, batches, loss="mse"), Task(Tensors(inputs, targets), size=5)):
+        text = repr(task)
+        assert len(text) < 120
+        assert "tensor" not in text
+    assert repr(Task(batches, loss="mse", size=9)) == (
+        "Task(train=2 batches, loss='mse', metric_name='test_loss', size=9, larger_is_better=False)"
+    )

@@ -293,7 +293,7 @@ def test_progress_goes_to_stderr_one_line_an_epoch(capsys):
     assert captured.out == ""
     lines = [line.split() for line in captured.err.splitlines()]
     assert [words[1] for words in lines if words[0] == "epoch"] == ["1/2", "2/2"]
-    assert {words[0] for words in lines} <= {"epoch", "doctor:"}
+    assert {words[0] for words in lines} <= {"before", "epoch", "doctor:"}
 
 
 def single(outputs=1):

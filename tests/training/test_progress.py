@@ -1,7 +1,10 @@
 import io
 
 from rich.console import Console
+from small_task import data, gated
 
+import l0prune
+from l0prune.gating.attaching import bypass
 from l0prune.training.description import describe
 from l0prune.training.progress import Display
 
@@ -90,3 +93,14 @@ def test_it_goes_to_stderr(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("epoch 3/10")
+
+
+def test_a_run_says_first_what_the_network_is_like_without_gates(capsys):
+    model = gated()
+    with bypass(model):
+        before = l0prune.evaluate(model, data())["error"]
+    l0prune.finetune(model, data(), epochs=1, batch_size=30, lam=0.0)
+    lines = capsys.readouterr().err.splitlines()
+    (number,) = (n for n, line in enumerate(lines) if line.startswith("before training"))
+    assert lines[number] == f"before training, without gates: error {100 * before:.2f} %"
+    assert any(line.startswith("epoch 1/1") for line in lines[number:])
