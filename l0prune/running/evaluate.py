@@ -19,7 +19,7 @@ from l0prune.running.device import choose, on_device, precision
 from l0prune.running.feed import test_batches
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
-from l0prune.running.trial import fitting
+from l0prune.running.trial import WHAT, fitting
 
 
 def evaluate(
@@ -74,7 +74,7 @@ def evaluated(
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> tuple[dict[str, float], int]:
-    """The same as ``evaluate``, and the number of test examples."""
+    """Return the result of ``evaluate``, and the number of test examples."""
     check_whole("batch_size", batch_size)
     task = Task.of(data, loss, metric)
     if task.test is None:
@@ -84,15 +84,16 @@ def evaluated(
             "Task(…, test=…)"
         )
     place = choose(device, model)
-    examples = 0
+    examples, now = 0, list[Batch]()
 
     def counted() -> Iterator[Batch]:
         nonlocal examples
         for batch in test_batches(task, batch_size, place, WHOLE):
             examples += batch.examples
+            now[:] = [batch]
             yield batch
 
-    with on_device(model, place), task.on_device(place):
+    with on_device(model, place), task.on_device(place), fitting(now, WHAT):
         found = measure(model, counted(), task, place, autocast)
     return found, examples
 
@@ -114,8 +115,7 @@ def measure(
     counts: dict[str, int] = {}
     with evaluating(model), precision(device, autocast):
         for batch in batches:
-            with fitting(batch, "model, test data, loss and metric"):
-                judged = task.judged(call(model, batch.inputs), batch.targets)
+            judged = task.judged(call(model, batch.inputs), batch.targets)
             for name, value in judged.items():
                 found.setdefault(name, []).append(_total(value, batch.examples))
                 counts[name] = counts.get(name, 0) + batch.examples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
@@ -16,6 +16,8 @@ from l0prune.running.calling import call
 from l0prune.running.criteria import shapes
 from l0prune.running.device import precision
 from l0prune.running.feed import Feed, test_batches
+
+WHAT = "model, test data, loss and metric"
 
 
 def check_first_batch(
@@ -33,7 +35,7 @@ def check_first_batch(
     batch = next(feed.train(0, device), None)
     if batch is None:
         raise DataError("the training data is empty")
-    with fitting(batch, "model, data and loss"), evaluating(model), precision(device, autocast):
+    with fitting([batch], "model, data and loss"), evaluating(model), precision(device, autocast):
         loss = feed.task.loss_in(call(model, batch.inputs), batch.targets)
     return None if loss is None else float(loss)
 
@@ -47,20 +49,22 @@ def check_first_test(
         DataError: model, test data, loss and metric do not fit together.
         UsageError: the loss or the metric is no number.
     """
-    what = "model, test data, loss and metric"
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
-        with fitting(batch, what), evaluating(model), precision(device, autocast):
+        with fitting([batch], WHAT), evaluating(model), precision(device, autocast):
             feed.task.judged(call(model, batch.inputs), batch.targets)
 
 
 @contextmanager
-def fitting(batch: Batch, what: str) -> Iterator[None]:
-    """Convert errors within the context into messages."""
+def fitting(batches: Sequence[Batch], what: str) -> Iterator[None]:
+    """Convert errors within the context, which the last of these batches made, into messages."""
     try:
         yield
     except (L0pruneError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        if not batches:
+            raise
+        batch = batches[-1]
         raise DataError(
             f"{what} do not fit together. Inputs are {shapes(batch.inputs)}, targets "
             f"{shapes(batch.targets)}; what went wrong: {type(error).__name__}: {error}"
