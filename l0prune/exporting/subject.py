@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,12 +16,13 @@ from l0prune.exporting.certify.free_batch import with_free_batch
 from l0prune.exporting.certify.sizes import Sizes, sizes_taken
 from l0prune.exporting.slicing.dtypes import Dtypes, cast
 from l0prune.gating.attaching import check_intact, detach
-from l0prune.infer.build import Analysis, analyse
+from l0prune.infer.build import analyse
 from l0prune.infer.own_code import with_code
 from l0prune.infer.parts import Part, Parts, parts_of
+from l0prune.infer.rewrites.resized import with_switches
 from l0prune.plan.branch import KIND
 from l0prune.plan.plan import Plan
-from l0prune.plan.switches import switched, under_switches
+from l0prune.plan.switches import switched
 from l0prune.running.stages import stage
 
 
@@ -105,7 +105,7 @@ def surveyed(subject: Subject, *, frees_batch: bool = True) -> Parts:
     if gated_by.parts == ("",):
         for captured in _captures(subject, frees_batch):
             analysis = with_code(analyse(captured), plain)
-            analysis = _analysed_as_gated(analysis, gated_by)
+            analysis = with_switches(analysis, _as_gated(analysis.plan, gated_by))
             if _same_gates(analysis.plan, gated_by):
                 unused = analysis.captured.unused
                 return Parts(analysis.plan, example, [Part("", analysis, example)], unused)
@@ -113,7 +113,7 @@ def surveyed(subject: Subject, *, frees_batch: bool = True) -> Parts:
         parts = parts_of(plain, example)
         parts.plan = _as_gated(parts.plan, gated_by)
         for number, part in enumerate(parts.found):
-            analysis = _analysed_as_gated(part.analysis, gated_by)
+            analysis = with_switches(part.analysis, _as_gated(part.analysis.plan, gated_by))
             parts.found[number] = replace(part, analysis=analysis)
         if _same_gates(parts.plan, gated_by):
             return parts
@@ -130,18 +130,6 @@ def _captures(subject: Subject, frees_batch: bool) -> Iterator[Captured]:
     if frees_batch:
         yield with_free_batch(subject.plain, subject.example, subject.free)
     yield capture(subject.plain, *subject.example)
-
-
-def _analysed_as_gated(analysis: Analysis, gated_by: Plan) -> Analysis:
-    plan = _as_gated(analysis.plan, gated_by)
-    convert = under_switches(plan)
-
-    def converted(layouts: Any) -> Any:
-        is_many = isinstance(layouts, tuple)
-        return tuple(map(converted, layouts)) if is_many else convert(layouts)
-
-    layouts = {name: converted(of) for name, of in analysis.layouts.items()}
-    return replace(analysis, plan=plan, layouts=layouts)
 
 
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:

@@ -29,7 +29,7 @@ def failure(rule: str, node: Node, error: Exception) -> str:
     """Return the reason of a pin where a rule for this call failed; raise the error if strict."""
     if is_strict():
         raise error
-    return f"l0prune's {rule} for {called(node)} failed ({_said(error)}); please report this"
+    return f"l0prune's {rule} for {called(node)} failed ({said(error)}); please report this"
 
 
 def explained(analysis: Callable[P, R]) -> Callable[P, R]:
@@ -42,10 +42,10 @@ def explained(analysis: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if is_strict() or isinstance(error, L0pruneError):
                 raise
-            node = _worked_at(error)
+            node = worked_at(error)
             where = f" at operator {called(node)}" if node is not None else ""
             raise CaptureError(
-                f"l0prune failed{where} while it analysed the graph ({_said(error)}). This is a "
+                f"l0prune failed{where} while it analysed the graph ({said(error)}). This is a "
                 "mistake in l0prune: please report it. Until it is mended, give it a submodule "
                 "without this operator."
             ) from error
@@ -53,13 +53,13 @@ def explained(analysis: Callable[P, R]) -> Callable[P, R]:
     return explaining
 
 
-def _said(error: Exception) -> str:
-    """The error's class and the first line of its text."""
+def said(error: Exception) -> str:
+    """Return the error's class and the first line of its text."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
-def _worked_at(error: Exception) -> Node | None:
-    """The call that the failing code had at hand, in the innermost frame that has one."""
+def worked_at(error: Exception) -> Node | None:
+    """Return the call that the failing code had at hand, in the innermost frame that has one."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
         for value in frame.f_locals.values():

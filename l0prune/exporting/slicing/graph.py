@@ -10,18 +10,16 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
-from l0prune.exporting.slicing import averages, layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dense_graph import DenseGraph, add_guards
 from l0prune.exporting.slicing.dtypes import Dtypes, marked
-from l0prune.exporting.slicing.literals import picked, rewrite_literals
-from l0prune.exporting.slicing.sizes import Sizes
-from l0prune.exporting.slicing.without_branches import leave_out, pass_on
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import is_assertion, operator_name
+from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
+from l0prune.infer.rewrites.literals import picked
+from l0prune.infer.rewrites.resized import rewritten
+from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.plan.layout import Both, axes_of
-from l0prune.plan.switches import gone
 
 KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs are picked
 
@@ -59,11 +57,7 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
             name = analysis.captured.stored(str(node.target))
             if name in analysis.plan.tensors:
                 layouts[node.name] = analysis.plan.tensors[name]
-    single = leave_out(module, analysis.branches, gone(analysis.plan, kept))
-    sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)
-    rewrite_literals(module, sizes)
-    for join in single:
-        pass_on(join)
+    sizes = rewritten(module.graph, analysis, kept, layouts)
     _set_tensors(module, analysis, tensors)
     _insert_gathers(module, sizes)
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
@@ -154,9 +148,6 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
 
 def _drop_stale(module: GraphModule) -> None:
     """Remove what nobody reads, and the old shapes and dtypes that export would believe."""
-    for node in list(module.graph.nodes):
-        if is_assertion(node):
-            module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dtypes import in_terms
-from l0prune.exporting.slicing.standardised_weights import standardised_weights
 from l0prune.exporting.slicing.subnormal import flush
 from l0prune.infer.parts import Part, Parts
+from l0prune.infer.rewrites.standardised_weights import standardised_weights
 from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
 from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
-from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, operator_name
+from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.infer.rules.factories import PATTERNS
 from l0prune.plan.layout import Layout, outer, size_of
 
@@ -35,9 +35,9 @@ def rewrites(*operators: str) -> Callable[[Rewrite], Rewrite]:
     return register
 
 
-def rewrite_literals(module: GraphModule, sizes: Sizes) -> None:
+def rewrite_literals(graph: Graph, sizes: Sizes) -> None:
     """Make every shape literal of the graph right for the cut network."""
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         rewrite = REWRITES.get(operator_name(node.target)) if node.op == "call_function" else None
         if rewrite is not None and node.name in sizes.layouts:
             rewrite(sizes, node)

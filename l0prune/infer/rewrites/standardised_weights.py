@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.exporting.slicing.literals import rewrites
-from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import argument, operator_name, shape_of
+from l0prune.infer.rewrites.literals import rewrites
+from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.infer.standardised_weights import dims_of_statistics, weight_behind
 
 _ATEN = torch.ops.aten

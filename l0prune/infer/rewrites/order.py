@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from l0prune.exporting.slicing.literals import rewrites, stored_index
-from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.nodes import argument
+from l0prune.infer.rewrites.literals import rewrites, stored_index
+from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.plan.layout import size_of
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from l0prune.exporting.slicing.literals import group_norm, rewrites, shrinkage
-from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.nodes import argument
+from l0prune.infer.rewrites.literals import group_norm, rewrites, shrinkage
+from l0prune.infer.rewrites.sizes import Sizes
 
 _ATEN = torch.ops.aten
 _EPS = 1e-5

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from l0prune.exporting.slicing.literals import rewrites, shrinkage
-from l0prune.exporting.slicing.sizes import Sizes
 from l0prune.infer.nodes import argument, arguments, operator_name
+from l0prune.infer.rewrites.literals import rewrites, shrinkage
+from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.plan.layout import size_of
 

@@ -9,18 +9,18 @@ from collections import defaultdict
 from collections.abc import Collection
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from l0prune.infer.branches import Branches
 from l0prune.infer.ending import joined
 from l0prune.infer.memory import Memory
 
 
-def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) -> list[Node]:
+def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[Node]:
     """Take these branches out, and all that only they need.
 
     Args:
-        module: the captured graph, whose operators have the names that they had in the capture.
+        graph: that was captured, whose operators have the names that they had in the capture.
         branches: of the capture.
         gone: names of those that are left out.
 
@@ -34,7 +34,7 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
     for ending in branches.endings:
         for join in ending.joins if ending.name in gone else ():
             ends[join].append(ending.end)
-    nodes = {node.name: node for node in module.graph.nodes}
+    nodes = {node.name: node for node in graph.nodes}
     single = []
     for join, out in ends.items():
         # by place: what stands there now is another node if it was a join, too
@@ -47,15 +47,15 @@ def leave_out(module: GraphModule, branches: Branches, gone: Collection[str]) ->
             single.append(node)
     dead = {node.name for node in branches.dead(gone)}
     needless = {node.name for node, of in branches.needs.items() if not of}
-    for node in module.graph.nodes:  # what asserts, or writes where nobody reads
+    for node in graph.nodes:  # what asserts, or writes where nobody reads
         if node.name in needless and any(of.name in dead for of in node.all_input_nodes):
             dead.add(node.name)
-    for node in reversed(list(module.graph.nodes)):
+    for node in reversed(list(graph.nodes)):
         # torch keeps what writes in place or may draw, which these do for nothing that is left
         if node.name in dead and not node.users:
-            module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    return [node for node in single if node in module.graph.nodes]
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return [node for node in single if node in graph.nodes]
 
 
 def pass_on(join: Node) -> None:

@@ -1,0 +1,1 @@
+"""The captured graph at the sizes that are left: one rewrite per operator, and without branches."""
