@@ -17,6 +17,7 @@ from l0prune.capture.wrappers import inside, is_distributed
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.bank import Example, Gates
+from l0prune.gating.branch_trials import offered
 from l0prune.gating.defaults import (
     BRANCHES,
     EXCLUDE,
@@ -122,7 +123,7 @@ def gate(
             f"gate must be a gate, like l0prune.ContinuousSparsification(), not {kind!r}; one of "
             "your own needs all that l0prune.Gate has"
         )
-    found = inferred(model, args, kwargs) if survey is None else survey
+    found = offered(inferred(model, args, kwargs)) if survey is None else survey
     free = free_sizes(model, found.example, dynamic_shapes)
     if keep_class == "native":
         if branches:

@@ -18,6 +18,7 @@ from l0prune.capture.wrappers import inside
 from l0prune.cost.measures import measure_of
 from l0prune.cost.model import CostModel, cost_of
 from l0prune.exporting.foretelling import why_no_class
+from l0prune.gating.branch_trials import REFUSED, offered
 from l0prune.infer.parts import inferred
 from l0prune.infer.reasons import Whole
 from l0prune.plan.branch import Branch
@@ -179,6 +180,8 @@ class Survey:
                     f"and a branch with each: {listed(list(closing), 4)}. Any other keeps "
                     "one slot: what follows is computed from it, or its branch adds a bias."
                 )
+        refused = (pin for pin in self.pins if pin.where.startswith(REFUSED))
+        yield from (Text(f"The {pin.where}: {pin.reason}.") for pin in refused)
         if self.plan.parts != ("",):
             yield Text(
                 "torch.export cannot follow the whole model, so it is captured in parts: "
@@ -254,7 +257,7 @@ def survey(
     """
     if isinstance(model, nn.Module):
         model = inside(model)
-    parts = inferred(model, args, kwargs)
+    parts = offered(inferred(model, args, kwargs))
     weights = weights_of(model)
     layers = layers_of(parts.plan, weights, parts.unused)
     free = free_sizes(model, parts.example, dynamic_shapes)

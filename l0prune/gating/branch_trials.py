@@ -1,0 +1,237 @@
+"""Branches tried before any gate learns: each is taken out of the graph as an export will do it.
+
+No weight is touched, and nothing is computed but shapes, those alone that change. Branches that
+are built alike are tried by the last of them, on which the least of the graph depends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from l0prune.capture.compat import FakeTensor
+from l0prune.capture.provenance import source_of
+from l0prune.infer.branches import Branches
+from l0prune.infer.build import Analysis
+from l0prune.infer.ending import joined
+from l0prune.infer.nodes import called, operator_name
+from l0prune.infer.parts import Parts
+from l0prune.infer.rewrites.resized import rewritten, with_switches
+from l0prune.infer.rewrites.sizes import Sizes
+from l0prune.infer.rule_failures import is_strict, said, worked_at
+from l0prune.plan.needs import vital
+from l0prune.plan.plan import Pin
+from l0prune.plan.switches import dead_parameters, switched
+
+REFUSED = "branch "  # how the place of a pin begins that is a branch's
+
+
+class _WrongGraph(Exception):
+    """A graph without branches is not what the plan says."""
+
+
+def offered(parts: Parts) -> Parts:
+    """Return the parts with a plan of those branches alone without which the graphs are right.
+
+    Each is tried alone, and all of them together. What fails is a pin of the plan, with the reason;
+    with ``L0PRUNE_STRICT=1`` in the environment the error is raised.
+    """
+    names = {branch.name for branch in parts.plan.branches}
+    pins = [pin for part in parts.found for pin in _refused(part.analysis, names)]
+    if not pins:
+        return parts
+    refused = {pin.where.removeprefix(REFUSED) for pin in pins}
+    left = tuple(branch for branch in parts.plan.branches if branch.name not in refused)
+    plan = replace(parts.plan, branches=left, pins=(*parts.plan.pins, *pins))
+    return replace(parts, plan=plan)
+
+
+def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
+    """Return a pin for each branch of these names that cannot go."""
+    own = [branch.name for branch in analysis.plan.branches if branch.name in names]
+    if not own:
+        return
+    trials, found = _Trials(analysis, own), dict[str, Pin | None]()
+    for *others, last in _alike(analysis.branches, own):
+        found[last] = trials.failed([last])
+        for name in others:
+            found[name] = trials.failed([name]) if found[last] is not None else None
+    yield from (pin for pin in found.values() if pin is not None)
+    good = [name for name in own if found[name] is None]
+    if len(good) > 1 and trials.failed(good) is not None:
+        together: list[str] = []
+        for name in good:
+            pin = trials.failed([*together, name])
+            if pin is None:
+                together.append(name)
+            else:
+                yield pin
+
+
+class _Trials:
+    """Takes branches out of copies of one captured graph.
+
+    Args:
+        analysis: of the graph.
+        names: of its branches.
+    """
+
+    def __init__(self, analysis: Analysis, names: Sequence[str]) -> None:
+        self.analysis = with_switches(analysis, switched(analysis.plan, names))
+        self.layouts = dict(self.analysis.layouts)
+        self.tensors = nn.Module()  # what the graphs read, by the names of nodes
+        captured, plan = analysis.captured, self.analysis.plan
+        for node in captured.graph.nodes:
+            if node.op == "get_attr":
+                name = str(node.target)
+                setattr(self.tensors, name, getattr(captured.program.graph_module, name))
+            elif node.name in captured.names:
+                self.tensors.register_buffer(node.name, node.meta["val"])
+                if captured.names[node.name] in plan.tensors:
+                    self.layouts[node.name] = plan.tensors[captured.names[node.name]]
+
+    def failed(self, gone: Sequence[str]) -> Pin | None:
+        """Return why the last of these branches cannot go, with the others; None where it can."""
+        try:
+            self._try(gone)
+        except Exception as error:
+            if is_strict():
+                raise
+            node = worked_at(error)
+            where = f" at operator {called(node)}" if node is not None else ""
+            also = f" together with {', '.join(gone[:-1])}" if len(gone) > 1 else ""
+            return Pin(
+                f"{REFUSED}{gone[-1]}",
+                f"it has no gate of its own, since leaving it out{also} failed{where} when that "
+                f"was tried ({said(error)}); please report this",
+                operator_name(node.target) if node is not None else "",
+                source_of(node) if node is not None else "",
+            )
+        return None
+
+    def _try(self, gone: Sequence[str]) -> None:
+        """Take branches out, and compare what is left with the plan.
+
+        Raises:
+            Exception: whatever the rewrites, shapes and counts fail with.
+        """
+        plan = self.analysis.plan
+        is_open = torch.ones(plan.size, dtype=torch.bool)
+        for axis in plan.axes:
+            is_open[axis.slice] = axis.name not in gone
+        graph = self._copied()
+        before = {node: (node.target, node.args, node.kwargs) for node in graph.nodes}
+        sizes = rewritten(graph, self.analysis, plan.kept(is_open), dict(self.layouts))
+        graph.eliminate_dead_code()
+        self._check_parameters(graph, sizes, gone)
+        self._check_shapes(graph, sizes, before)
+
+    def _copied(self) -> Graph:
+        """Return a copy of the captured graph, of which the stored tensors are attributes."""
+        captured, graph, copies = self.analysis.captured, Graph(), dict[Node, Node]()
+        for node in captured.graph.nodes:
+            if node.name in captured.names:
+                copies[node] = graph.create_node("get_attr", node.name, name=node.name)
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.owning_module = self.tensors  # type: ignore[assignment]  # gets their buffers
+        return graph
+
+    def _check_parameters(self, graph: Graph, sizes: Sizes, gone: Collection[str]) -> None:
+        """Raise _WrongGraph where the graph reads other parameters than the plan counts."""
+        captured, plan = self.analysis.captured, self.analysis.plan
+        readers: dict[str, Node | None] = {}
+        for each in graph.nodes:
+            name = captured.names.get(each.name, "") if each.op == "get_attr" else ""
+            if name in captured.parameters and 0 not in map(sizes.of, plan.tensors[name]):
+                readers.setdefault(name, next(iter(each.users), None))
+        dead = set(dead_parameters(plan, gone))
+        for name, node in readers.items():  # noqa: B007  (worked_at finds it)
+            if name in dead:
+                raise _WrongGraph(f"{name} is left, which the plan counts as gone")
+        counted = {cost.tensor for cost in plan.costs if cost.unit == "params"} - dead
+        for name in sorted(counted - readers.keys()):
+            if 0 not in map(sizes.of, plan.tensors[name]):
+                raise _WrongGraph(f"{name} is gone, which the plan counts")
+
+    def _check_shapes(self, graph: Graph, sizes: Sizes, before: dict[Node, Any]) -> None:
+        """Raise an error where operators do not take what they get, or give what is not planned."""
+        values: dict[Node, Any] = {}  # those that are not what they were
+        fakes = (node.meta.get("val") for node in graph.nodes)
+        mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
+
+        def now(operand: Node) -> Any:
+            return values[operand] if operand in values else operand.meta["val"]
+
+        for node in graph.nodes:
+            wanted, old = _shapes(sizes, node), node.meta.get("val")
+            if node.op in ("get_attr", "placeholder"):
+                if old is None:  # an index that a rewrite has made
+                    values[node] = mode.from_tensor(getattr(self.tensors, str(node.target)))
+                elif isinstance(old, Tensor) and wanted not in (None, list(old.shape)):
+                    values[node] = old.new_empty(wanted)
+                continue
+            is_same = before.get(node) == (node.target, node.args, node.kwargs)
+            is_same = is_same and values.keys().isdisjoint(node.all_input_nodes)
+            if node.op != "call_function" or is_same:
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), now)
+            with mode, torch.no_grad():
+                value = node.target(*args, **kwargs)
+            found = _shapes_of(value)
+            if old is None or found != _shapes_of(old):
+                values[node] = value
+            if wanted is not None and found != wanted:
+                raise _WrongGraph(f"it has shape {found} where {wanted} is planned")
+
+
+def _shapes(sizes: Sizes, node: Node) -> Any:
+    """Return the planned shape of a node, or those of its several outputs; None if unknown."""
+
+    def shape(dims: Any) -> Any:
+        is_many = any(isinstance(each, tuple) for each in dims)
+        return [shape(each) for each in dims] if is_many else [sizes.of(each) for each in dims]
+
+    dims = sizes.layouts.get(node.name)
+    return None if dims is None else shape(dims)
+
+
+def _shapes_of(value: Any) -> Any:
+    """Return the shape of a tensor, or those of several; a number is itself."""
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    return [_shapes_of(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _alike(branches: Branches, names: Sequence[str]) -> list[list[str]]:
+    """Return the branches in groups of those of the same calls, joined in the same way."""
+    calls: dict[str, list[Any]] = defaultdict(list)
+    for node, of in branches.needs.items():
+        if node.op == "call_function" and of:
+            for name in vital(of):
+                calls[name].append(_call(node))
+    groups: dict[str, list[str]] = defaultdict(list)
+    for ending in branches.endings:
+        if ending.name in names:
+            joins = {(_call(j), len(joined(j)) > 2, *map(_call, j.users)) for j in ending.joins}
+            groups[str((sorted(map(str, joins)), calls[ending.name]))].append(ending.name)
+    return list(groups.values())
+
+
+def _call(node: Node) -> str:
+    """Return operator and settings of a call, without its operands, however many they are."""
+    given = [*node.args, *node.kwargs.items()]
+    return str((node.target, [each for each in given if not _has_nodes(each)]))
+
+
+def _has_nodes(value: Any) -> bool:
+    several = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, Node) for each in several)
