@@ -116,22 +116,50 @@ def test_random_numbers_of_its_own_prove_nothing():
     assert check_copy(Noisy(), ((torch.zeros(2, 4),), {})) == ""
 
 
-class OnlyAsACopy(nn.Linear):
-    is_copy = False
+class Alone(nn.Linear):
+    """Runs either where it is or as a copy."""
+
+    is_copy, runs_as_copy = False, True
 
     def forward(self, x):
-        if not self.is_copy:
+        if self.is_copy != self.runs_as_copy:
             raise RuntimeError("not here")
         return super().forward(x)
 
     def __deepcopy__(self, memo):
-        again = OnlyAsACopy(self.in_features, self.out_features)
+        again = Alone(self.in_features, self.out_features)
         again.load_state_dict(self.state_dict())
-        again.is_copy = True
+        again.is_copy, again.runs_as_copy = True, self.runs_as_copy
         return again
 
 
-def test_a_model_that_cannot_be_run_where_it_is_is_said():
-    said = check_copy(OnlyAsACopy(3, 4), ((torch.zeros(2, 3),), {}))
-    assert said.startswith("The model itself could not be run on its example")
+@pytest.mark.parametrize(
+    ("runs_as_copy", "whose"), [(True, "The model itself"), (False, "A copy of the model")]
+)
+def test_a_model_that_cannot_be_run_where_it_is_is_said(runs_as_copy, whose):
+    model = Alone(3, 4)
+    model.runs_as_copy = runs_as_copy
+    said = check_copy(model, ((torch.zeros(2, 3),), {}))
+    assert said.startswith(f"{whose} could not be run on its example")
     assert said.endswith("RuntimeError: not here.")
+
+
+class Memory:
+    """An object among the inputs, which a forward writes into."""
+
+    def __init__(self):
+        self.rows = torch.randn(2, 5)
+
+
+class Remembering(Forgetful):
+    def forward(self, x, memory):
+        memory.rows = torch.cat([memory.rows, x])
+        return super().forward(x + memory.rows[:2])
+
+
+def test_a_model_with_an_object_among_its_inputs_is_looked_at():
+    model = Remembering().eval()
+    l0prune.gate(model, (torch.randn(2, 5), Memory()))
+    model.temperature = -3.0
+    with pytest.raises(UsageError, match=r"has lost: temperature, 1\.0 in place of -3\.0"):
+        l0prune.export(model)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from l0prune.capture.copying import copied
 from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.held_inputs import call
 from l0prune.capture.left_behind import as_it_was
 from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
@@ -52,19 +53,19 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
     """
     twin = copied(model, {id(parameter): parameter for parameter in model.parameters()})
     outputs, failures = [], []
-    for each in (model, twin):
+    for name, each in (("The model itself", model), ("A copy of the model", twin)):
         try:
             outputs.append(_output(each, example))
         except Exception as error:  # what the model raises is not known
             first = next(iter(str(error).splitlines()), "")
-            failures.append(f"{type(error).__name__}: {first}")
+            failures.append(
+                f"{name} could not be run on its example, so that the two were not compared: "
+                f"{type(error).__name__}: {first}."
+            )
     if len(failures) == 2:
         return ""  # as on a machine that lacks an operator; what follows says it
-    if failures and len(outputs) == 1:
-        return (
-            "The model itself could not be run on its example, so that only a copy of it was "
-            f"looked at: {failures[0]}."
-        )
+    if failures:
+        return failures[0]
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     apart = difference(*outputs)
     is_apart = apart > _ROUNDING.get(dtype, _OF_HALF)  # not so where both give nan
@@ -89,11 +90,11 @@ def _output(model: nn.Module, example: Inputs) -> Any:
     def placed(leaf: Any) -> Any:
         return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
-    args, kwargs = pytree.tree_map(placed, example)
+    given = pytree.tree_map(placed, example)
     gpus = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus), _untouched(model):
         torch.manual_seed(0)
-        output = model(*args, **kwargs)
+        output = call(model, given)
         return pytree.tree_map_only(Tensor, torch.clone, output)
 
 
