@@ -100,3 +100,20 @@ def test_a_recurrent_layer_is_one_operator_in_an_older_opset(kind, tmp_path):
     assert kind.__name__ in {node.op_type for node in onnx.load(file).graph.node}
     x = torch.randn(3, 5, 4)
     torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_that_nothing_reads_stay_in_an_older_opset(tmp_path):
+    """As a mask, or the cache of an attention that is gone."""
+    net = Fn(lambda m, x, mask, rest: m.b(torch.relu(m.a(x))) + rest, a=nn.Linear(6, 8))
+    net.b = nn.Linear(8, 2)
+    example = torch.randn(2, 6), torch.ones(2, 4, dtype=torch.int64), torch.randn(2, 2)
+    model, dense = exported(net, example)
+    (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=13)
+    given = {each.name: each.type.tensor_type for each in onnx.load(file).graph.input}
+    assert len(given) == 3
+    sizes = [
+        [size.dim_param or size.dim_value for size in each.shape.dim] for each in given.values()
+    ]
+    assert sizes == [["batch", 6], ["batch", 4], ["batch", 2]]
+    inputs = torch.randn(5, 6), torch.ones(5, 4, dtype=torch.int64), torch.randn(5, 2)
+    torch.testing.assert_close(run_onnx(file, *inputs)[0], model(*inputs), rtol=1e-4, atol=1e-5)

@@ -24,6 +24,7 @@ from l0prune.exporting.onnx.external import LARGEST
 from l0prune.infer.nodes import has_tensor, operator_name
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir
 
 FIRST_OF_PRESENT = 18
@@ -143,6 +144,8 @@ def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]])
             f"Weights of more than 2 GB are written in opset {FIRST_OF_PRESENT} or later alone."
         )
     file = io.BytesIO()
+    pairs = zip(following.names, sizes, strict=False)
+    axes = {name: dict(dims) for name, dims in pairs if dims}
     torch.onnx.export(
         following,
         following.example,
@@ -150,12 +153,28 @@ def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]])
         dynamo=False,
         opset_version=opset,
         input_names=following.names,
-        dynamic_axes={
-            name: dict(dims) for name, dims in zip(following.names, sizes, strict=False) if dims
-        },
+        dynamic_axes=axes,
     )
     found = onnx.load_from_string(file.getvalue())
+    _give_back_unread(found.graph, following, axes)
     return onnx_ir.from_proto(found)
+
+
+def _give_back_unread(
+    graph: onnx.GraphProto, following: _Following, axes: Mapping[str, Mapping[int, str]]
+) -> None:
+    """Declare again, in place, inputs that the former exporter leaves out: nothing reads them."""
+    import onnx
+
+    known = {each.name: each for each in graph.input}
+    inputs = []
+    for name, tensor in zip(following.names, following.example, strict=True):
+        kind = onnx.helper.np_dtype_to_tensor_dtype(tensor.numpy().dtype)
+        shape = [axes.get(name, {}).get(dim, size) for dim, size in enumerate(tensor.shape)]
+        unread = onnx.helper.make_tensor_value_info(name, kind, shape)
+        inputs.append(known.get(name, unread))
+    del graph.input[:]
+    graph.input.extend(inputs)
 
 
 def _operator(error: BaseException) -> str:
