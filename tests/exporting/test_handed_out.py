@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import CertificateError, UsageError
 
 
 def build():
@@ -124,3 +124,13 @@ def test_there_is_nothing_to_renew():
     dense = exported(build(), torch.randn(4, 6))
     with pytest.warns(DeprecationWarning, match="as it is when they are made"):
         assert dense.renewed() is dense
+
+
+def test_a_module_of_nan_is_named_as_the_cause(tmp_path):
+    dense = exported(build(), torch.randn(4, 6))
+    with torch.no_grad():
+        dense.module[0].weight[0, 0] = float("nan")
+    with pytest.raises(CertificateError, match="a nan or an infinity among the weights") as found:
+        dense.save_onnx(tmp_path / "m.onnx")
+    assert str(found.value).startswith("The onnx does not compute what the exported module as")
+    assert not (tmp_path / "m.onnx").exists()

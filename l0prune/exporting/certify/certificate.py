@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -67,6 +68,17 @@ class Check:
         return self.error <= self.tolerance
 
 
+_USUAL = (
+    "The usual cause is a model whose forward is random in ways of its own (a generator, numpy) or "
+    "depends on global state; otherwise it is a fault in l0prune: please report it with the "
+    "model's code."
+)
+_OF_NAN = (
+    "Outputs that hold nan cannot be compared. The usual cause is a nan or an infinity among the "
+    "weights, as a training that diverged leaves it."
+)
+
+
 @dataclass(frozen=True)
 class Certificate:
     """All comparisons of an export. It exists only if every one of them passed."""
@@ -81,11 +93,14 @@ class Certificate:
                 f"scale, allowed {c.tolerance:.1e}"
                 for c in failed
             ]
+            pair = ("exported model", "gated one")
+            if failed[0].against == "module":
+                pair = (failed[0].what, "exported module as it is now")
             raise CertificateError(
-                "The exported model does not compute what the gated one does, so nothing was "
-                "written:\n" + "\n".join(lines) + "\nThe usual cause is a model whose forward is "
-                "random in ways of its own (a generator, numpy) or depends on global state; "
-                "otherwise it is a fault in l0prune: please report it with the model's code."
+                "The {} does not compute what the {} does, so nothing was written:\n".format(*pair)
+                + "\n".join(lines)
+                + "\n"
+                + (_OF_NAN if all(math.isnan(c.error) for c in failed) else _USUAL)
             )
 
     def without(self, *what: Compared) -> Certificate:
