@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.held_inputs import Held
 from l0prune.errors import UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -108,12 +107,18 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
 
 
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
-    """Each leaf of an input with what is asked for it."""
-    value = list(value.tensors) if isinstance(value, Held) else value
+    """Return each leaf of an input with what is asked for it; a list does of a class's fields."""
+    kind = type(value)
+    if kind in pytree.SUPPORTED_NODES and kind not in pytree.BUILTIN_TYPES:
+        value = pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
     if isinstance(value, Mapping) and (spec is None or isinstance(spec, Mapping)):
         return [p for k, v in value.items() for p in _leaves(v, (spec or {}).get(k), name)]
     if isinstance(value, list | tuple) and (spec is None or isinstance(spec, list | tuple)):
         specs = list(spec) if spec is not None else [None] * len(value)
+        if len(specs) != len(value):
+            raise UsageError(
+                f"dynamic_shapes has {len(specs)} entries for {name!r}, which holds {len(value)}"
+            )
         return [p for v, s in zip(value, specs, strict=True) for p in _leaves(v, s, name)]
     return [(value, spec)]
 

@@ -9,13 +9,14 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from differences import as_graph, learned_on
+from differences import as_graph, learned_on, run_onnx
 from models import Broken, small
 from networks import Fn
 from torch import nn
 
 import l0prune
 from l0prune.capture.recording import first_of
+from l0prune.errors import UsageError
 
 
 def another_way_for_one(m, x):
@@ -257,3 +258,17 @@ def test_what_torch_says_of_a_fixed_batch_is_the_reason():
     _, dense = exported(by_position)
     assert "batches of 2 only: torch.export says " in dense.note
     assert "rows are counted by hand here" in dense.note
+
+
+def test_free_sizes_of_a_registered_dataclass_are_a_list_of_its_fields(tmp_path):
+    net = Fn(lambda m, pair: m.out(torch.relu(m.a(pair.left))) * pair.right)
+    net.a, net.out = nn.Linear(6, 8), nn.Linear(8, 3)
+    example = Pair(torch.randn(2, 5, 6), torch.randn(2, 5, 1))
+    shapes = {"args": ([{1: "n"}, {1: "n"}],)}
+    with pytest.raises(UsageError, match="dynamic_shapes has 1 entries for 'args', which holds 2"):
+        l0prune.gate(net.eval(), (example,), dynamic_shapes={"args": ([{1: "n"}],)})
+    l0prune.gate(net, (example,), dynamic_shapes=shapes)
+    (file,) = l0prune.export(net).save_onnx(tmp_path / "model.onnx")
+    pair = Pair(torch.randn(3, 7, 6), torch.randn(3, 7, 1))
+    (got,) = run_onnx(file, pair.left, pair.right)
+    torch.testing.assert_close(got, net(pair), rtol=1e-4, atol=1e-5)
