@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.quiet import quietly
 from l0prune.errors import DataError, FileError
 from l0prune.files.artifact import load
 from l0prune.files.loading import check_exists
@@ -75,9 +76,9 @@ class OnnxFile(nn.Module):
             self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=["CPUExecutionProvider"]
             )
+            self.facts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         except Exception as error:  # of many classes of its own
             raise FileError(f"ONNX Runtime cannot open {path}: {_first_line(error)}") from error
-        self.facts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         self._path = path
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
@@ -147,7 +148,8 @@ class _Program(nn.Module):
                 "ONNX file of the same export needs no trust."
             )
         try:
-            program = torch.export.load(path)
+            with quietly():  # torch logs a traceback before it raises
+                program = torch.export.load(path)
         except Exception as error:  # a damaged archive makes any of them
             raise FileError(f"{path} is damaged: {_first_line(error)}") from error
         self._graph = (program.module(),)  # in a tuple: no submodule, so that modes pass it by

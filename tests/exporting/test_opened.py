@@ -72,3 +72,17 @@ def test_a_file_that_is_none(tmp_path):
         opened(str(tmp_path / "a.pt2"))
     with pytest.raises(FileError, match="is damaged"):
         opened(str(tmp_path / "a.pt2"), trust_pickle=True)
+
+
+def test_a_damaged_file_is_one_sentence(tmp_path, caplog):
+    file = tmp_path / "two.onnx"
+    model = onnx.load(written(file, 3))
+    helper.set_model_props(model, {"l0prune.key": "valuevalue"})
+    onnx.save(model, file)
+    file.write_bytes(file.read_bytes().replace(b"valuevalue", b"\xff" * 10))
+    with pytest.raises(FileError, match="ONNX Runtime cannot open"):
+        opened(str(file))
+    (tmp_path / "a.pt2").write_bytes(b"no archive")
+    with pytest.raises(FileError, match="is damaged"):
+        opened(str(tmp_path / "a.pt2"), trust_pickle=True)
+    assert not caplog.text
