@@ -13,6 +13,7 @@ from differences import difference
 from torch import nn
 
 import l0prune
+from l0prune.errors import FileError
 from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm
 
 
@@ -201,3 +202,25 @@ def test_where_no_number_helps_its_mean_is_told_of_what_there_was():
     assert dense.rebuilt
     assert dense._manifest["layers"] == {"1": "GivenSizes"}
     assert difference(model, dense, x) <= 1e-10
+
+
+def test_a_linear_that_reads_some_inputs_is_cut_again(tmp_path):
+    """Its file is one for the model that the first one made."""
+    torch.manual_seed(0)
+    build = lambda: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))  # noqa: E731
+    model, x = randomise(build()).eval(), torch.randn(4, 8)
+    for name, closed in (("first", [1, 4, 6]), ("second", [0, 3])):
+        bank = l0prune.gates(l0prune.gate(model, x))
+        with torch.no_grad():
+            bank.log_alpha.fill_(20.0)
+            bank.log_alpha[next(a for a in bank.axes if a.name == "0.in").slice][closed] = -20.0
+        dense = l0prune.export(model)
+        assert dense.rebuilt
+        assert difference(model, dense, x) <= 1e-6
+        dense.save_pretrained(tmp_path / name)
+        model = copy.deepcopy(dense.module)
+    assert model[0].kept.tolist() == [2, 3, 7]
+    with pytest.raises(FileError, match="for a model that has been cut before"):
+        l0prune.resize(build(), tmp_path / "second")
+    loaded = l0prune.resize(l0prune.resize(build(), tmp_path / "first"), tmp_path / "second")
+    assert torch.equal(loaded(x), model(x))

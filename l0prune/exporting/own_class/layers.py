@@ -25,6 +25,7 @@ from l0prune.exporting.own_class.remembered_sizes import given_sizes
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
+from l0prune.files.pretrained.cut_layers import PickedLinear
 from l0prune.files.pretrained.given_sizes import PADDED, GivenSizes, PaddedNorm
 from l0prune.files.pretrained.layers import become
 from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
@@ -101,12 +102,14 @@ def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
 
 
 def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
-    """Linear layers of which single inputs are gone: those that are left are picked."""
+    """Yield Linear layers of which single inputs are gone: those that are left are picked."""
     for name, dims in chosen.plan.tensors.items():
         path, _, leaf = name.rpartition(".")
         picked = _kept_inputs(dims[1], chosen) if leaf == "weight" and len(dims) == 2 else None
-        if picked is not None and type(plain.get_submodule(path)) is nn.Linear:
-            yield path, Layer(kind="PickedLinear", buffers={"kept": picked})
+        module = plain.get_submodule(path)
+        if picked is not None and type(module) in (nn.Linear, PickedLinear):
+            kept = module.kept[picked] if isinstance(module, PickedLinear) else picked
+            yield path, Layer(kind=PickedLinear.__name__, buffers={"kept": kept})
 
 
 def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:

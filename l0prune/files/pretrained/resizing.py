@@ -115,6 +115,11 @@ def _check_model(
     state -= {name for name, tensor in held.items() if id(tensor) in gone}
     absent = [name for name in (*wanted, *manifest.dropped) if name not in held]
     absent = absent or sorted(state - wanted.keys())
+    if absent and absent[0] in dict(_picks(manifest)):
+        raise FileError(
+            f"{where} is for a model that has been cut before: its layers read some of their "
+            "inputs. Load the file of that cut into the model first, and then this one."
+        )
     if absent:
         owner = "the model" if absent[0] in wanted else "the file"
         raise FileError(
@@ -203,7 +208,7 @@ def _check_tensors(
         if is_float != was_float or found.is_complex() != old.is_complex():
             raise FileError(f"{where} is damaged: {name} holds {found.dtype}, not {old.dtype}.")
     for name in picked:
-        if not _is_index(tensors[name], picked[name]):
+        if not _is_index(tensors[name], picked[name], held.get(name)):
             raise FileError(f"{where} is damaged: {name} does not say which inputs are read.")
 
 
@@ -215,11 +220,12 @@ def _picks(manifest: Manifest) -> Iterator[tuple[str, Sizes]]:
             yield within(path, _PICKED), manifest.shapes[weight]
 
 
-def _is_index(kept: Tensor, weight: Sizes) -> bool:
-    """Does it pick as many inputs as the weight has columns?"""
+def _is_index(kept: Tensor, weight: Sizes, before: Tensor | None) -> bool:
+    """Check that it picks as many inputs as the weight has columns, of those read before."""
+    inputs = weight.old[1] if before is None else len(before) and int(before.max()) + 1
     if kept.dtype != torch.int64 or list(kept.shape) != weight.new[1:]:
         return False
-    return not kept.numel() or (int(kept.min()) >= 0 and int(kept.max()) < weight.old[1])
+    return not kept.numel() or (int(kept.min()) >= 0 and int(kept.max()) < inputs)
 
 
 def _check_ties(
