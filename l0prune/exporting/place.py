@@ -68,6 +68,13 @@ class Place:
         return _put(self.left, 0, small, copy)
 
 
+def memory_format(tensor: Tensor) -> torch.memory_format:
+    """Return the format in which a tensor lies where it is not torch's usual one."""
+    other = _FORMATS.get(tensor.ndim)
+    is_other = other and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=other)
+    return other if other and is_other else torch.preserve_format
+
+
 def _strides(shape: torch.Size, memory: torch.memory_format) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", memory_format=memory).stride()
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import l0prune
 from l0prune.exporting.place import Place
 
 SIZES = st.integers(1, 4)
@@ -53,3 +54,15 @@ def test_dims_in_another_order_stay_in_it():
     small = place.cut(whole)
     assert torch.equal(small, whole[[0, 3]])
     assert small.stride() == (1, 4, 2)
+
+
+def test_an_export_keeps_the_memory_format():
+    layers = nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 4, 3)
+    net = nn.Sequential(*layers).eval().to(memory_format=torch.channels_last)
+    l0prune.gate(net, torch.randn(2, 8, 7, 7))
+    with torch.no_grad():
+        l0prune.gates(net).log_alpha[:5] = -20.0
+    for weight in (layer.weight for layer in l0prune.export(net).module[::2]):
+        assert 7 in weight.shape[:2]
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+        assert not weight.is_contiguous()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from l0prune.exporting.place import memory_format
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.dtypes import in_terms
 from l0prune.exporting.slicing.subnormal import flush
@@ -76,7 +77,7 @@ def _cut(
                 whole = fold(plan, sites[name], doubled(own), chosen.z)
                 tensors[name] = cut(plan, dims, standardise[name](whole), chosen.kept)
             else:
-                part = doubled(cut(plan, dims, own, chosen.kept))
+                part = doubled(cut(plan, dims, own, chosen.kept), memory_format(own))
                 left = [_index(plan, layout, chosen.kept) for layout in dims]
                 tensors[name] = fold(plan, sites[name], part, chosen.z, left)
             if isinstance(tensor, nn.Parameter) or sites[name] or name in plan.roles:
@@ -108,9 +109,9 @@ def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> di
     return {key: cut_ones[key].to(old.dtype, copy=True) for key, old in state.items()}
 
 
-def doubled(tensor: Tensor) -> Tensor:
-    """A copy; of floating-point numbers in float64, of complex ones in such parts."""
-    return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
+def doubled(tensor: Tensor, memory: torch.memory_format = torch.preserve_format) -> Tensor:
+    """Return a copy in float64, or of complex numbers in parts that are."""
+    return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True, memory_format=memory)
 
 
 def fold(
