@@ -196,7 +196,7 @@ def has_gates(module: nn.Module) -> bool:
 
 
 def note_on(comparisons: Mapping[str, Comparison], unused: Mapping[str, int]) -> str:
-    """What the user has to know about the module that is exported; empty if nothing.
+    """Return what the user has to know about the exported module; empty if nothing.
 
     Args:
         comparisons: by path of each captured part, whether it could be of its own class.
@@ -208,8 +208,8 @@ def note_on(comparisons: Mapping[str, Comparison], unused: Mapping[str, int]) ->
         for path, comparison in comparisons.items()
         if comparison.reason
     ]
-    if unused and not lines:
-        modules = dict.fromkeys(name.partition(".")[0] for name in unused)
+    modules = dict.fromkeys(name.partition(".")[0] for name, size in unused.items() if size)
+    if modules and not lines:
         lines.append(
             f"{', '.join(modules)}: not used in eval mode, and therefore not cut. Of its "
             f"parameters, {sum(unused.values()):,} are in the module and not counted."
