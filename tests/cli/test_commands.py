@@ -251,7 +251,10 @@ def test_help_shows_the_main_job_a_line_each(command):
         ),
         (["survey", "model.pt", "--input", "1xx8"], "is no input"),
         (["gate", "model.pt", "--input", "1x1x8x8", "--open-probability", "1"], "strictly between"),
-        (["gate", "model.pt", "--input", "1x1x8x8", "--jitter", "-1"], "must be 0 or more, not -1"),
+        (
+            ["gate", "model.pt", "--input", "1x1x8x8", "--jitter", "-1"],
+            "jitter must be a number from 0 to",
+        ),
         ([*GATE, "--set", "estimator=mean"], "estimator must be"),
         ([*GATE, "--set", "estimator"], "write name=value"),
         ([*GATE, "--set", "softness=3"], "softness"),

@@ -211,7 +211,7 @@ def test_results_that_make_no_sense_are_refused(folder, part):
         ({"runtime": "tvm"}, "runtime is one of onnxruntime, eager, compile"),
         ({"providers": "NowhereExecutionProvider"}, "has no NowhereExecutionProvider"),
         ({"runtime": "eager", "providers": "nowhere"}, "cannot use the device 'nowhere'"),
-        ({"threads": 0}, "threads is a whole number"),
+        ({"threads": 0}, "threads must be a whole number"),
         ({"samples": 3}, "too few"),
     ],
 )
