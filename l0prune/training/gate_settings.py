@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from l0prune.errors import UsageError
-from l0prune.plan.numbers import LARGEST, check_whole
+from l0prune.plan.numbers import LARGEST, check_whole, is_number
 from l0prune.training.fields import documentation, in_words
 
 Compact = Literal["auto", "settle", "never"]
@@ -151,6 +151,14 @@ class GateSettings(BaseModel):
         if width != "auto":
             check_whole("round_to", width)
         return width
+
+    @field_validator("prior")
+    @classmethod
+    def _are_probabilities(cls, prior: Any) -> Any:
+        for each in prior.values() if isinstance(prior, Mapping) else (prior,):
+            if each is not None and not (is_number(each) and 0 < each < 1):
+                raise UsageError("prior is a probability, strictly between 0 and 1")
+        return prior
 
     @field_validator("latency")
     @classmethod
