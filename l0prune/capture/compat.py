@@ -130,6 +130,9 @@ SIZE_FIXED = (ShapeEnv, "_set_replacement")
 SIZE_ASKED = (ShapeEnv, "_log_guard")
 """Method ``(prefix, expression, …)`` that torch.export calls where code asks about a size."""
 
+EXPORTER_LOG = (torch._C, "_jit_onnx_log")
+"""Function that prints a whole graph to the process's stdout where the former exporter fails."""
+
 
 @contextmanager
 def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:

@@ -214,3 +214,12 @@ def test_ddp_leaves_tensors_alone_and_the_first_process_to_set_a_key_wins(tmp_pa
         assert wrapped.parameters_to_ignore == {"bias"}
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_the_log_of_the_former_exporter_is_muted(capfd):
+    for _ in range(2):
+        getattr(*compat.EXPORTER_LOG)("a graph")
+        assert "a graph" in capfd.readouterr().out
+        with compat.replaced(*compat.EXPORTER_LOG, lambda *_: None):
+            getattr(*compat.EXPORTER_LOG)("a graph")
+        assert capfd.readouterr().out == ""

@@ -58,7 +58,7 @@ def attending():
     return Fn(attention, qkv=nn.Linear(6, 24), out=nn.Linear(8, 3)), torch.randn(2, 5, 6)
 
 
-def test_the_lowest_opset_that_has_an_operator_is_said_with_its_name(tmp_path):
+def test_the_lowest_opset_that_has_an_operator_is_said_with_its_name(tmp_path, capfd):
     model, dense = exported(*attending())
     with pytest.raises(L0pruneError) as raised:
         dense.save_onnx(tmp_path / "m.onnx", opset=12)
@@ -66,6 +66,7 @@ def test_the_lowest_opset_that_has_an_operator_is_said_with_its_name(tmp_path):
         raised.value
     )
     assert "(--opset 14)" in str(raised.value)
+    assert capfd.readouterr() == ("", "")
     assert not list(tmp_path.iterdir())
     (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=14)
     x = torch.randn(3, 5, 6)
@@ -117,3 +118,12 @@ def test_inputs_that_nothing_reads_stay_in_an_older_opset(tmp_path):
     assert sizes == [["batch", 6], ["batch", 4], ["batch", 2]]
     inputs = torch.randn(5, 6), torch.ones(5, 4, dtype=torch.int64), torch.randn(5, 2)
     torch.testing.assert_close(run_onnx(file, *inputs)[0], model(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_transform_was_written_out_as_is_written_in_an_older_opset(tmp_path):
+    net = Fn(lambda m, x: m.b(torch.relu(torch.vmap(lambda row: torch.tanh(m.a(row)))(x))))
+    net.a, net.b = nn.Linear(6, 8), nn.Linear(8, 2)
+    model, dense = exported(net, torch.randn(2, 6))
+    (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=13)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)

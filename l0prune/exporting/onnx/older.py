@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import EXPORTER_LOG, replaced
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.onnx.external import LARGEST
@@ -91,7 +92,7 @@ class _Following(nn.Module):
 
     @property
     def example(self) -> tuple[Tensor, ...]:
-        """What it was captured with."""
+        """The tensors that it was captured with."""
         return tuple(self.leaves[place] for place in self.places)
 
     def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -109,6 +110,8 @@ def _with_plain_sizes(module: GraphModule) -> GraphModule:
     It sees them where a function of torch is given them, and not where an operator itself is.
     """
     for node in list(module.graph.nodes):
+        if node.target is _ATEN._unsafe_view.default:  # which it does not know
+            node.target = _ATEN.view.default
         name = operator_name(node.target).rpartition(".")[2]
         first = node.args[0] if node.args else None
         is_method = isinstance(first, Node) and has_tensor(first) and hasattr(Tensor, name)
@@ -146,15 +149,16 @@ def _made(following: _Following, opset: int, sizes: Sequence[Mapping[int, str]])
     file = io.BytesIO()
     pairs = zip(following.names, sizes, strict=False)
     axes = {name: dict(dims) for name, dims in pairs if dims}
-    torch.onnx.export(
-        following,
-        following.example,
-        file,  # type: ignore[arg-type]  # torch's stub lacks what its former exporter takes
-        dynamo=False,
-        opset_version=opset,
-        input_names=following.names,
-        dynamic_axes=axes,
-    )
+    with replaced(*EXPORTER_LOG, lambda *_: None):
+        torch.onnx.export(
+            following,
+            following.example,
+            file,  # type: ignore[arg-type]  # torch's stub lacks what its former exporter takes
+            dynamo=False,
+            opset_version=opset,
+            input_names=following.names,
+            dynamic_axes=axes,
+        )
     found = onnx.load_from_string(file.getvalue())
     _give_back_unread(found.graph, following, axes)
     return onnx_ir.from_proto(found)
