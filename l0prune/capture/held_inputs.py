@@ -81,7 +81,7 @@ class _Noted(TorchFunctionMode):
 
 
 class _Emptied(_Noted):
-    """The same with empty tensors in their places."""
+    """Context in which what is copied has empty tensors; those copied are noted."""
 
     def __init__(self) -> None:
         super().__init__()

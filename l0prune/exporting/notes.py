@@ -1,4 +1,4 @@
-"""What a user has to know of files: the sizes that they take, and what loads them."""
+"""Notes on files for users: the sizes that they take, and what loads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a tensor is cut in place: what is left of it, and how it becomes whole again."""
+"""Places where a tensor is cut: what is left of it, and how it becomes whole again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Place:
         return tuple(found[dim] for dim in range(len(order)))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """What is left of a tensor of that shape."""
+        """Return what is left of a tensor of that shape."""
         result = tensor
         for dim, left in enumerate(self.left):
             if left is not None:
@@ -62,7 +62,7 @@ class Place:
         return _laid_out(result, self.small_stride)
 
     def put(self, small: Tensor, whole: Tensor | None = None) -> Tensor:
-        """A copy of ``whole``, of zeros by default, with ``small`` at what is left of it."""
+        """Return a copy of ``whole``, of zeros by default, with ``small`` at what is left of it."""
         copy = small.new_empty_strided(self.shape, self.stride)
         copy = copy.zero_() if whole is None else copy.copy_(whole)
         return _put(self.left, 0, small, copy)
@@ -80,7 +80,7 @@ def _strides(shape: torch.Size, memory: torch.memory_format) -> tuple[int, ...]:
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """The same numbers with these strides; what is sparse has none."""
+    """Return the same numbers with these strides; what is sparse has none."""
     if tensor.layout != torch.strided or tensor.stride() == stride:
         return tensor
     return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)

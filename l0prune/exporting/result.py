@@ -1,4 +1,4 @@
-"""What an export gives: the smaller model, its proof, and the files that it can be written to."""
+"""Result of an export: the smaller model, its proof, and the files that it can be written to."""
 
 from __future__ import annotations
 
@@ -178,16 +178,6 @@ class Export:
         """Whether the batch size is free."""
         return all(piece.dynamic for piece in self._made.pieces)
 
-    def renewed(self) -> Export:
-        """Return itself: programs and files are of the module as it is without being asked to."""
-        warnings.warn(
-            "l0prune: Export.renewed() is not needed any more: programs and files are of the "
-            "module as it is when they are made",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self
-
     @alone()
     def save_onnx(
         self,
@@ -243,14 +233,7 @@ class Export:
                 with stage("comparing its ONNX file"):
                     checks += compare_onnx(piece.answers, session, piece.path, piece.read)
             certificate = self.certificate.without("onnx").with_checks(checks)
-            facts = {
-                **self._proof(certificate),
-                "params": self.params,
-                "macs": self.macs,
-                "widths": self.widths,
-            }
-            if self.preprocessing is not None:
-                facts["preprocessing"] = self.preprocessing.model_dump_json()
+            facts = self._metadata(certificate)
             if beside is not None and len(written) == 1:
                 (piece,), (unfinished,) = self._made.pieces, written.values()
                 read = piece.read(piece.answers[0].inputs)
@@ -264,6 +247,14 @@ class Export:
         if self.times is not None and self.times.warning:
             warnings.warn(f"l0prune: {self.times.warning}", L0pruneWarning, stacklevel=2)
         return self.files
+
+    def _metadata(self, certificate: Certificate) -> dict[str, Any]:
+        """Return what the metadata of an ONNX file says but for its times."""
+        sizes = {"params": self.params, "macs": self.macs, "widths": self.widths}
+        facts = self._proof(certificate) | sizes
+        if self.preprocessing is not None:
+            facts["preprocessing"] = self.preprocessing.model_dump_json()
+        return facts
 
     @alone()
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
@@ -344,7 +335,7 @@ class Export:
 
     @property
     def _facts(self) -> dict[str, Any]:
-        """What the manifest says beside the model's origin."""
+        """Return what the manifest says beside the model's origin."""
         known = None if self.preprocessing is None else self.preprocessing.model_dump()
         return {**self._manifest, **self._proof(self.certificate), "preprocessing": known}
 
@@ -452,7 +443,7 @@ def _share(after: int, before: int, unit: str) -> str:
 
 
 def _note_on_draws(pieces: Sequence[Piece]) -> str:
-    """What the user has to know of a model that draws random numbers; empty where it does not."""
+    """Return the note on a model that draws random numbers; empty where it does not."""
     nodes = (node for piece in pieces for node in piece.program.graph.nodes)
     found = dict.fromkeys(called(node) for node in nodes if draws(node))
     if not found:

@@ -177,7 +177,7 @@ def read_tensors(path: PathLike) -> dict[str, Tensor]:
 
 
 def _is_ours(texts: Mapping[str, str]) -> bool:
-    """Whether only ``write_tensors`` can have written the file."""
+    """Check whether only ``write_tensors`` can have written the file."""
     return not texts.keys().isdisjoint({GATED, MANIFEST, SAVE})
 
 

@@ -239,7 +239,7 @@ class Inference:
         return node is not None and (self.captured.names.get(node.name) in self.captured.parameters)
 
     def can_be_gated(self, node: Node) -> bool:
-        """Is it a parameter, or a buffer of numbers that the forward does not write into?"""
+        """Check for a parameter, or a buffer of numbers that the forward does not write into."""
         if self.is_parameter(node):
             return True
         value, seen = node.meta.get("val"), [node]

@@ -146,7 +146,7 @@ def _given(node: Node, analysis: Analysis) -> Iterator[Layout]:
 
 
 def _averages(analysis: Analysis, regions: Regions, model: nn.Module) -> dict[str, Layouts]:
-    """By module that averages over an axis and holds no other, the dims of its only input.
+    """Return the dims of the only input of each innermost module that averages over an axis.
 
     If it is called several times those of the first one: the inputs may be of different rank.
     """
@@ -161,7 +161,7 @@ def _averages(analysis: Analysis, regions: Regions, model: nn.Module) -> dict[st
 
 
 def _call_of(node: Node) -> str:
-    """What torch.export calls the call of the module that made this node."""
+    """Return torch.export's name for the call of the module that made this node."""
     return next(reversed(node.meta.get("nn_module_stack") or ()), "")
 
 

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 def is_strict() -> bool:
-    """Whether errors in rules and passes are raised."""
+    """Check whether errors in rules and passes are raised."""
     return os.environ.get("L0PRUNE_STRICT") == "1"
 
 

@@ -77,7 +77,7 @@ def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[Size
 
 
 def _of_another(call: SizedCall) -> SizedCall:
-    """What a module knows of a call that one of its submodules makes."""
+    """Return what a module knows of a call that one of its submodules makes."""
     return replace(call, sizes=(None,) * len(call.sizes), follows=None)
 
 

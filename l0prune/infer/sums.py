@@ -58,7 +58,7 @@ def added(
 
 
 def _is_number(infer: Inference, tensors: list[str], end: Node, nodes: list[Node]) -> bool:
-    """Is what a branch computes no 0/0 where these parameters are zero, as by a spectral norm?"""
+    """Check that a branch is no 0/0, as of a spectral norm, where these parameters are zero."""
     number, _ = when_zero(infer, tensors, nodes).get(end, (0.0, None))
     return isfinite(number)
 

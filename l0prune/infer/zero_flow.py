@@ -140,7 +140,7 @@ class Zeros:
             self.alike[node] = frozenset().union(*(self.alike[operand] for operand in carrying))
 
     def _number(self, node: Node, dim: int) -> float | None:
-        """What a dim of the node is at a closed slot: a number, or None where it depends."""
+        """Return the number that a dim of the node is at a closed slot; None where it depends."""
         sources = {o: self._source_dims(o, node, dim) for o in node.all_input_nodes}
         states = [self._state(operand, dims) for operand, dims in sources.items()]
         numbers = {
@@ -325,7 +325,7 @@ def _number_of(infer: Inference, node: Node, numbers: Mapping[Node, float]) -> f
 
 
 def zero_at(infer: Inference, node: Node, operands: Sequence[bool | None]) -> bool | float:
-    """What the operator of this node makes of zeros; nan where its zero rule fails."""
+    """Return what the operator of this node makes of zeros; nan where its zero rule fails."""
     try:
         return zero_of(node)(node, operands)
     except Exception as error:

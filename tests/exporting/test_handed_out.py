@@ -120,12 +120,6 @@ def test_a_module_with_other_layers_than_were_exported_is_not_written(write, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_there_is_nothing_to_renew():
-    dense = exported(build(), torch.randn(4, 6))
-    with pytest.warns(DeprecationWarning, match="as it is when they are made"):
-        assert dense.renewed() is dense
-
-
 def test_a_module_of_nan_is_named_as_the_cause(tmp_path):
     dense = exported(build(), torch.randn(4, 6))
     with torch.no_grad():

@@ -64,7 +64,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance; a NaN is not."""
+        """Check that the error is within the tolerance; a NaN is not."""
         return self.error <= self.tolerance
 
 
@@ -211,7 +211,7 @@ def compare_in_parts(
 def answers_alone(
     gated: nn.Module, paths: Sequence[str], given: Inputs
 ) -> dict[str, tuple[Answer, ...]] | None:
-    """What each submodule answers when the model gets this input; None where it does not take it.
+    """Return each submodule's answers when the model gets this input; None if it takes none.
 
     It does not, either, where it makes nan of it: a deviation over a batch of one.
     """
@@ -285,7 +285,7 @@ def _outputs(names: Sequence[str], errors: Sequence[float]) -> tuple[tuple[str, 
 
 
 def _names(calls: Sequence[Call]) -> list[str]:
-    """What the outputs of these calls are called, with the path of what was called."""
+    """Return names of the outputs of these calls, with the path of what was called."""
     return [
         ".".join(filter(None, (call.path, name)))
         for call in calls

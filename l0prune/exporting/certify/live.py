@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from l0prune.capture.compat import TorchDispatchMode
 from l0prune.capture.copying import copied
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import call

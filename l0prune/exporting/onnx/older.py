@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import SymInt, Tensor, nn
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import EXPORTER_LOG, replaced
+from l0prune.capture.compat import EXPORTER_LOG, OpOverload, replaced
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.onnx.external import LARGEST

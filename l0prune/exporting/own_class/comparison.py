@@ -1,4 +1,4 @@
-"""Is a resized module of the user's own class the same function, and can it be trained?"""
+"""Comparison of a resized module of the user's own class: its function, and its training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOMETHING_ELSE = "its forward computes something else at these sizes"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether a resized module can stand in for another.
+    """Verdict on a resized module that is to stand in for another.
 
     Attributes:
         reason: why not, for the user; empty where it can.
@@ -52,7 +52,7 @@ class Comparison:
 
 
 def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
-    """Does the resized module compute what it should?
+    """Compare what the resized module computes with what it should.
 
     It does not where its forward has sizes written into it, or where it derives one size from
     another (as ``nn.MultiheadAttention`` does).
@@ -70,7 +70,7 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
 
 
 def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
-    """Where a resized module begins to compute something else, in eval mode.
+    """Find where a resized module begins to compute something else, in eval mode.
 
     It is the path of the first submodule to return tensors of the old shapes, and thus uncut ones,
     that are not the same. Empty where there is none, or where that cannot be found out.
@@ -88,7 +88,7 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
 
 @dataclass(frozen=True)
 class InTraining:
-    """What a module computes in training mode on one input, gates at their eval values.
+    """Results of a module in training mode on one input, gates at their eval values.
 
     Attributes:
         inputs: the input.
@@ -125,7 +125,7 @@ class InTraining:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a resized module has to compute in training mode.
+    """Results that a resized module has to have in training mode.
 
     Attributes:
         of: what the one before the cut does; None where that cannot be tried.
@@ -191,7 +191,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def has_gates(module: nn.Module) -> bool:
-    """Does the module carry gates?"""
+    """Check whether the module carries gates."""
     return any(isinstance(each, Gates) for each in module.modules())
 
 

@@ -35,7 +35,7 @@ _ROUNDING = 1e-10
 
 @dataclass(frozen=True)
 class Layer:
-    """How one module becomes right for what is left of its inputs.
+    """Change that makes one module right for what is left of its inputs.
 
     Attributes:
         attributes: that change.
@@ -65,7 +65,7 @@ class Layer:
 
 
 def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
-    """By path, what the modules become that are not right with cut tensors alone.
+    """Return, by path, changes of modules that are not right with cut tensors alone.
 
     Args:
         plain: the ungated model at its old sizes.
@@ -83,7 +83,7 @@ def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
 
 
 def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
-    """With what torch's own encoders need around such layers.
+    """Return the layers, and what torch's own encoders need around them.
 
     A TransformerEncoderLayer has a fast way that reads the weights off its layers, whatever these
     are. A TransformerEncoder may hand padded tokens on as nested tensors, which other layers do not
@@ -144,7 +144,7 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
 
 
 def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
-    """Which of the inputs that are left are read; None where all are."""
+    """Return which of the inputs that are left are read; None where all are."""
     if not isinstance(columns, Both):
         return None
     plan, kept = chosen.plan, chosen.kept
@@ -155,7 +155,7 @@ def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
 def _averaging(
     module: nn.Module, path: str, dims: Layouts, chosen: Chosen, calls: Mapping[str, Any]
 ) -> Layer | None:
-    """What makes the module right that averages over these dims of its input, if that is known."""
+    """Return what makes a module right that averages over these dims of its input, if known."""
     plan, kept = chosen.plan, chosen.kept
     generator = torch.Generator().manual_seed(0)
     whole = copied(module).double().eval()
@@ -195,7 +195,7 @@ def _ways(
     tensors: Mapping[str, Tensor],
     calls: Mapping[str, Any],
 ) -> Iterator[Layer]:
-    """How norms are written, the least change first; ``calls``: sizes that these are given."""
+    """Yield ways in which norms are written, the least change first; ``calls``: given sizes."""
     plan = chosen.plan
     left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
     gone = [number for number, dim in enumerate(dims) if left[number] != size_of(dim)]
@@ -234,7 +234,7 @@ def _ways(
 def _whole_sizes(
     module: nn.Module, dims: Layouts, gone: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> Iterator[list[Any]]:
-    """What a PaddedNorm has to know; the last dim by its place from the end, for any rank."""
+    """Yield a PaddedNorm's old sizes; the last dim has its place from the end, for any rank."""
     for number in gone:
         place = -1 if number == len(dims) - 1 else number
         yield ["", place, size_of(dims[number])]

@@ -60,7 +60,7 @@ def ways_around(
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Would something run before the module's forward on tensors of which nothing is left?
+    """Check whether hooks would run before a forward, on tensors of which nothing is left.
 
     The old weight norm does, and torch ends the process when it divides nothing by its size.
     """

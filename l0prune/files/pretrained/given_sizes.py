@@ -30,7 +30,7 @@ _PRODUCTS = ("mul", "mul_")  # with a number that is 1/√size
 
 
 class MixedIn(nn.Module):
-    """What is mixed into a module's own class, to run the forward of that in another way."""
+    """Base of what is mixed into a module's own class, to run its forward in another way."""
 
     def run(self, kind: type[nn.Module], args: Any, kwargs: Any) -> Any:
         """Call the forward of the module's own class ``kind``."""
@@ -128,7 +128,7 @@ class PaddedNorm(MixedIn):
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """With zeros behind the last position of a dim, up to this size."""
+    """Return ``x`` with zeros behind the last position of a dim, up to this size."""
     after = -dim - 1 if dim < 0 else x.ndim - 1 - dim
     return F.pad(x, [0, 0] * after + [0, size - x.shape[dim]])
 

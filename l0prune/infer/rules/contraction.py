@@ -134,7 +134,7 @@ def _biased_at_four(node: Node, operands: Sequence[bool | None]) -> bool:
 @rule("torchvision.deform_conv2d", zero=_biased_at_four)
 def deformable_convolution(infer: Inference, node: Node) -> Value:
     """A convolution whose filters look where offsets say, all channels of a group at one place."""
-    x, weight, offset, mask, bias = _nodes(node.args[:5])
+    x, weight, offset, mask, bias = (each for each in node.args[:5] if isinstance(each, Node))
     groups, offset_groups = (int(each) for each in node.args[11:13])  # type: ignore[arg-type]
     batch, channel = infer.dims(x)[:2]
     rows, inner = infer.dims(weight)[:2]
@@ -152,10 +152,6 @@ def deformable_convolution(infer: Inference, node: Node) -> Value:
     area = Const(height.size * width.size * product((shape_of(weight) or [])[2:]))
     _work(infer, node, (batch, area, rows), weight, 1)
     return (batch, rows, height, width)
-
-
-def _nodes(arguments: Any) -> list[Node]:
-    return [each for each in arguments if isinstance(each, Node)]
 
 
 @rule(*(f"aten.{name}" for name in ("matmul", "mm", "bmm", "mv", "dot", "vdot")), zero=some)
@@ -204,9 +200,8 @@ def contract(infer: Inference, node: Node, a: Node, b: Node) -> tuple[Expr, ...]
     rows = [left.pop()] if left else []
     columns = [right.pop()] if right else []
     if rows and columns and infer.is_weight(a) and infer.is_weight(b):
-        infer.write(
-            inner_a, node, a, rank, inner=True
-        )  # a weight of low rank: what columns write, rows read
+        # a weight of low rank: what columns write, rows read
+        infer.write(inner_a, node, a, rank, inner=True)
     if not stored and not stored_a:
         name_heads(infer, left, [inner_a, *columns])
     if columns:

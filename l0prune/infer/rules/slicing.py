@@ -295,7 +295,7 @@ def masked_scatter(infer: Inference, node: Node) -> Value:
 
 
 def _is_same(node: Node, back: int) -> bool:
-    """Is a tensor known to be the same along the dim with ``back`` others after it?"""
+    """Check whether a tensor is known to be the same along the dim with ``back`` after it."""
     shape = shape_of(node) or []
     if back >= len(shape) or shape[-1 - back] == 1:
         return True
