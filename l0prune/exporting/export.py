@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,7 +14,7 @@ from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
-from l0prune.errors import L0pruneError
+from l0prune.errors import L0pruneError, L0pruneWarning
 from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.live import check_copy
@@ -31,6 +32,7 @@ from l0prune.exporting.slicing.graph import dense_graphs, narrowing
 from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
+from l0prune.gating.bank import Gates, asked_of
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
@@ -50,6 +52,7 @@ def export(model: nn.Module) -> Export:
         CertificateError: the dense model differs from the gated one beyond rounding.
     """
     gated, bank = holder(model)
+    _warn_of_excess(bank)
     subject = subject_of(gated)
     unlooked = check_copy(gated, bank.example)
     weights = weights_of(subject.plain)
@@ -91,6 +94,22 @@ def export(model: nn.Module) -> Export:
         _handed_out=handed_out,
         _unused=frozenset(cut.unused),
     )
+
+
+def _warn_of_excess(bank: Gates) -> None:
+    """Warn of gates that exceed the budget of the run that trained them."""
+    asked = asked_of.get(bank)
+    if asked is not None and (excess := asked(bank.open().cpu())):
+        warnings.warn(
+            "l0prune: the gates of this model exceed the budget of the run that trained them: an "
+            f"export has {excess}. The usual cause is an average (EMA) of your own that is not "
+            "recognised as one, since its gates do not move towards the model's by one factor. "
+            "Export the model that was trained, or give the average its gates: "
+            "l0prune.gates(average).put(l0prune.gates(model).open()); where its state is loaded, "
+            "leave l0prune_gates.log_alpha out",
+            L0pruneWarning,
+            stacklevel=4,
+        )
 
 
 def _counted(subject: Subject, cut: _Cut, found: float) -> tuple[Chosen, int, str]:

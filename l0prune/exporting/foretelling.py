@@ -26,7 +26,7 @@ _LARGEST = 500_000_000
 _NOISE = 0.05
 
 
-@stage("trying its own class at smaller sizes")
+@stage("checking whether a smaller model keeps its class")
 def why_no_class(
     model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes = ALL_FIXED
 ) -> str | None:

@@ -230,7 +230,7 @@ class Export:
                 )
                 data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})
-                with stage("comparing its ONNX file"):
+                with stage("comparing the ONNX file with the gated model"):
                     checks += compare_onnx(piece.answers, session, piece.path, piece.read)
             certificate = self.certificate.without("onnx").with_checks(checks)
             facts = self._metadata(certificate)

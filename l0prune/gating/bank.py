@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,10 @@ class GateAxis:
 
 
 _alive: WeakSet[Gates] = WeakSet()
+
+# What the run that trained a bank was asked for: a function that says by what open gates exceed it,
+# empty where they do not; None while there is nothing to exceed. It is in no copy and in no file.
+asked_of: WeakKeyDictionary[Gates, Callable[[Tensor], str] | None] = WeakKeyDictionary()
 
 
 def alive() -> list[Gates]:
@@ -182,9 +186,10 @@ class Gates(nn.Module):
             open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``.
 
         Raises:
-            UsageError: the model is cut, and nobody knows any more what was cut off.
+            UsageError: the model is cut, and the removed values are no longer available.
         """
         self.make_whole()
+        asked_of.pop(self, None)
         now, wanted = self.open(), open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import islice
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.capture.modes import evaluating
 from l0prune.errors import DataError, L0pruneError
@@ -65,7 +65,13 @@ def fitting(batches: Sequence[Batch], what: str) -> Iterator[None]:
         if not batches:
             raise
         batch = batches[-1]
+        hint = ""
+        if isinstance(batch.targets, Tensor) and not batch.targets.ndim:
+            hint = (
+                " These targets are of a single example: a list holds batches. Give examples as "
+                "DataLoader(examples, batch_size)."
+            )
         raise DataError(
             f"{what} do not fit together. Inputs are {shapes(batch.inputs)}, targets "
-            f"{shapes(batch.targets)}; what went wrong: {type(error).__name__}: {error}"
+            f"{shapes(batch.targets)}; what went wrong: {type(error).__name__}: {error}.{hint}"
         ) from error

@@ -21,12 +21,13 @@ from l0prune.cost.model import cost_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
 from l0prune.gating.attaching import holder
-from l0prune.gating.gated_class import CHILD
+from l0prune.gating.gated_class import CHILD, original_class
 from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
 from l0prune.running.device import device_of
 from l0prune.running.processes import of_first
 from l0prune.running.shards import is_sharded
+from l0prune.running.stages import stage
 from l0prune.training.averages import Average
 from l0prune.training.optimizer_states import (
     States,
@@ -125,15 +126,16 @@ class Compaction:
         if kept is None:
             kept = self._left(self._gates.open())
         self.end()
-        try:
-            self._cut_to(kept, resumes)
-        except L0pruneError:
-            with_zeros = with_all_branches(self._gates.plan, kept)
-            if torch.equal(with_zeros, kept):
-                raise
-            # There is no way around branches that are gone: from here on they stay, as zeros.
-            self._goes_around = False
-            self._cut_to(with_zeros, resumes)
+        with stage(f"{original_class(self._root).__name__}: cutting what its gates have closed"):
+            try:
+                self._cut_to(kept, resumes)
+            except L0pruneError:
+                with_zeros = with_all_branches(self._gates.plan, kept)
+                if torch.equal(with_zeros, kept):
+                    raise
+                # There is no way around branches that are gone: from here on they stay, as zeros.
+                self._goes_around = False
+                self._cut_to(with_zeros, resumes)
 
     def _cut_to(self, kept: Tensor, resumes: bool) -> None:
         if bool(kept.all()):

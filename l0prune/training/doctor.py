@@ -108,9 +108,12 @@ class Doctor:
             yield from self._stuck()
         yield from self._dying(record)
         yield from self._overwhelmed()
-        if next_steps > all_steps:  # what comes next is measured while settling, or not at all
+        is_last = next_steps > all_steps  # what comes next is measured while settling, or never
+        if is_last:
             yield from self._runs_away(record)
             yield from self._undecided(record)
+        if steps >= _TIME_TO_MOVE * all_steps:
+            yield from self._nothing_closes(is_last)
 
     def _new(self, complaints: Iterator[Complaint]) -> dict[str, str]:
         new = {}
@@ -209,7 +212,14 @@ class Doctor:
                 f"the gates have hardly moved: by {moved:.2g} in log α, and they close after "
                 f"{self._way:.1f}{f': {cause}' if cause else f'. {advice}'}",
             )
-        elif bool((now > self._threshold).all()) and self._terms.budget is None:
+
+    def _nothing_closes(self, is_last: bool) -> Iterator[Complaint]:
+        """Say that λ is too small, unless gates are still on their way to being closed."""
+        if self._terms.budget is not None or self._said & {"undecided", "stuck", "out of reach"}:
+            return
+        all_open = bool((_values(self._gates.log_alpha) > self._threshold).all())
+        p = self._gates.open_probability().detach()
+        if all_open and (is_last or bool((p > _UNDECIDED[1]).all())):
             yield (
                 "nothing closes",
                 "no gate has closed: closing any of them would cost more loss than λ saves. "
@@ -240,6 +250,8 @@ class Doctor:
         faster = self._said.isdisjoint(_SLOWER)
         count = int(((p > _UNDECIDED[0]) & (p < _UNDECIDED[1])).sum())
         found = amounts(record)
+        if "nothing closes" in self._said:
+            return  # a larger λ was advised: slow steps are another cause
         # Not those of a budget alone: a time goes in steps, and differs from what is expected.
         for kind in ALWAYS:
             of = found[kind.name]

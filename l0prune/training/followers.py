@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
 from l0prune.capture.compat import version_of
-from l0prune.gating.bank import Gates, alive
+from l0prune.gating.bank import Gates, alive, asked_of
+from l0prune.objective.budget import Budget
 
 _ROUNDING = 8.0  # eps of the values, below which a change says nothing
 
@@ -21,6 +23,9 @@ class Followers:
     from how its gates change: all by the same part, from 0 to 1, of the way to the model's own. A
     copy that is trained, or that takes the model's state as it is, is left alone.
 
+    Other copies whose gates change, and the model itself, into which an average may be loaded, are
+    registered with the budget: an export of them warns where they exceed it.
+
     Args:
         gates: of the model that is trained.
     """
@@ -29,6 +34,8 @@ class Followers:
         self._gates = gates
         self._seen: WeakKeyDictionary[Gates, tuple[int | None, Tensor]] = WeakKeyDictionary()
         self._averages: WeakSet[Gates] = WeakSet()
+        self._changing: WeakSet[Gates] = WeakSet()
+        asked_of[gates] = None
 
     @torch.no_grad()
     def look(self) -> None:
@@ -46,14 +53,31 @@ class Followers:
                 continue
             if before is not None and _is_average(before[1].to(mine), mine, now.to(mine)):
                 self._averages.add(bank)
+            elif before is not None:
+                self._changing.add(bank)
             self._seen[bank] = version, mine.clone()
 
-    def follow(self) -> None:
-        """The gates of the model stand from here on: so do those of its averages, as they do."""
+    def follow(self, budget: Budget | None) -> None:
+        """Fix the gates of averages as those of the model are from here on.
+
+        Args:
+            budget: of the run, which the gates meet.
+        """
         open_ = self._gates.open()
         for bank in self._averages:
             bank.gate = self._gates.gate
             bank.put(open_)
+        if budget is not None:
+            with_runs = {*asked_of} - {self._gates}
+            for bank in {self._gates, *self._averages, *self._changing} - with_runs:
+                asked_of[bank] = partial(_excess, budget)
+
+
+def _excess(budget: Budget, open_: Tensor) -> str:
+    """Say which budgets an export with these open gates exceeds; empty if none."""
+    exceeded = [bound for bound in budget.bounds if bound.actual(open_) > bound.most]
+    shares = (f"{bound.actual_share(open_):.0%} for {bound.limit}" for bound in exceeded)
+    return ", ".join(shares)
 
 
 def _is_average(before: Tensor, after: Tensor, model: Tensor) -> bool:

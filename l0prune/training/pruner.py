@@ -262,7 +262,7 @@ class Pruner:
         if settles:
             self.make_whole()
             self._terms.fit()
-            self._followers.follow()
+            self._followers.follow(self.budget)
         self._begun = self.step
         self.gates.fixed = self.phase == "settle"
         if self.step >= self.phases.total:

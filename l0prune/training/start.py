@@ -96,7 +96,7 @@ def begin(
         cut = _cut(ways, budget, settings.at_once, scores)
         return replace(cut, said=f"{said}; {cut.said}")
 
-    with stage("the scores from which the gates start"):
+    with stage("scoring what the gates start from"):
         found = world.from_first(world.first_alone(lean))
     agree_on_start(model, world)
     return found or Beginning()

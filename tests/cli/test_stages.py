@@ -4,11 +4,28 @@ import time
 import pytest
 import torch
 from rich.console import Console
+from small_task import clouds, gated
 from torch import nn
 
 import l0prune
 from l0prune.cli.stages import announced, shown
 from l0prune.running.stages import Stage, stage, watched
+
+
+class Heads(nn.Module):
+    """Attention whose head size is a number in its code, beside one that it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.heads, self.width = nn.Linear(8, 24), nn.Linear(8, 3), 2, 8
+
+    def forward(self, x):
+        q, k, v = (
+            part.reshape(len(x), -1, self.heads, 4).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = (q @ k.transpose(-1, -2)).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(len(x), -1, self.width))
 
 
 def test_whoever_watches_is_told_of_begin_and_end():
@@ -38,8 +55,36 @@ def test_an_export_tells_its_stages(tmp_path):
     with watched(seen.append):
         l0prune.export(model).save_onnx(tmp_path / "model.onnx")
     names = list(dict.fromkeys(each.name for each in seen))
-    assert names[0] == "folding and cutting its tensors"
-    assert names[-1] == "comparing its ONNX file"
+    assert names[0] == "comparing the model with a copy of it"
+    assert "Sequential: checking the smaller model" in names
+    assert names[-1] == "comparing the ONNX file with the gated model"
+    assert not any(word in name.split() for name in names for word in ("its", "own"))
+
+
+def test_each_cut_of_a_training_is_one_stage_with_its_subject():
+    said = []
+    data = clouds()
+    with announced(said.append):
+        l0prune.finetune(gated(), data, budget="params=0.3", epochs=12, progress=False)
+    cuts = [name for name in said if "cutting" in name]
+    assert cuts
+    assert {*cuts} == {"Sequential: cutting what its gates have closed"}
+    assert {*said} == {*cuts, "scoring what the gates start from"}
+
+
+def test_checks_of_one_model_are_numbered():
+    seen: list[Stage] = []
+    torch.manual_seed(0)
+    model = Heads().eval()
+    l0prune.gate(model, (torch.randn(2, 5, 8),))
+    gates = l0prune.gates(model)
+    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    with watched(seen.append):
+        l0prune.export(model)
+    checks = [s.name for s in seen if s.seconds is None and "checking" in s.name]
+    assert checks[0] == "Heads: checking the smaller model"
+    assert checks[1].startswith("Heads: checking the smaller model, 2 of ")
+    assert len(checks) == len({*checks})
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

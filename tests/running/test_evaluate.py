@@ -110,3 +110,11 @@ def test_it_needs_test_data():
         evaluate(gated(), data().train)
     with pytest.raises(DataError, match="test data is empty"):
         evaluate(gated(), (data().train, []))
+
+
+def test_a_list_of_single_examples_is_said_to_be_no_list_of_batches():
+    """As a Trainer takes them."""
+    model, source = gated(), data()
+    pairs = zip(source.test.inputs[:4], source.test.targets[:4], strict=True)
+    with pytest.raises(DataError, match=r"a list holds batches. Give examples as DataLoader"):
+        evaluate(model, (None, [*pairs]))

@@ -126,6 +126,25 @@ def test_no_advice_takes_back_another(first, moves, growth):
     assert bool(texts) or moves
 
 
+@pytest.mark.parametrize("chance", [0.35, 0.5, 0.8, 0.95, 0.99])
+@pytest.mark.parametrize("steps", [4, 20])
+def test_gates_on_their_way_are_not_said_to_need_a_larger_price(chance, steps):
+    """Of one run there is one cause: gates that are slow, or a λ that is too small."""
+    model = gated()
+    pruner = l0prune.Pruner(model, lam=0.1, steps=steps, settle=0, say=lambda text: None)
+    log_alpha, target = l0prune.gates(model).log_alpha, HardConcrete().initial(chance)
+    start, found = log_alpha.detach().clone(), {}
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            log_alpha.copy_(start + (target - start) * min(1.0, 1.5 * step / steps))
+        record = {"epoch": step, "step": step, "phase": "prune"} | pruner.record()
+        found |= pruner.doctor.after(record)
+    assert {"nothing closes", "undecided", "stuck"} & found.keys()
+    assert not {"nothing closes", "undecided"} <= found.keys()
+    assert ("nothing closes" in found) == (chance == 0.95)
+    assert ("stuck" in found) == (chance == 0.99)
+
+
 def test_a_multiplier_that_runs_away_is_said_with_its_cause():
     model = gated()
     pruner = l0prune.Pruner(model, budget="params=0.3", steps=20, settle=5, say=lambda text: None)

@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import l0prune
+from l0prune.errors import L0pruneWarning
 
 STEPS = 60
+EXCEEDS = "exceed the budget of the run"
 
 
 def quiet(text):
@@ -101,3 +103,54 @@ def test_an_average_meets_the_budget_of_the_model(make):
 def test_other_copies_are_left_alone(make):
     _, _, stayed = run(make)
     assert stayed
+
+
+def uneven(model):
+    """An average with a factor of its own for each number."""
+    average = copy.deepcopy(model).eval().requires_grad_(False)
+
+    def update(step):
+        for value, now in zip(average.parameters(), model.parameters(), strict=True):
+            value.lerp_(now.detach(), torch.rand_like(value) * 0.02)
+
+    return average, update
+
+
+def test_an_average_that_is_not_recognised_is_named_where_it_exceeds_the_budget():
+    model, average, _ = run(uneven)
+    with pytest.warns(L0pruneWarning, match=rf"{EXCEEDS}.*an export has \d+% for params=0.4"):
+        dense = l0prune.export(average)
+    assert dense.params > 0.4 * dense.params_before
+    l0prune.gates(average).put(l0prune.gates(model).open())
+    assert l0prune.export(average).params <= 0.4 * dense.params_before
+    l0prune.export(model)
+
+
+def test_an_average_that_is_loaded_into_the_model_is_named_too():
+    state = {}
+
+    def by_state(model):
+        state.update({name: value.clone() for name, value in model.state_dict().items()})
+        other = copy.deepcopy(model)
+
+        def update(step):
+            for name, value in model.state_dict().items():
+                if value.is_floating_point():
+                    state[name].lerp_(value, 0.01)
+
+        return other, update
+
+    model, untouched_copy, _ = run(by_state)
+    l0prune.export(model)
+    l0prune.export(untouched_copy)
+    gates = state.pop("l0prune_gates.log_alpha")
+    model.load_state_dict(state, strict=False)
+    l0prune.export(model)
+    model.load_state_dict({**state, "l0prune_gates.log_alpha": gates})
+    with pytest.warns(L0pruneWarning, match=EXCEEDS):
+        l0prune.export(model)
+
+
+def test_a_copy_with_a_run_of_its_own_answers_to_that_alone():
+    _, other, _ = run(trained)
+    l0prune.export(other)

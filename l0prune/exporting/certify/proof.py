@@ -174,7 +174,7 @@ def _prove_whole(
             replace(answer, inputs=subject.narrow(answer.inputs))
             for answer in _answers(subject, inputs)
         )
-        with stage("comparing the smaller model with it"):
+        with stage("comparing the smaller graph with the gated model"):
             return answers, compare(answers, graph)
 
     answers, certificate = _certified(subject, batches, against, captured.free)

@@ -16,7 +16,7 @@ Sizes = tuple[Mapping[str, int], ...]
 _OTHERS = 2  # beside the example's
 
 
-@stage("looking for sizes that it takes")
+@stage("looking for input sizes that the model takes")
 def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
     """Sizes of all free dims for each of several inputs, the example's last.
 

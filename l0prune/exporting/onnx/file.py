@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-@stage("translating it to ONNX")
+@stage("translating the smaller model to ONNX")
 def write_runnable(
     program: ExportedProgram,
     path: Path,

@@ -41,6 +41,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.subnormal import flush
 from l0prune.exporting.slicing.tensors import stored_in, under_all_names
 from l0prune.files.pretrained.layers import drop
+from l0prune.gating.gated_class import original_class
 from l0prune.plan.branch import Branch
 from l0prune.running.stages import stage
 
@@ -202,19 +203,22 @@ class Choice:
         return replace(self, comparisons=comparisons)
 
 
-@stage("trying its own class at the new sizes")
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
     """The resized model with the fewest faults, and of its guesses only those that it needs.
 
     With attributes that no forward reads, unless these make it wrong.
     """
+    checking = f"{original_class(own.plain).__name__}: checking the smaller model"
     told = _no_inputs(own.told, own.plain, references)
     first, *others = own.candidates
-    sure = best = _judged(own, joined(told, first), references)
-    for changes in [first, *others] if joined(told, first) != first else others:
+    ways = list(others) if joined(told, first) == first else [first, *others]
+    with stage(checking):
+        sure = best = _judged(own, joined(told, first), references)
+    for number, changes in enumerate(ways, 2):
         if not any(best.faults):
             break
-        other = _judged(own, changes, references)
+        with stage(f"{checking}, {number} of {1 + len(ways)}"):
+            other = _judged(own, changes, references)
         if other.faults < best.faults or (other.faults == best.faults and best.faults[0]):
             best = other
     is_used = any(not comparison.reason for comparison in best.comparisons.values())

@@ -19,7 +19,7 @@ from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage
 
 
-@stage("folding and cutting its tensors")
+@stage("folding gates into the tensors, and cutting these")
 def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) -> dict[str, Tensor]:
     """Every stored tensor that the parts use, folded and cut, in float64, by name."""
     tensors: dict[str, Tensor] = {}
@@ -28,7 +28,7 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
     return tensors
 
 
-@stage("folding and cutting its tensors")
+@stage("folding gates into the tensors, and cutting these")
 def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
     """The same of a model that was captured whole when it was gated, by the plan of that time.
 
