@@ -101,7 +101,7 @@ def finetune(
                 model, source, report=False, **chosen_settings, out=folder, resume=resume
             )
         more = [f"--set={name}={dumps(value)}" for name, value in standing.items()]
-        info = with_step(info, path, source, more, data=spec)
+        info = with_step(info, path, source, more, table, data=spec)
         info |= {"data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:

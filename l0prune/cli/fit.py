@@ -106,7 +106,7 @@ def fit(
             loss=settings.get("loss"),
         )
     target = output_path(out, str(path), ".fit.pt")
-    info = with_step(info, path, source, data=spec if source is not None else None)
+    info = with_step(info, path, source, table=table, data=spec if source is not None else None)
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
     met = (f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())

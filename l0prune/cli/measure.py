@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say
-from l0prune.cli.options import LATENCY, Json, TrustPickle
+from l0prune.cli.options import LATENCY, Json, TrustPickle, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
@@ -83,6 +84,8 @@ def measure(
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
         table = _timed(model, target, threads, batch, runtime, provider, samples, seed)
+    (called,) = with_step({}, path)["commands"]
+    table = replace(table, command=called)
     table.save(target)
     facts = {name: value for name, value in table.to_dict().items() if name in _SHOWN}
     emit({"file": str(target), **facts}, json, f"{target} written; {table}")

@@ -255,6 +255,7 @@ def with_step(
     path: Path | None = None,
     source: Any = None,
     more: Sequence[str] = (),
+    table: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """What a model file says, with this command, and what its data are.
@@ -264,6 +265,7 @@ def with_step(
         path: of that file; the command names it, also where it was found.
         source: the data, if any.
         more: arguments that came from elsewhere than the command line.
+        table: a latency table that the command used, whose own command comes before.
         options: by name, with values that may have come from elsewhere; None for those that
             nobody gave.
     """
@@ -276,7 +278,8 @@ def with_step(
             typed += [f"--{name.replace('_', '-')}", str(value)]
     if path is not None and str(path) not in typed:
         typed.append(str(path))
-    found = {**info, "commands": [*info.get("commands", ()), command(typed)]}
+    measured = [table.command] if table is not None and table.command else []
+    found = {**info, "commands": [*info.get("commands", ()), *measured, command(typed)]}
     if source is not None:
         known = source.preprocessing
         found["preprocessing"] = None if known is None else known.model_dump()

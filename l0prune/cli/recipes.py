@@ -99,7 +99,14 @@ def ls(json: Json = False) -> None:
 
 @app.command("show")
 def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
-    """Print a recipe, to read or to start one of your own from."""
+    """Print a recipe, to read or to start one of your own from.
+
+    Example:
+
+        l0prune recipes show digits-lenet > my.toml
+
+        l0prune run my.toml
+    """
     from l0prune.recipes import reading  # loads torch
 
     sys.stdout.flush()

@@ -14,6 +14,7 @@ from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
 from l0prune.cost.model import cost_of
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import L0pruneError, L0pruneWarning
 from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
@@ -64,6 +65,7 @@ def export(model: nn.Module) -> Export:
     reason = " ".join(filter(None, (v.reason for v in proven.comparisons.values())))
     training = " ".join(filter(None, (v.training for v in proven.comparisons.values())))
     around = "" if gated is model else _note_on_wrapper(model, subject.plain)
+    images = bank.facts.get("preprocessing")
     unclear = "" if reason else _note_on_old_sizes(subject.plain, cut)
     rebuild = {"verified": not reason, "reason": reason, "training": training}
     note = note_on(proven.comparisons, _numbers_of(subject.plain, cut.unused))
@@ -93,6 +95,7 @@ def export(model: nn.Module) -> Export:
         },
         _handed_out=handed_out,
         _unused=frozenset(cut.unused),
+        preprocessing=None if images is None else Preprocessing.model_validate(images),
     )
 
 

@@ -81,7 +81,8 @@ class Export:
         kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
         weights: the layers of the network before the cut.
         preprocessing: of the images that the network takes, as ``load_data`` says it of a data
-            source; None where unknown. Set it to have it in the files.
+            source: of those that ``finetune`` learned from; None where unknown. It is written into
+            the files, and can be set before.
     """
 
     module: nn.Module

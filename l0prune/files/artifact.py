@@ -67,6 +67,8 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     except (TypeError, ValueError) as error:
         raise UsageError(f"info must be data that JSON can hold: {error}") from error
     gates = _gates_or_none(model)
+    if gates is not None:
+        facts = {**gates.facts, **facts}
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():

@@ -88,6 +88,8 @@ class Gates(nn.Module):
         kept: the slots that are left while the model trains cut, bool, flat; None while it is
             whole.
         made_whole_by: what undoes that; None while it is whole.
+        facts: what a training knew of its data, as JSON data, for the files of an export:
+            ``preprocessing`` of images.
     """
 
     log_alpha: nn.Parameter
@@ -109,6 +111,7 @@ class Gates(nn.Module):
         self.free = free
         self.fixed = False
         self.bypassed = False
+        self.facts: dict[str, Any] = {}
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
         self._values = {_place(plan, site): GateValues() for site in plan.sites}

@@ -88,8 +88,13 @@ def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection 
 
 
 def _placed(spec: str, folder: Path) -> str:
-    """Relative paths of Python files start at the recipe; those that are not there, here."""
+    """Return the place of a Python file: beside the recipe, else here, else beside the built-in.
+
+    So a copy of a built-in recipe finds the code that it names, wherever it lies.
+    """
     path, _, name = spec.rpartition(":")
-    if is_code(spec) and (folder / path).is_file():
-        return f"{(folder / path).resolve()}:{name}"
-    return spec
+    if not is_code(spec):
+        return spec
+    places = (folder / path, Path(path), BUILTIN / path)
+    found = next((place for place in places if place.is_file()), None)
+    return spec if found is None else f"{found.resolve()}:{name}"

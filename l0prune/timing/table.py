@@ -71,6 +71,7 @@ class LatencyTable:
         smooth: the same for gates to learn by.
         quality: how well it predicts.
         samples: of each network that was timed its widths and milliseconds.
+        command: the command line that made it; empty where it was made in Python.
     """
 
     setting: Setting
@@ -81,6 +82,7 @@ class LatencyTable:
     smooth: Stairs
     quality: Quality
     samples: tuple[tuple[tuple[int, ...], float], ...] = field(default=(), repr=False)
+    command: str = ""
     _benches: list[Observe | None] = field(default_factory=list, repr=False, compare=False)
 
     name = "latency"
@@ -146,6 +148,7 @@ class LatencyTable:
             "stairs": self.stairs.to_json(),
             "smooth": self.smooth.to_json(),
             "samples": [[list(widths), ms] for widths, ms in self.samples],
+            "command": self.command,
         }
 
     @staticmethod
@@ -172,6 +175,7 @@ class LatencyTable:
                 Stairs.from_json(data["smooth"]),
                 TypeAdapter(Quality).validate_python(data["quality"]),
                 tuple((tuple(widths), ms) for widths, ms in data["samples"]),
+                data["command"],
             )
             table._check()
         except ValidationError as error:
@@ -187,7 +191,7 @@ class LatencyTable:
         Raises:
             ValueError: there is one.
         """
-        texts = [self.plan]
+        texts = [self.plan, self.command]
         for group in self.groups:
             texts += [group.owner, group.operator, *group.nodes]
         if not all(type(text) is str and text.isprintable() for text in texts):

@@ -119,6 +119,8 @@ class Loop:
         fingerprint = self._fingerprint
         known = self._feed.task.preprocessing
         self.history.facts = facts_of(self._settings, fingerprint, phases, self._device, known)
+        if self._pruner is not None and known is not None:
+            self._pruner.gates.facts["preprocessing"] = known.model_dump()
         if folder is not None:
             self._log = self._world.first_alone(lambda: Log(folder, self.history, curves))
         self._display.start(self._done)

@@ -126,6 +126,8 @@ def begin_from(
     root, _ = holder(model)
     settings = Settings.of({**wanted, "batch_size": batch_size, "seed": seed})
     feed = Feed(Task.of(data, loss), batch_size, seed, augment=False)
+    if (known := feed.task.preprocessing) is not None:
+        gates_of(root).facts["preprocessing"] = known.model_dump()
     with joined() as world:
         return begin(root, settings, learning, budget, feed, device, world)
 

@@ -1,10 +1,16 @@
 """What is said of the preprocessing is what is done: repeated by PIL and numpy."""
 
+import copy
+import json
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
 
+import l0prune
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.running.sources import load_data
 
 
@@ -46,3 +52,26 @@ def test_digits_by_hand():
     assert (known.input_size, known.color, known.pixel_max) == ([1, 8, 8], "L", 16)
     scaled = "values over 16, minus mean (0.5), over deviation (0.5)"
     assert str(known) == f"L images, 8×8 pixels, {scaled}"
+
+
+def test_what_a_task_says_of_its_images_is_in_the_files_of_an_export(tmp_path):
+    """Whoever fine-tunes, or looks at the data for a start, need not say it again."""
+    known = Preprocessing(input_size=[1, 4, 4], color="L", mean=[0.5], std=[0.25])
+    images, targets = torch.randn(40, 1, 4, 4), torch.arange(40) % 3
+    task = l0prune.Task([(images, targets)], [(images, targets)], preprocessing=known)
+    for way in ("finetune", "own loop"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+        l0prune.gate(model, (images[:2],))
+        if way == "finetune":
+            l0prune.finetune(model, task, epochs=2, lam=0.1, progress=False)
+        else:
+            l0prune.Pruner(model, budget="params=0.5", steps=10).start_from(task)
+        l0prune.save(model, tmp_path / "net.tuned.pt")
+        told = l0prune.read_info(tmp_path / "net.tuned.pt")["preprocessing"]
+        assert Preprocessing.model_validate(told) == known
+        dense = l0prune.export(copy.deepcopy(model))
+        assert dense.preprocessing == known
+        dense.save_pretrained(tmp_path / "small")
+        manifest = json.loads((tmp_path / "small/l0prune.json").read_text())
+        assert Preprocessing.model_validate(manifest["preprocessing"]) == known

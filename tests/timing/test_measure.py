@@ -1,6 +1,7 @@
 """A table of times, from timing to a budget in milliseconds."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -250,9 +251,14 @@ def test_a_bundle_is_timed_elsewhere_and_read_back(tmp_path, monkeypatch, capfd)
     )
     assert code == 0, err
     assert json.loads(out)["file"] == "small.latency.json"
+    measured = (
+        f"l0prune measure small.gated.pt --from there/results.json --json {shlex.join(TRUST)}"
+    )
+    assert l0prune.LatencyTable.load("small.latency.json").command == measured
     code, out, err = in_process(
         capfd, "fit", "small.gated.pt", "--budget", "latency=0.9", "--out", "fit.pt", *TRUST
     )
     assert code == 0, err
     assert "fit.pt written; latency=0.9: " in out
+    assert measured in l0prune.read_info("fit.pt")["commands"]
     assert " ms" in out
