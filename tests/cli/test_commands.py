@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import onnxruntime
 import pytest
@@ -212,6 +213,19 @@ def test_recipes(command):
     code, out, _ = command("recipes", "show", "digits-lenet")
     assert code == 0
     assert out == reading.find("digits-lenet").read_text(encoding="utf-8")
+
+
+def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, theirs in reading.builtin().items():
+        (tmp_path / "my.toml").write_bytes(reading.find(name).read_bytes())
+        mine = reading.load("my.toml", [])
+        assert (mine.name, mine.description) == ("my", theirs.description)
+        assert (mine.model, mine.data, mine.report) == (theirs.model, theirs.data, theirs.report)
+    source, _, factory = mine.model.source.rpartition(":")
+    own = (tmp_path / Path(source).name).resolve()
+    own.touch()  # one's own comes first
+    assert reading.load("my.toml", []).model.source == f"{own}:{factory}"
 
 
 @pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "evaluate", "run"])
