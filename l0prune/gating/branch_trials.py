@@ -212,26 +212,17 @@ def _shapes_of(value: Any) -> Any:
 
 
 def _alike(branches: Branches, names: Sequence[str]) -> list[list[str]]:
-    """Return the branches in groups of those of the same calls, joined in the same way."""
-    calls: dict[str, list[Any]] = defaultdict(list)
+    """Return the branches in groups of those of the same operators, joined in the same way."""
+    operators: dict[str, list[Any]] = defaultdict(list)
     for node, of in branches.needs.items():
         if node.op == "call_function" and of:
             for name in vital(of):
-                calls[name].append(_call(node))
-    groups: dict[str, list[str]] = defaultdict(list)
+                operators[name].append(node.target)
+    groups: dict[Any, list[str]] = defaultdict(list)
     for ending in branches.endings:
         if ending.name in names:
-            joins = {(_call(j), len(joined(j)) > 2, *map(_call, j.users)) for j in ending.joins}
-            groups[str((sorted(map(str, joins)), calls[ending.name]))].append(ending.name)
+            joins = {
+                (j.target, len(joined(j)) > 2, *(u.target for u in j.users)) for j in ending.joins
+            }
+            groups[frozenset(joins), tuple(operators[ending.name])].append(ending.name)
     return list(groups.values())
-
-
-def _call(node: Node) -> str:
-    """Return operator and settings of a call, without its operands, however many they are."""
-    given = [*node.args, *node.kwargs.items()]
-    return str((node.target, [each for each in given if not _has_nodes(each)]))
-
-
-def _has_nodes(value: Any) -> bool:
-    several = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, Node) for each in several)
