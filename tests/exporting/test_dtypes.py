@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import onnx
 import pytest
@@ -14,8 +15,8 @@ from torch import nn
 import l0prune
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.slicing import literals
 from l0prune.exporting.slicing.dtypes import converted
+from l0prune.infer.rewrites import literals
 
 
 def forward(m, x):
@@ -141,3 +142,23 @@ def test_a_module_that_does_not_run_in_its_own_dtypes_is_not_handed_out(monkeypa
     l0prune.gate(model, x)
     with pytest.raises(CertificateError, match="float16"):
         l0prune.export(model)
+
+
+def test_threads_take_turns_at_the_default_dtype():
+    """Each puts back what it has found; in between another's would be found."""
+    inside, done = threading.Event(), threading.Event()
+
+    def other():
+        inside.wait(10)
+        with InOneDtype(torch.float64):
+            done.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with InOneDtype(torch.float64):
+        inside.set()
+        thread.join(0.2)
+        assert torch.get_default_dtype() is torch.float64
+    done.set()
+    thread.join()
+    assert torch.get_default_dtype() is torch.float32

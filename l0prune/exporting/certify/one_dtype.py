@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from l0prune.capture.compat import TorchDispatchMode
+from l0prune.capture.quiet import alone
 from l0prune.exporting.certify.quantisation import in_float64
 from l0prune.exporting.slicing.dtypes import lifted
 
@@ -34,16 +35,22 @@ class InOneDtype(TorchDispatchMode):
         self._lifted = lifted(dtype)
 
     def __enter__(self) -> InOneDtype:
-        """Also what is made without a dtype (``torch.ones(8)``) is of this one from here."""
+        """Let what is made without a dtype (``torch.ones(8)``) be of this one, too.
+
+        That is a setting of the process, so that threads take turns.
+        """
+        self._turn = alone()
+        self._turn.__enter__()
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(self._lifted.get(self._default, self._default))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """The default dtype is what it was."""
+        """Put the default dtype back."""
         super().__exit__(*error)
         torch.set_default_dtype(self._default)
+        self._turn.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,
