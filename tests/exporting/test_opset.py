@@ -127,3 +127,15 @@ def test_what_a_transform_was_written_out_as_is_written_in_an_older_opset(tmp_pa
     (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=13)
     x = torch.randn(5, 6)
     torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_table_that_is_cut_to_a_free_length_is_in_an_older_opset(tmp_path):
+    net = Fn(lambda m, x: m.b(torch.relu(m.a(x) + m.table[: x.shape[1]])))
+    net.a, net.b = nn.Linear(6, 8), nn.Linear(8, 2)
+    net.register_buffer("table", torch.randn(16, 8))
+    shapes = {"args": ({1: "length"},)}
+    model, dense = exported(net, torch.randn(2, 5, 6), dynamic_shapes=shapes)
+    (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=13)
+    for length in (1, 9, 16):
+        x = torch.randn(3, length, 6)
+        torch.testing.assert_close(run_onnx(file, x)[0], model(x), rtol=1e-4, atol=1e-5)

@@ -116,6 +116,8 @@ def _with_plain_sizes(module: GraphModule) -> GraphModule:
         is_method = isinstance(first, Node) and has_tensor(first) and hasattr(Tensor, name)
         if _takes_sizes(node) and is_method:
             node.op, node.target = "call_method", name
+        elif _takes_sizes(node) and node.target is _ATEN.slice.Tensor:
+            node.target = _sliced
         elif _takes_sizes(node) and hasattr(torch, name):
             node.target = getattr(torch, name)
         if node.target is _ATEN.sym_size.int:
@@ -127,6 +129,13 @@ def _with_plain_sizes(module: GraphModule) -> GraphModule:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     return GraphModule(module, module.graph)
+
+
+def _sliced(
+    x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    """Return the slice of a tensor as Python's indexing does, whose sizes are seen."""
+    return x[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
 
 
 def _takes_sizes(node: Node) -> bool:
