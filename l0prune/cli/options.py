@@ -258,7 +258,7 @@ def with_step(
     table: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """What a model file says, with this command, and what its data are.
+    """Return the facts of a model file, with this command and the preprocessing of its data.
 
     Args:
         info: what the file says that the command was given.

@@ -148,7 +148,7 @@ class Budget:
 
     @property
     def weight(self) -> float:
-        """How hard a multiplier of 1 pulls at the gates, in pulls of the loss."""
+        """Gradient of the gates at a multiplier of 1, relative to that of the loss."""
         return float(self._balance.weight)
 
     def shares(self, open_: Tensor) -> dict[str, float]:
@@ -244,10 +244,10 @@ class Budget:
         """Take up what ``state_dict`` gave."""
         self.multipliers = state["multipliers"].to(self.multipliers.device)
         self.done = state["done"]
-        self._before = state.get("excess")
-        self._begins = state.get("begins", torch.ones_like(self._shares)).to(self._shares)
-        self._balance.weight = state.get("weight", self._balance.weight)
-        if (numbers := state.get("blocks")) is not None:
+        self._before = state["excess"]
+        self._begins = state["begins"].to(self._shares)
+        self._balance.weight = state["weight"]
+        if (numbers := state["blocks"]) is not None:
             self._together = Together(
                 self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)
             )

@@ -89,10 +89,14 @@ def _cut(tuned: nn.Module) -> Export:
 
 
 def _claim(folder: Path, recipe: Recipe) -> None:
-    """Note whose run it is in the folder, or refuse one that is another recipe's."""
+    """Write the recipe into the folder of its run, or refuse a folder of another recipe's.
+
+    A run that failed before its first stage leaves nothing that another one could not use.
+    """
     path = folder / "recipe.json"
     text = recipe.model_dump_json(indent=2)
-    if path.exists():
+    has_begun = any(each != path and not each.name.startswith(".") for each in folder.iterdir())
+    if has_begun and path.exists():
         if read_json(path, "Give another --out, or remove that folder.") != json.loads(text):
             raise UsageError(
                 f"{folder} holds a run with other settings ({path}). Give another --out, or remove "

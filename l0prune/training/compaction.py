@@ -254,7 +254,7 @@ class Compaction:
             L0pruneError: it cannot be cut so.
         """
         kept, self._closed = state["kept"], state["closed"]
-        self._goes_around = state.get("goes_around", True)  # states of before have none
+        self._goes_around = state["goes_around"]
         now = None if self.cut is None else self.cut.kept
         if now is not None and kept is not None and torch.equal(now, kept):
             return

@@ -135,7 +135,7 @@ class Doctor:
         ]
 
     def _overwritten(self) -> str:
-        """What to say where gates do not learn at their own rate; empty where they do."""
+        """Return the complaint of gates that learn at another rate than theirs; else empty."""
         rates = [float(group["lr"]) for _, group in self._held()]
         if not rates or max(rates) >= self._rate:
             return ""
@@ -266,7 +266,7 @@ class Doctor:
                 return
 
     def _runs_away(self, record: Record) -> Iterator[Complaint]:
-        """Do the gates follow what pulls at them?"""
+        """Complain of multipliers that grow while the gates do not follow."""
         for text, of in record.get("budget", {}).items():
             if of["multiplier"] * self._terms.weight > _RUNAWAY and of["share"] > of["target"]:
                 yield (

@@ -39,7 +39,7 @@ class Followers:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Before the gates of the model change: what has changed since the last time?"""
+        """Find copies whose gates have changed, and averages among them; before each step."""
         now = self._gates.log_alpha.detach()
         for bank in alive():
             mine = bank.log_alpha.detach()
@@ -81,7 +81,7 @@ def _excess(budget: Budget, open_: Tensor) -> str:
 
 
 def _is_average(before: Tensor, after: Tensor, model: Tensor) -> bool:
-    """Has this moved on towards the model, by the same part of the way in each number?"""
+    """Return whether all numbers moved towards the model by the same part of the way."""
     way, step = (model - before).double(), (after - before).double()
     rounding = _ROUNDING * torch.finfo(after.dtype).eps * float(after.double().norm())
     if float(step.norm()) <= rounding:

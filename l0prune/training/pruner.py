@@ -464,8 +464,8 @@ class Pruner:
             assert self._own is not None
             self._own.load_state_dict(state["own"])
         self.doctor.load_state_dict(state["doctor"])
-        self._terms.fitted = state.get("fitted", {})  # states of before have none
-        self._decision.first = state.get("decided", self._decision.first)
+        self._terms.fitted = state["fitted"]
+        self._decision.first = state["decided"]
         self._anneal()
         self.gates.fixed = self._begun == self.step and self.phase == "settle"
         self._shrinking.load_state_dict(state["cut"])

@@ -45,7 +45,7 @@ class Shrinking:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Be cut as a run was that goes on."""
-        self._has_failed = state.get("failed", False)  # states of before have none
+        self._has_failed = state["failed"]
         if self._has_failed:
             self.stop()
         if self._when == "never":

@@ -271,6 +271,16 @@ def test_a_run_does_each_stage_once(done, folder):
         run(load("digits-lenet", []), folder)
 
 
+def test_a_run_that_failed_before_its_first_stage_can_be_given_again_otherwise(tmp_path):
+    with pytest.raises(FileError, match=r"nowhere\.py does not exist"):
+        run(load("digits-lenet", ["model.source=nowhere.py:net"]), tmp_path)
+    with pytest.raises(FileError, match=r"elsewhere\.py does not exist"):
+        run(load("digits-lenet", ["model.source=elsewhere.py:net"]), tmp_path)
+    (tmp_path / "dense.pt").touch()
+    with pytest.raises(UsageError, match="other settings"):
+        run(load("digits-lenet", ["model.source=nowhere.py:net"]), tmp_path)
+
+
 @pytest.mark.slow
 def test_the_small_network_learns_on_alone(done, folder):
     short = done[1]

@@ -56,11 +56,11 @@ class Times:
 
     @property
     def warning(self) -> str:
-        """What is to be said where nothing was gained; else empty."""
+        """Warning that no time was gained; empty where some was."""
         if self.share < 1:
             return ""
         return (
-            f"the file is not faster than the dense network's: {self}. The usual cause are widths "
+            f"the file is not faster than the dense network's: {self}. The usual cause is widths "
             "that the runtime has no fast path for: give a budget in latency (`l0prune measure` "
             "makes the table for it), or widths in multiples of 16 (round_to)"
         )
