@@ -146,10 +146,12 @@ def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Begin
     except UsageError as error:
         return Beginning(f"nothing is cut at once: {error}")
     subject.gates.put(open_)
-    shares = (f"{text}: {share:.0%}" for text, share in budget.shares(open_).items())
+    left = budget.shares(open_).items()
+    shares = (f"{share:.0%} stay where {text} is asked" for text, share in left)
     gone = int((switches_of(subject.plan) & ~open_).sum())
     without = f", without {gone} branch{'es' * (gone > 1)}" if gone else ""
-    return Beginning(f"cut at once: {', '.join(shares)} stays{without}", decided)
+    said = f"cut at once, a part of the way to the budget: {', '.join(shares)}{without}"
+    return Beginning(said, decided)
 
 
 def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) -> str:

@@ -109,7 +109,7 @@ def test_half_of_the_way_the_scores_go_at_once(monkeypatch, capsys):
     left = l0prune.export(by_score)
     share = left.params / left.params_before
     assert 0.3 < share <= 0.5
-    assert f"cut at once: params=0.25: {share:.0%} stays" in capsys.readouterr().err
+    assert f"to the budget: {share:.0%} stay where params=0.25 is asked" in capsys.readouterr().err
 
 
 def test_what_is_cut_at_once_is_not_trained():
@@ -287,7 +287,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     said = pruner.start_from(data(), batch_size=40)
     gates = l0prune.gates(model)
     assert torch.equal(gates.log_alpha, expected)
-    assert "removal of 1 batch; cut at once: params=0.5: " in said
+    assert "removal of 1 batch; cut at once, a part of the way to the budget: " in said
     p = gates.open_probability().detach()[switches_of(gates.plan)]
     assert bool(stand(p).all())
     assert [group["name"] for group in params] == ["weights"]
