@@ -169,12 +169,12 @@ class _Trials:
         mode = next(value.fake_mode for value in fakes if isinstance(value, FakeTensor))
 
         def now(operand: Node) -> Any:
-            return values[operand] if operand in values else operand.meta["val"]
+            return values[operand] if operand in values else operand.meta.get("val")
 
         for node in graph.nodes:
             wanted, old = _shapes(sizes, node), node.meta.get("val")
             if node.op in ("get_attr", "placeholder"):
-                if old is None:  # an index that a rewrite has made
+                if old is None and node.op == "get_attr":  # an index that a rewrite has made
                     values[node] = mode.from_tensor(getattr(self.tensors, str(node.target)))
                 elif isinstance(old, Tensor) and wanted not in (None, list(old.shape)):
                     values[node] = old.new_empty(wanted)

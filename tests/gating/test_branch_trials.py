@@ -175,3 +175,19 @@ def test_branches_that_are_built_alike_are_tried_once(monkeypatch):
     assert len(names) == 6
     # of the last one nobody adds to the result
     assert tried == [[names[4]], [names[2]], [names[5]], names]
+
+
+def test_inputs_that_are_no_tensors_stay_what_they_are():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x, n, mask=None):
+            x = self.a(x) * n
+            x = x + self.b(torch.relu(x))
+            return self.c(x if mask is None else x * mask)
+
+    survey = l0prune.survey(Scaled(), (torch.randn(2, 6), 3, None))
+    assert [branch.name for branch in survey.branches] == ["b"]
+    assert not refused(survey)
