@@ -216,5 +216,3 @@ def test_ddp_leaves_tensors_alone_and_the_first_process_to_set_a_key_wins(tmp_pa
         assert wrapped.parameters_to_ignore == {"bias"}
     finally:
         torch.distributed.destroy_process_group()
-
-
