@@ -47,6 +47,7 @@ def test_a_gradient_that_torch_export_loses_is_refused_with_the_reason(slope):
         l0prune.survey(module, (torch.randn(TOKENS),))
 
 
+@pytest.mark.slow
 def test_an_attention_with_a_function_for_scores_is_pinned_and_all_else_is_cut():
     def forward(m, x):
         q, k, v = (f(x).view(2, 16, 2, 4).transpose(1, 2) for f in (m.q, m.k, m.v))

@@ -520,6 +520,7 @@ def test_a_size_that_cannot_be_free(command, tmp_path, asked, text):
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
 
 
+@pytest.mark.slow
 def test_a_network_by_name_says_its_outputs_and_that_its_weights_are_random(command):
     name = "torchvision:shufflenet_v2_x0_5"
     code, _, err = command("survey", name, "--input", "1x3x64x64", "--json")

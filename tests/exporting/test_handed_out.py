@@ -112,6 +112,7 @@ def test_params_are_those_that_the_module_has_now():
 
 
 @pytest.mark.parametrize("write", ["save_onnx", "save", "save_pretrained"])
+@pytest.mark.one_in(3)
 def test_a_module_with_other_layers_than_were_exported_is_not_written(write, tmp_path):
     dense = exported(build(), torch.randn(4, 6))
     dense.module[3] = nn.Linear(dense.module[3].in_features, 7)

@@ -33,6 +33,7 @@ def opset_of(file):
 
 
 @pytest.mark.parametrize("opset", [9, 13, 17, 18])
+@pytest.mark.one_in(2)
 def test_a_file_of_an_older_opset_is_the_same_model(opset, tmp_path):
     model, dense = exported(*convolutional())
     (file,) = dense.save_onnx(tmp_path / "m.onnx", opset=opset)
@@ -93,6 +94,7 @@ def test_an_opset_that_there_is_not_is_refused(opset, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.one_in(3)
 def test_a_recurrent_layer_is_one_operator_in_an_older_opset(kind, tmp_path):
     net = Fn(lambda m, x: m.out(m.layer(x)[0]))
     net.layer, net.out = kind(4, 6, batch_first=True), nn.Linear(6, 3)
