@@ -77,3 +77,8 @@ class Interrupted(KeyboardInterrupt):
 
 class L0pruneWarning(UserWarning):
     """Category of all warnings of l0prune; its text begins with ``l0prune:``."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, for a message; empty if there is none."""
+    return next(iter(str(error).splitlines()), "")

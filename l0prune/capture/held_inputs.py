@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.modes import evaluating
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, first_line
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -140,11 +140,10 @@ def _kept(value: Any, name: str) -> Any:
     try:
         return pytree.tree_map(keep_leaf, value)
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
         raise UsageError(
             f"The example input {name} (a {type(value).__name__}) cannot be copied, and a model "
-            f"may change what it is given, so that each call needs a copy of its own: {first}. "
-            "Give tensors, or an object that copy.deepcopy takes."
+            f"may change what it is given, so that each call needs a copy of its own: "
+            f"{first_line(error)}. Give tensors, or an object that copy.deepcopy takes."
         ) from error
 
 

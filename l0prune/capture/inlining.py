@@ -48,6 +48,22 @@ def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[st
     return renamed
 
 
+def finish(program: ExportedProgram, renamed: Sequence[tuple[str, str]]) -> None:
+    """Make a program consistent again after parts of its graph were put in line.
+
+    Args:
+        program: changed in place.
+        renamed: the old and new names of results; none if nothing was put in line.
+    """
+    module = program.graph_module
+    if renamed:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    for old, new in renamed:
+        program.graph_signature.replace_all_uses(old, new)
+
+
 def _inner(
     module: GraphModule, node: Node, autocast: Autocast | None
 ) -> tuple[GraphModule, tuple[Any, ...], Autocast | None] | None:

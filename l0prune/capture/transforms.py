@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from l0prune.capture.compat import FakeTensor
-from l0prune.capture.inlining import put_in_line
+from l0prune.capture.inlining import finish, put_in_line
 from l0prune.capture.provenance import origin_of
 from l0prune.errors import CaptureError
 
@@ -34,12 +34,7 @@ def write_out_transforms(program: ExportedProgram) -> None:
     _check_constants(program)
     module = program.graph_module
     renamed = [pair for part in list(_parts(module.graph)) for pair in _written_out(module, part)]
-    if renamed:
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-    for old, new_name in renamed:
-        program.graph_signature.replace_all_uses(old, new_name)
+    finish(program, renamed)
 
 
 def _check_constants(program: ExportedProgram) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from l0prune.capture.quiet import quietly
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, first_line
 from l0prune.files.consent import is_code, remember
 from l0prune.files.user_code import called, named
 from l0prune.gating.gated_class import CHILD
@@ -75,8 +75,7 @@ def _transformers(name: str) -> nn.Module:
             name, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), "")
-        raise UsageError(f"transformers cannot load {name!r}: {first}") from error
+        raise UsageError(f"transformers cannot load {name!r}: {first_line(error)}") from error
     check_no_gates(told["unexpected_keys"], name)
     return model
 

@@ -21,7 +21,7 @@ from l0prune.capture.compat import (
     core_aten_decompositions,
     enable_python_dispatcher,
 )
-from l0prune.capture.inlining import put_in_line
+from l0prune.capture.inlining import finish, put_in_line
 from l0prune.capture.provenance import origin_of
 from l0prune.infer.nodes import (
     IDENTITIES,
@@ -54,12 +54,7 @@ def take_apart(program: ExportedProgram) -> None:
         for each in new:
             each.meta |= origin_of(node)
         renamed += names
-    if renamed:
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-        module.recompile()
-    for old, new_name in renamed:
-        program.graph_signature.replace_all_uses(old, new_name)
+    finish(program, renamed)
 
 
 def _drop_identities(module: GraphModule) -> None:

@@ -25,7 +25,7 @@ from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
 from l0prune.capture.quiet import alone
 from l0prune.capture.recording import examples_given, filled, record
-from l0prune.errors import CaptureError, UsageError
+from l0prune.errors import CaptureError, UsageError, first_line
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
 from l0prune.infer.outside_reads import Seen, read_outside
@@ -109,7 +109,7 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
         whole = part_at(model, "", example)
     except CaptureError as error:
         found = _islands(model, example)
-        parts = _put_together(model, example, found, refused=str(error).splitlines()[0])
+        parts = _put_together(model, example, found, refused=first_line(error))
         if not parts.plan.axes:
             raise
         return parts

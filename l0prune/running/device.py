@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, first_line
 from l0prune.running.processes import ALONE, World
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -37,8 +37,9 @@ def choose(device: str | torch.device, model: nn.Module, world: World = ALONE) -
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device {str(device)!r} cannot be used here: {reason}") from error
+        raise UsageError(
+            f"device {str(device)!r} cannot be used here: {first_line(error)}"
+        ) from error
     return chosen
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from l0prune.capture.compat import first_to_set
-from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError
+from l0prune.errors import L0pruneError, StoppedElsewhere, TrainingError, first_line
 from l0prune.running.launcher import is_launched
 
 T = TypeVar("T")
@@ -200,7 +200,7 @@ def _of_group() -> Iterator[World]:
         if _is_lost_contact(error):
             raise TrainingError(
                 f"contact with another process was lost: it was killed, ran out of memory, or its "
-                f"machine went away ({str(error).splitlines()[0]})"
+                f"machine went away ({first_line(error)})"
             ) from error
         raise
     finally:

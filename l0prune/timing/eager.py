@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.provenance import module_of, without_call
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, first_line
 from l0prune.exporting.onnx import collect
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
@@ -43,8 +43,9 @@ class Eager:
         try:
             self.device = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError) as error:
-            reason = str(error).splitlines()[0]
-            raise UsageError(f"PyTorch cannot use the device {device!r} here: {reason}") from error
+            raise UsageError(
+                f"PyTorch cannot use the device {device!r} here: {first_line(error)}"
+            ) from error
         self.threads = threads
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import call
-from l0prune.errors import CertificateError
+from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.lending import lent, read_of
 from l0prune.exporting.certify.one_dtype import InOneDtype
@@ -165,10 +165,10 @@ def running_in(dtype: torch.dtype) -> Iterator[None]:
         with InOneDtype(dtype):
             yield
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
         raise CertificateError(
             f"The exported model could not be compared with the gated one, because running in "
-            f"{name_of(dtype)} failed with {type(error).__name__}: {first}. Nothing was written. "
-            "The usual cause is a tensor that model.double() does not convert: a plain attribute "
-            "that should be a buffer (register_buffer), or a dtype fixed in code the model calls."
+            f"{name_of(dtype)} failed with {type(error).__name__}: {first_line(error)}. "
+            "Nothing was written. The usual cause is a tensor that model.double() does not "
+            "convert: a plain attribute that should be a buffer (register_buffer), or a dtype "
+            "fixed in code the model calls."
         ) from error

@@ -24,7 +24,7 @@ from l0prune.capture.left_behind import as_it_was
 from l0prune.capture.modes import evaluating
 from l0prune.capture.own_forward import own_forward
 from l0prune.capture.provenance import within
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, first_line
 from l0prune.exporting.certify.difference import difference
 from l0prune.running.stages import stage
 
@@ -57,10 +57,9 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
         try:
             outputs.append(_output(each, example))
         except Exception as error:  # what the model raises is not known
-            first = next(iter(str(error).splitlines()), "")
             failures.append(
                 f"{name} could not be run on its example, so that the two were not compared: "
-                f"{type(error).__name__}: {first}."
+                f"{type(error).__name__}: {first_line(error)}."
             )
     if len(failures) == 2:
         return ""  # as on a machine that lacks an operator; what follows says it

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.quiet import quietly
+from l0prune.errors import first_line
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.lending import lent
 from l0prune.exporting.certify.one_dtype import InOneDtype
@@ -53,7 +54,7 @@ class CachedStep:
         try:
             found = _stepped(module, self.inputs)
         except Exception as error:
-            first = next(iter(str(error).splitlines()), "")
+            first = first_line(error)
             return f"with a cache it does not go on: {type(error).__name__}: {first}"
         return "" if difference(self.output, found) <= _ROUNDING else SOMETHING_ELSE
 

@@ -18,7 +18,7 @@ from l0prune.capture.places import raised_at
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import quietly
 from l0prune.capture.recording import record
-from l0prune.errors import CertificateError
+from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
@@ -167,8 +167,7 @@ class Expected:
 
 
 def _in_a_line(error: BaseException) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"{type(error).__name__}: {first}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from l0prune.capture.copying import copied
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import FileError, UsageError, first_line
 from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
 from l0prune.files.named_models import from_code, is_rebuildable
@@ -82,9 +82,9 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
         made.tie_weights()  # which belongs to drawing them
     # A configuration that somebody else wrote can be wrong in as many ways as there are.
     except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
         raise FileError(
-            f"{where} does not say how to build its {name}: {type(error).__name__}: {first}"
+            f"{where} does not say how to build its {name}: {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from error
     model: nn.Module = made
     return model
