@@ -142,6 +142,7 @@ class _Trials:
                 copies[node].meta = dict(node.meta)
             else:
                 copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].name = node.name  # fx gives another where it is a builtin's, as ``input``
         graph.owning_module = self.tensors  # type: ignore[assignment]  # gets their buffers
         return graph
 

@@ -177,6 +177,22 @@ def test_branches_that_are_built_alike_are_tried_once(monkeypatch):
     assert tried == [[names[4]], [names[2]], [names[5]], names]
 
 
+def test_an_input_may_have_the_name_of_a_builtin():
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), Residual(), nn.Conv2d(6, 3, 1))  # forward(input)
+    survey = l0prune.survey(model, (torch.randn(2, 3, 4, 4),))
+    assert len(survey.branches) == 1
+    assert not refused(survey)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv2d(6, 6, 1)
+
+    def forward(self, x):
+        return x + self.inner(torch.relu(x))
+
+
 def test_inputs_that_are_no_tensors_stay_what_they_are():
     class Scaled(nn.Module):
         def __init__(self):
