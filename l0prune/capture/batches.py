@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs, fields_of, is_registered
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,10 @@ def shapes_in(example: Inputs, model: nn.Module, shape: Callable[[Any], Any]) ->
     """
 
     def of(value: Any) -> Any:
-        if not _is_registered(value):
-            return shape(value)
-        return mapped(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0])
+        return mapped(fields_of(value)) if is_registered(value) else shape(value)
 
     def mapped(value: Any) -> Any:
-        return pytree.tree_map(of, value, is_leaf=_is_registered)
+        return pytree.tree_map(of, value, is_leaf=is_registered)
 
     args, kwargs = (mapped(each) for each in example)
     return inspect.signature(model.forward).bind(*args, **kwargs).arguments
-
-
-def _is_registered(value: Any) -> bool:
-    return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES

@@ -108,9 +108,8 @@ def free_sizes(model: nn.Module, example: Inputs, dynamic_shapes: Any) -> FreeSi
 
 def _leaves(value: Any, spec: Any, name: str) -> list[tuple[Any, Any]]:
     """Return each leaf of an input with what is asked for it; a list does of a class's fields."""
-    kind = type(value)
-    if kind in pytree.SUPPORTED_NODES and kind not in pytree.BUILTIN_TYPES:
-        value = pytree.SUPPORTED_NODES[kind].flatten_fn(value)[0]
+    if is_registered(value):
+        value = fields_of(value)
     if isinstance(value, Mapping) and (spec is None or isinstance(spec, Mapping)):
         return [p for k, v in value.items() for p in _leaves(v, (spec or {}).get(k), name)]
     if isinstance(value, list | tuple) and (spec is None or isinstance(spec, list | tuple)):
@@ -172,3 +171,13 @@ def _check_example(free: FreeSizes, example: Inputs) -> None:
                 raise UsageError(
                     f"{name} is {size} in the example; to be free it has to be at least 2 there"
                 )
+
+
+def is_registered(value: Any) -> bool:
+    """Return whether the value is of a class that a user has registered with torch's pytrees."""
+    return type(value) in pytree.SUPPORTED_NODES and type(value) not in pytree.BUILTIN_TYPES
+
+
+def fields_of(value: Any) -> Any:
+    """Return the fields of a value of a registered class, as torch.export lists them."""
+    return pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]
