@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import l0prune
 from l0prune.data import Data, Tensors
 from l0prune.recipes.builtin.models import lenet5, resnet20
-from l0prune.training.epochs import watched
+from l0prune.training.phases import watched
 from l0prune.training.run import train_dense
 
 BATCH, CLASSES, LR = 100, 10, 1e-3

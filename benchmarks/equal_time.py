@@ -47,12 +47,11 @@ import l0prune
 from benchmarks import cifar, depgraph
 from benchmarks.isolation import Row, append
 from benchmarks.ways import Cut, Job, branches_of, classifier, macs, trained, with_gates
-from l0prune.cost.bounds import bounds
-from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
+from l0prune.plan.limits import bounds, limits
 from l0prune.plan.plan import Plan
-from l0prune.selection.removal import FORWARDS
+from l0prune.selection.scores import FORWARDS
 
 WIDTHS = {"branches": False}
 BRANCHES = {"branches": True, "exclude": "*"}

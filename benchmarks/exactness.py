@@ -27,9 +27,9 @@ from torch.fx import Node
 
 import l0prune
 from benchmarks.scramble import scramble
-from l0prune.cost.model import CostModel
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.certificate import MODEL
+from l0prune.plan.cost import CostModel
 
 # The smallest member of each family comes first; the side of the image is what it takes.
 FAMILIES: dict[str, tuple[tuple[str, int], ...]] = {

@@ -19,10 +19,9 @@ from torch.utils import _pytree as pytree
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
 from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.dtypes import InOneDtype, cast
 from l0prune.exporting.certify.inputs import fresh_inputs
-from l0prune.exporting.certify.one_dtype import InOneDtype
 from l0prune.exporting.onnx.file import Session
-from l0prune.exporting.slicing.dtypes import cast
 
 Kept = dict[str, list[Tensor]]  # by parameter: the positions that are left, in each dimension
 

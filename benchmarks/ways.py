@@ -25,7 +25,7 @@ from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
 from l0prune.training import phases
-from l0prune.training.looks import Looks
+from l0prune.training.start import Looks
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution

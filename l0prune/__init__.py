@@ -7,8 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from l0prune.cost import measures
-    from l0prune.cost.measures import Measure
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
     from l0prune.exporting.export import export
@@ -22,21 +20,22 @@ if TYPE_CHECKING:
     from l0prune.gating.kinds.binary_concrete import BinaryConcrete
     from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
     from l0prune.gating.kinds.hard_concrete import HardConcrete
-    from l0prune.objective.budget import Budget
-    from l0prune.objective.penalty import param_groups, penalty
+    from l0prune.plan import measures
+    from l0prune.plan.measures import Measure
+    from l0prune.report.live import finetune, train_dense
     from l0prune.report.report import Report
     from l0prune.report.survey import Survey, survey
-    from l0prune.report.with_page import finetune, train_dense
-    from l0prune.running.answers import answered
     from l0prune.running.evaluate import evaluate
-    from l0prune.running.sources import load_data
+    from l0prune.running.sources import answered, load_data
     from l0prune.running.task import Task
     from l0prune.selection import scores
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
     from l0prune.timing.measure import measure
     from l0prune.timing.table import LatencyTable
+    from l0prune.training.budget import Budget
     from l0prune.training.history import History
+    from l0prune.training.penalty import param_groups, penalty
     from l0prune.training.pruner import Pruner
     from l0prune.training.settings import Settings
 
@@ -44,7 +43,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BinaryConcrete": "gating.kinds.binary_concrete",
-    "Budget": "objective.budget",
+    "Budget": "training.budget",
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
@@ -54,16 +53,16 @@ _HOMES = {
     "HardConcrete": "gating.kinds.hard_concrete",
     "History": "training.history",
     "LatencyTable": "timing.table",
-    "Measure": "cost.measures",
+    "Measure": "plan.measures",
     "Pruner": "training.pruner",
     "Report": "report.report",
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
-    "answered": "running.answers",
+    "answered": "running.sources",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
-    "finetune": "report.with_page",
+    "finetune": "report.live",
     "fit": "selection.fit",
     "from_pretrained": "files.pretrained.loading",
     "gate": "gating.gate",
@@ -71,17 +70,17 @@ _HOMES = {
     "load": "files.artifact",
     "load_data": "running.sources",
     "load_model": "files.model_sources",
-    "measures": "cost",
+    "measures": "plan",
     "measure": "timing.measure",
-    "param_groups": "objective.penalty",
-    "penalty": "objective.penalty",
+    "param_groups": "training.penalty",
+    "penalty": "training.penalty",
     "read_info": "files.artifact",
     "resize": "files.pretrained.loading",
     "save": "files.artifact",
     "score": "selection.scores",
     "scores": "selection",
     "survey": "report.survey",
-    "train_dense": "report.with_page",
+    "train_dense": "report.live",
     "ungate": "gating.gate",
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import l0prune
 from l0prune.errors import L0pruneError
-from l0prune.exporting.place import Place
+from l0prune.exporting.slicing.tensors import Place
 from l0prune.training.compaction import Compaction
 
 EXACT = 1e-10

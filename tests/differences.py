@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import l0prune
-from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.certify.dtypes import InOneDtype
 from l0prune.exporting.own_class.comparison import Comparison
 
 # What is left of a cut in float32: the weights that were folded are rounded once.

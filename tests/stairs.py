@@ -4,9 +4,8 @@ from contextlib import contextmanager
 
 import torch
 
-from l0prune.cost.measures import SumOfTerms
-from l0prune.cost.measures.registry import _kinds, register
-from l0prune.cost.model import CostModel
+from l0prune.plan.cost import CostModel
+from l0prune.plan.measures import SumOfTerms, _kinds, register
 from l0prune.plan.plan import Cost
 
 BLOCK = 4

@@ -1,7 +1,15 @@
-"""Capture: from an nn.Module and example inputs to a graph of ATen operators, by torch.export."""
+"""Capture: from an nn.Module and example inputs to a graph of ATen operators, by torch.export.
+
+Why torch.export could not follow a model, in words of the user's code.
+
+Sizes that are to be free and are not: where the model's code fixes them.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,24 +18,78 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Graph
+from torch.nn.utils.rnn import PackedSequence
 
-from l0prune.capture.batches import ANY, Batches, batch_of, widened
 from l0prune.capture.compat import size_hint
-from l0prune.capture.failures import explained
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.copying import own_forward
 from l0prune.capture.held_inputs import plain
-from l0prune.capture.hints import without_hints
 from l0prune.capture.inlining import inline_modes
-from l0prune.capture.kept_state import without_state
-from l0prune.capture.left_behind import exported
-from l0prune.capture.model_checks import check_owned
-from l0prune.capture.modes import evaluating
-from l0prune.capture.own_forward import own_forward
+from l0prune.capture.kept_state import exported, without_state
+from l0prune.capture.model_checks import check_owned, evaluating
+from l0prune.capture.patches import respell, without_hints
 from l0prune.capture.provenance import module_of, source_of, within
 from l0prune.capture.quiet import alone, quietly
-from l0prune.capture.spelling import respell
+from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs, batch_of, widened
 from l0prune.capture.symbolic import Found, symbolic, with_symbols
 from l0prune.errors import CaptureError
+
+_LIBRARY = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))
+
+
+def explained(error: Exception, model: nn.Module) -> str:
+    """Explain a torch.export failure: its cause and line of the user's source."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((_LIBRARY, _HERE, "<"))]
+    where = f' at {theirs[-1].filename}:{theirs[-1].lineno}, "{theirs[-1].line}"' if theirs else ""
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    known = "".join(
+        f"{cause} " for cause in (_scripted(model), _packed(error), _unregistered(error)) if cause
+    )
+    return (
+        f"{known}torch.export could not follow the model{where}: {type(error).__name__}: "
+        f"{first.strip()}\n"
+        "Usual causes: the example input has another shape or dtype than the model expects, or "
+        "forward() branches on tensor values. Check that model(*args) runs on this example; "
+        "data-dependent branches have to leave forward() or be written with torch.where."
+    )
+
+
+def _scripted(model: nn.Module) -> str:
+    """Name the module that torch.export cannot look into; empty if there is none."""
+    scripted = (n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule))
+    name = next(scripted, "")
+    return (
+        f"{name} is compiled by TorchScript, into which torch.export cannot look: put the module "
+        "in its place that it was made from."
+        if name
+        else ""
+    )
+
+
+def _packed(error: Exception) -> str:
+    """Describe packed sequences at the failure; empty if there are none."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(isinstance(v, PackedSequence) for frame in frames for v in frame.f_locals.values()):
+        return (
+            "The forward packs sequences (pack_padded_sequence), so that the values of their "
+            "lengths decide the sizes inside, which no one graph can have: let it run the "
+            "recurrent layers on the padded batch."
+        )
+    return ""
+
+
+def _unregistered(error: Exception) -> str:
+    """Describe how to register the class of an output with torch; empty for other failures."""
+    found = re.match(r"Found <class '(?P<name>[^']+)'> in output, which is not", str(error))
+    if not found:
+        return ""
+    name = found["name"].rpartition(".")[2]
+    return (
+        f"The forward returns a {name}, which torch cannot take apart: if it is a dataclass, call "
+        f"torch.export.register_dataclass({name}) once, before; or return a tuple or a dict."
+    )
+
 
 _CONTRACTIONS = {
     getattr(torch.ops.aten, name).default
@@ -229,3 +291,46 @@ def _canonical_names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     for name, tensor in every:
         canonical[name] = first.setdefault(id(tensor), name)
     return canonical, {name: to for name, to in canonical.items() if name != to}
+
+
+BATCH = "batch"
+
+
+def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str, str]:
+    """Return the reason for each of the ``free`` sizes that is fixed, by name.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model at all.
+    """
+    found = {}
+    for name in free.names:
+        captured = capture(model, *example, dynamic_batch=True, free=free.only([name]))
+        if name not in captured.free:
+            found[name] = (
+                f"{name} cannot be free, but {free.sizes(example)[name]} alone"
+                f"{_because(captured.why_fixed)}. Leave it out of dynamic_shapes, or change the "
+                "code there: a number that it has can be read off the tensor (x.shape); a loop in "
+                "Python over as many steps can be one operator (nn.LSTM, cumsum)."
+            )
+    return found
+
+
+def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:
+    """Return the reason why the batch is fixed; it is free wherever it can be.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model at all.
+    """
+    captured = capture(model, *example, dynamic_batch=True, free=ALL_FIXED)
+    if captured.dynamic and captured.batches.multiple == 1:
+        return {}
+    rows = f"{captured.batches} rows" if captured.dynamic else f"{captured.batch} rows alone"
+    return {
+        BATCH: f"batch cannot be free, but {rows}{_because(captured.why_fixed)}. "
+        "Programs and ONNX files will be, too, unless the code reads the size off the tensor there "
+        "(x.shape) instead of having a number."
+    }
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""

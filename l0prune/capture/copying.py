@@ -2,21 +2,51 @@
 
 ``copy.deepcopy`` takes a function as it is. So the copy of a model with ``self.act = lambda x:
 self.scale * x``, or with a hook that fills ``self.features``, would read and write the original.
+
+Wrappers that other packages put around a model's forward, which are no part of the model.
+
+Modules around a model: compiled, or spread over devices.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from l0prune.capture.own_forward import take_off
 from l0prune.errors import UsageError
+
+# By accelerate's prepare, on the model itself: a forward under autocast, and the one before it.
+_WRAPPED, _OWN = "forward", "_original_forward"
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """Within the context every module has the forward of its class."""
+    found = [(module, taken) for module in model.modules() if (taken := _taken_off(module))]
+    try:
+        yield
+    finally:
+        for module, taken in found:
+            vars(module).update(taken)
+
+
+def take_off(model: nn.Module) -> None:
+    """Give every module of a copy the forward of its class, for good."""
+    for module in model.modules():
+        _taken_off(module)
+
+
+def _taken_off(module: nn.Module) -> dict[str, Any]:
+    held = vars(module)
+    return {name: held.pop(name) for name in (_WRAPPED, _OWN)} if _OWN in held else {}
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -168,3 +198,33 @@ def _contents(cell: CellType) -> list[Any]:
         return [cell.cell_contents]
     except ValueError:  # nothing is in it yet
         return []
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """The model that the user wrote, in whatever torch has put around it."""
+    while True:
+        inner = _wrapped(model)
+        if inner is None:
+            return model
+        model = inner
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    is_spread = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    return model._modules.get("module" if is_spread else "_orig_mod")  # torch.compile's name
+
+
+def holds_ddp(model: nn.Module) -> bool:
+    """Return whether the model, or a module of it, is in DDP."""
+    ddp = nn.parallel.DistributedDataParallel
+    return any(isinstance(module, ddp) for module in model.modules())
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Return whether DDP stands around the model, which has noted its parameters already."""
+    outer: nn.Module | None = model
+    while outer is not None:
+        if isinstance(outer, nn.parallel.DistributedDataParallel):
+            return True
+        outer = _wrapped(outer)
+    return False

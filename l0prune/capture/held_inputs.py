@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.modes import evaluating
+from l0prune.capture.model_checks import evaluating
 from l0prune.errors import UsageError, first_line
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -3,20 +3,125 @@
 torch.export wraps what a forward does under ``torch.autocast`` or ``torch.set_grad_enabled`` into
 a graph of its own, behind one opaque operator. A captured graph runs in neither mode. With the
 casts of autocast written out, the inner operators mean the same in line, where rules see them.
+
+Casts of torch.autocast, written into a graph where rules can see them.
+
+Parts of a forward that run under transforms of torch.func, as the operators that they amount to.
+
+A captured graph has ``torch.vmap`` and ``torch.func.jvp`` as calls that begin and end them, and in
+between operators whose tensors lack a dim, or carry a tangent. Traced once more, such a part
+becomes operators on whole tensors, which is what torch itself runs.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.autocast import Autocast, write_casts
+from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode
+from l0prune.capture.provenance import origin_of
+from l0prune.errors import CaptureError
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast of a part of a forward: on which kind of device, to which dtype, if at all."""
+
+    device: str
+    dtype: torch.dtype | None
+    enabled: bool
+
+    def context(self) -> torch.autocast:
+        """The context manager that it stands for."""
+        return torch.autocast(self.device, self.dtype, self.enabled)
+
+
+def write_casts(module: GraphModule, autocast: Autocast) -> bool:
+    """Make nodes of all casts in the graph; False where what an operator does is not only casts.
+
+    Each operator is run on fake tensors with autocast and without. What is cast of its operands
+    with autocast alone is cast by a node before it; then it must give what was captured by itself.
+    """
+    return all(
+        _write(module, node, autocast)
+        for node in list(module.graph.nodes)
+        if node.op == "call_function" and isinstance(node.target, OpOverload)
+    )
+
+
+@torch.no_grad()
+def _write(module: GraphModule, node: Node, autocast: Autocast) -> bool:
+    values: dict[Node, Any] = {n: n.meta.get("val") for n in node.all_input_nodes}
+    fake = next((value for value in values.values() if isinstance(value, FakeTensor)), None)
+    if fake is None:
+        return True
+    off = replace(autocast, enabled=False)
+    with fake.fake_mode:
+        casts, usual = _run(node, values, autocast)[1], dict[Node, torch.dtype]()
+        result: Any = None
+        with suppress(RuntimeError):  # without autocast it may not take operands of these dtypes
+            result, usual = _run(node, values, off)
+        to = {operand: dtype for operand, dtype in casts.items() if usual.get(operand) != dtype}
+        cast = {n: value.to(to[n]) if n in to else value for n, value in values.items()}
+        if to:
+            result, _ = _run(node, cast, off)
+        if _dtypes(result) != _dtypes(node.meta["val"]):
+            return False
+    for operand, dtype in to.items():
+        with module.graph.inserting_before(node):
+            new = module.graph.call_function(_ATEN.to.dtype, (operand, dtype))
+        new.meta = origin_of(node) | {"val": cast[operand]}
+        node.replace_input_with(operand, new)
+    return True
+
+
+def _run(
+    node: Node, values: Mapping[Node, Any], autocast: Autocast
+) -> tuple[Any, dict[Node, torch.dtype]]:
+    """Return the operator's result, and the dtypes that its operands are cast to."""
+    args, kwargs = pytree.tree_map_only(Node, values.__getitem__, (node.args, node.kwargs))
+    operands = {id(value): operand for operand, value in values.items()}
+    with _Casts() as casts, autocast.context():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result, {operands[k]: dtype for k, dtype in casts.seen.items() if k in operands}
+
+
+def _dtypes(result: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+class _Casts(TorchDispatchMode):
+    """Sees, by the id of each tensor, to which dtype it is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Note it, and do it."""
+        kwargs = kwargs or {}
+        if func is _ATEN._to_copy.default and kwargs.get("dtype") is not None:
+            self.seen[id(args[0])] = kwargs["dtype"]
+        return func(*args, **kwargs)
+
 
 _HIGHER = torch.ops.higher_order
 
@@ -122,3 +227,90 @@ def put_in_line(
     for old in dict.fromkeys([*node.users, node]):
         module.graph.erase_node(old)
     return [n for key, n in new.items() if key.op != "placeholder"], renamed
+
+
+def write_out_transforms(program: ExportedProgram) -> None:
+    """Put in place of each part under transforms the operators that it amounts to.
+
+    A part that torch cannot trace stays as it is.
+
+    Raises:
+        CaptureError: torch.export has lost what a transform computes.
+    """
+    _check_constants(program)
+    module = program.graph_module
+    renamed = [pair for part in list(_parts(module.graph)) for pair in _written_out(module, part)]
+    finish(program, renamed)
+
+
+def _check_constants(program: ExportedProgram) -> None:
+    """Refuse a program with a tensor of torch.func among its constants: it is what it lost."""
+    for constant in program.constants.values():
+        try:
+            if isinstance(constant, Tensor) and constant.layout is torch.strided:
+                constant.untyped_storage()
+        except NotImplementedError as error:
+            raise CaptureError(
+                "torch.export does not follow a gradient that a forward takes of itself "
+                "(torch.func.grad or vjp). Give l0prune the submodules before and after it."
+            ) from error
+
+
+def _parts(graph: Graph) -> Iterator[list[Node]]:
+    """The calls from the beginning of each outermost transform to its end, both included."""
+    part: list[Node] = []
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            part.append(node)
+        if depth and name.endswith("_decrement_nesting"):
+            depth -= 1
+            if not depth:
+                yield part
+                part = []
+
+
+def _written_out(module: GraphModule, part: list[Node]) -> list[tuple[str, str]]:
+    """Replace one part in the module's graph; the old and new names of what others read of it."""
+    inside = set(part)
+    operands = [o for node in part for o in node.all_input_nodes if o not in inside]
+    operands = list(dict.fromkeys(operands))
+    ends = [node for node in part if any(user not in inside for user in node.users)]
+    traced = _traced(part, operands, ends)
+    if traced is None:
+        return []
+    with module.graph.inserting_before(part[0]):
+        call = module.graph.call_function(_written_out, tuple(operands))
+        results = [
+            module.graph.call_function(operator.getitem, (call, n)) for n in range(len(ends))
+        ]
+    origin, names = origin_of(ends[-1] if ends else part[-1]), [end.name for end in ends]
+    for end, result in zip(ends, results, strict=True):
+        end.replace_all_uses_with(result)
+    for node in reversed(part):
+        module.graph.erase_node(node)
+    new, renamed = put_in_line(module, call, traced, operands)
+    for node in new:
+        node.meta |= origin
+    return [(old, to) for old, (_, to) in zip(names, renamed, strict=True)]
+
+
+def _traced(part: list[Node], operands: list[Node], ends: list[Node]) -> GraphModule | None:
+    """The part as a graph of operators on whole tensors; None where torch cannot trace it."""
+    graph = Graph()
+    known: dict[Node, Any] = {operand: graph.placeholder(operand.name) for operand in operands}
+    for node in part:
+        known[node] = graph.node_copy(node, lambda old: known[old])
+    graph.output(tuple(known[end] for end in ends))
+    values = [operand.meta.get("val") for operand in operands]
+    fakes = [value for value in values if isinstance(value, FakeTensor)]
+    if not fakes or any(value is None for value in values):
+        return None
+    try:
+        with fakes[0].fake_mode, torch.no_grad():
+            traced = make_fx(GraphModule({}, graph))(*values)
+    except Exception:  # a use of it that torch has no account of
+        return None
+    return None if any(node.op == "get_attr" for node in traced.graph.nodes) else traced

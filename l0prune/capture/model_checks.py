@@ -1,8 +1,12 @@
-"""Conditions under which a model can be analysed."""
+"""Conditions under which a model can be analysed.
+
+The mode in which a model is looked at.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -119,3 +123,16 @@ def _kept_aside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for leaf in pytree.tree_leaves(value):
             found = leaf.parameters() if isinstance(leaf, nn.Module) else (leaf,)
             yield from ((name, each) for each in found if isinstance(each, nn.Parameter))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients, and afterwards the mode of each submodule as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.batches import batch_of
-from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import call
-from l0prune.capture.modes import evaluating
+from l0prune.capture.model_checks import evaluating
+from l0prune.capture.sizes import Inputs, batch_of
 
 
 def examples_in(inputs: Inputs) -> int:

@@ -23,8 +23,8 @@ from l0prune.cli.options import (
     open_model,
     preprocessing_in,
     recorded_data,
+    with_settings,
 )
-from l0prune.cli.setting_options import with_settings
 from l0prune.errors import UsageError
 
 
@@ -87,7 +87,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
     from json import loads
 
     from l0prune.exporting.opened import OnnxFile  # loads torch, as do the next ones
-    from l0prune.files.pretrained.stored import is_smaller_model, read
+    from l0prune.files.pretrained.loading import is_smaller_model, read
     from l0prune.files.tensor_file import is_tensor_file, read_texts
 
     if file is None:
@@ -114,7 +114,7 @@ def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
 @contextmanager
 def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
     """Within the context, say once where a model has more outputs than the data has classes."""
-    from l0prune.running.classes import tensor_in  # loads torch
+    from l0prune.running.criteria import tensor_in  # loads torch
 
     seen: list[int] = []
 
@@ -136,7 +136,7 @@ def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
 
 
 def _table(result: dict[str, Any]) -> Table:
-    from l0prune.training.description import IN_PERCENT  # loads torch
+    from l0prune.training.history import IN_PERCENT  # loads torch
 
     table = Table("", "value", title=f"{result['file']} on {result['data']}", show_header=False)
     for name, value in result.items():

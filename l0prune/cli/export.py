@@ -8,11 +8,10 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, err, say
+from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import LATENCY, Json, TrustPickle, preprocessing_in, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.cli.report import NoReport, repeatable
-from l0prune.cli.stages import shown
 from l0prune.errors import FileError, UsageError
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, say
+from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
@@ -21,12 +21,11 @@ from l0prune.cli.options import (
     load_data,
     parse_setting,
     recorded_data,
+    with_settings,
     with_step,
 )
 from l0prune.cli.project import defaults, newest, output_path
 from l0prune.cli.report import NoReport, repeatable
-from l0prune.cli.setting_options import with_settings
-from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
 

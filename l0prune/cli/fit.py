@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, err, say
+from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
@@ -18,11 +18,10 @@ from l0prune.cli.options import (
     latency_table,
     load_data,
     recorded_data,
+    with_settings,
     with_step,
 )
 from l0prune.cli.project import newest, output_path
-from l0prune.cli.setting_options import with_settings
-from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
 from l0prune.selection import fitted
 from l0prune.training.gate_settings import GateSettings
@@ -116,8 +115,8 @@ def fit(
 
 def _shown(limit: str, amount: float) -> str:
     """An amount in the unit of its measure."""
-    from l0prune.cost.limits import limits  # loads torch
-    from l0prune.cost.measures import kind_of
+    from l0prune.plan.limits import limits  # loads torch
+    from l0prune.plan.measures import kind_of
 
     (given,) = limits(limit)
     return kind_of(given.measure).show(amount)

@@ -105,7 +105,7 @@ def gate(
         l0prune gate model.pt --input 1x1x28x28
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
-    from l0prune.files.named_models import is_rebuildable  # loads torch, as do the next ones
+    from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones
     from l0prune.gating.kinds.base import gate_of, gate_to_dict
     from l0prune.plan.branch import KIND
 

@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit, err, say
+from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import LATENCY, Json, TrustPickle, with_step
 from l0prune.cli.project import newest, output_path
-from l0prune.cli.stages import shown
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
 

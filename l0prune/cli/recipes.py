@@ -9,12 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from l0prune.cli.edge import emit, say
+from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.options import DataRoot, Json
 from l0prune.cli.report import NoReport
-from l0prune.cli.stages import announced
 from l0prune.errors import UsageError
-from l0prune.running.launcher import is_launched
+from l0prune.running.environment import is_launched
 
 app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
@@ -67,7 +66,7 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
-    from l0prune.training.description import IN_PERCENT  # loads torch
+    from l0prune.training.history import IN_PERCENT  # loads torch
 
     metric = result["metric"]
     form = ".2%" if metric in IN_PERCENT else ".4g"

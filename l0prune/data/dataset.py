@@ -1,4 +1,9 @@
-"""Examples in memory or behind a loader, in an order that a generator reproduces."""
+"""Examples in memory or behind a loader, in an order that a generator reproduces.
+
+A batch as inputs and targets: a pair, or a dict that holds its targets as labels.
+
+What a batch may hold: tensors, in mappings and lists of any kind, as a model's arguments.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +24,64 @@ from torch.utils.data import (
     default_collate,
 )
 
-from l0prune.data.inputs import moved
-from l0prune.data.pairs import pair, without_labels
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
+
+# What transformers' models take their targets as, and what data sets call them.
+LABELS = ("labels", "label")
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """Inputs and targets of a batch. A mapping's targets are its labels, else all of it.
+
+    The labels stay among the inputs: a model may compute its loss from them.
+
+    Raises:
+        DataError: it is neither a pair nor a mapping.
+    """
+    if isinstance(batch, Mapping):
+        return batch, next((batch[name] for name in LABELS if name in batch), batch)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise DataError(
+        f"a batch must be (inputs, targets) or a dict, but the data gave a {type(batch).__name__}"
+        f"{length}; several inputs go into a tuple or a dict"
+    )
+
+
+def without_labels(inputs: Any) -> Any:
+    """The inputs that are not targets."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    return {name: value for name, value in inputs.items() if name not in LABELS}
+
+
+def plain(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
+    """A part of a batch in dicts and tuples, whatever kind of mapping or list it came in.
+
+    A tokenizer's ``BatchEncoding`` is a dict afterwards. Each tensor goes through ``change``.
+    """
+    if isinstance(part, Tensor):
+        return change(part)
+    if isinstance(part, Mapping):
+        return {name: plain(value, change) for name, value in part.items()}
+    if isinstance(part, tuple | list):
+        return tuple(plain(value, change) for value in part)
+    return part
+
+
+def moved(part: Any, device: torch.device | str) -> Any:
+    """A part of a batch with every tensor on ``device``."""
+    return plain(part, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model: a tuple is the former, a mapping the latter."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
 
 Batch = tuple[Any, Any]
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]

@@ -1,9 +1,12 @@
-"""The public export: from a gated model to a dense one, proven, in a line of stages."""
+"""The public export: from a gated model to a dense one, proven, in a line of stages.
+
+The model's own class at fewer slots, without a capture: what it computes is the proof.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,30 +16,66 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import alone
 from l0prune.capture.weights import weights_of
-from l0prune.cost.model import cost_of
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import L0pruneError, L0pruneWarning
-from l0prune.exporting.by_class import counted_in, cut_class
 from l0prune.exporting.certify.certificate import Certificate
 from l0prune.exporting.certify.live import check_copy
-from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove
+from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, prove_class
 from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
-from l0prune.exporting.own_class.choice import own_class
+from l0prune.exporting.own_class.choice import constants, manifest, own_class
 from l0prune.exporting.own_class.comparison import note_on
-from l0prune.exporting.own_class.manifest import constants, manifest
 from l0prune.exporting.own_class.passed_by import around, ways_around
 from l0prune.exporting.own_class.remembered_sizes import told_sizes
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
 from l0prune.exporting.slicing.graph import dense_graphs, narrowing
-from l0prune.exporting.slicing.tensors import cut_state, cut_tensors
+from l0prune.exporting.slicing.tensors import cut_by_plan, cut_state, cut_tensors
 from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates, asked_of
+from l0prune.infer.parts import Parts
+from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
+
+
+def cut_class(subject: Subject, chosen: Chosen, parts: Parts | None = None) -> Proven | None:
+    """The dense model of its own class; None where that is not shown to be the same function.
+
+    Args:
+        subject: before the cut.
+        chosen: the slots that stay, all whose gates are open among them.
+        parts: the model as it is captured, by which ways around branches that are gone are found.
+    """
+    plan, counted = subject.plan, counted_in(subject.plan)
+    gone = [branch.name for branch in chosen.gone]
+    if plan.parts != ("",) or "" in counted:
+        return None
+    if not subject.dtypes.are_one and not subject.exact_alone:
+        return None
+    if gone and parts is None:
+        return None
+    tensors = cut_by_plan(subject.plain, chosen)
+    if tensors is None:
+        return None
+    own = own_class(subject.plain, chosen, tensors)
+    predicted = round(cost_of(plan).amount(chosen.kept.double(), "params"))
+    found = [] if parts is None else parts.found
+    by_part = {part.path: chosen.on(part.analysis.plan) for part in found}
+    ways = ways_around(subject.plain, found, by_part, gone)
+    classes = (around(own, way, plan, drops=False) for way in ways)
+    for each in classes if gone else [own]:
+        proven = prove_class(subject, each, predicted, counted)
+        if proven is not None:
+            return proven
+    return None
+
+
+def counted_in(plan: Plan) -> Set[str]:
+    """The parameters that count, by name: the others were not used in eval mode."""
+    return {cost.tensor for cost in plan.costs if cost.unit == "params"}
 
 
 @alone()

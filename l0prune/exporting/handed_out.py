@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.recording import examples_given
+from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.lending import lent
+from l0prune.exporting.certify.dtypes import lent
 from l0prune.gating.bank import Gates
 from l0prune.running.stages import stage
 

@@ -14,7 +14,7 @@ from l0prune.errors import DataError, FileError
 from l0prune.files.artifact import load
 from l0prune.files.loading import check_exists
 from l0prune.files.model_sources import load_model
-from l0prune.files.pretrained.stored import is_smaller_model
+from l0prune.files.pretrained.loading import is_smaller_model
 from l0prune.files.tensor_file import is_tensor_file, read_texts
 
 ONNX, PROGRAM = ".onnx", ".pt2"

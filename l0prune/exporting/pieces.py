@@ -12,19 +12,18 @@ from torch import SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.batches import ANY, Batches
 from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.recording import examples_in
+from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
+from l0prune.exporting.certify.dtypes import Dtypes, marked, restored
 from l0prune.exporting.certify.proof import Proven
-from l0prune.exporting.own_class.program import class_programs
-from l0prune.exporting.slicing.dtypes import Dtypes, marked, restored
+from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts

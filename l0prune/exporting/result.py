@@ -1,4 +1,7 @@
-"""Result of an export: the smaller model, its proof, and the files that it can be written to."""
+"""Result of an export: the smaller model, its proof, and the files that it can be written to.
+
+Notes on files for users: the sizes that they take, and what loads them.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,96 @@ from torch.export import ExportedProgram
 
 import l0prune
 from l0prune.capture.copying import copied
+from l0prune.capture.held_inputs import holds_objects
 from l0prune.capture.quiet import alone
+from l0prune.capture.sizes import ANY
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
 from l0prune.exporting.certify.certificate import Certificate, Compared, compare_onnx
 from l0prune.exporting.handed_out import HandedOut, parameters_of
-from l0prune.exporting.notes import (
-    note_on_batches,
-    note_on_objects,
-    note_on_pickles,
-    note_on_sizes,
-)
 from l0prune.exporting.onnx import file as onnx_file
-from l0prune.exporting.onnx.external import data_beside
-from l0prune.exporting.onnx.older import check_opset
+from l0prune.exporting.onnx.older import check_opset, data_beside
 from l0prune.exporting.onnx.times import Times, times_of
+from l0prune.exporting.own_class.config import shortened
+from l0prune.exporting.own_class.origin import apart_from_state, described
+from l0prune.exporting.own_class.writing import write_folder
 from l0prune.exporting.pieces import InParts, Piece, Whole
-from l0prune.exporting.pretrained.origin import apart_from_state, described
-from l0prune.exporting.pretrained.shorter import shortened
-from l0prune.exporting.pretrained.writing import write_folder
+from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement
-from l0prune.files.pretrained.stored import as_text
+from l0prune.files.pretrained.layers import LAYERS
+from l0prune.files.pretrained.loading import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
 from l0prune.plan.numbers import THREADS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
-from l0prune.running.notebook import as_html
+from l0prune.running.environment import as_html
 from l0prune.running.stages import stage
+
+_FIXED = "with a free batch size torch.export finds no graph that is right for it"
+_GROUPED = "the model's forward takes so many rows together"
+_FROM_TWO = "the model's forward treats a single example in another way"
+
+
+def note_on_batches(pieces: Sequence[Piece]) -> str:
+    """What the user has to know about the batches that programs and files take."""
+    lines = []
+    for piece in pieces:
+        is_limited = piece.batches != ANY if piece.path else piece.takes != str(ANY)
+        if is_limited:
+            of = f" of {piece.path}" if piece.path else ""
+            together = _FROM_TWO if piece.batches.multiple == 1 else _GROUPED
+            why = together if piece.dynamic else piece.why_fixed or _FIXED
+            lines.append(f"Program and ONNX file{of} are for batches of {piece.takes}: {why}.")
+    return "\n".join(lines)
+
+
+def note_on_pickles(module: nn.Module) -> str:
+    """Name the layers for which ``torch.load`` of the pickled module needs l0prune, if any."""
+    kinds: tuple[type[nn.Module], ...] = (DenseGraph, *LAYERS.values())
+    of_ours = [kind for each in module.modules() for kind in kinds if isinstance(each, kind)]
+    if not of_ours:
+        return ""
+    names = ", ".join(dict.fromkeys(kind.__name__ for kind in of_ours))
+    folder = "" if DenseGraph in of_ours else "save_pretrained(folder, code=True) or "
+    return (
+        f"torch.save(module) makes a file that only loads where l0prune is installed, for {names}: "
+        f'{folder}save("model.pt2") makes one that torch alone loads.'
+    )
+
+
+def note_on_objects(made: Whole | InParts) -> str:
+    """Return what programs make of inputs that are objects; empty where there are none."""
+    if isinstance(made, InParts) or not holds_objects(made.example):
+        return ""
+    return (
+        "Program and ONNX file take a list of its tensors for each input that is an object, and do "
+        "not give back what the forward writes into it. A memory that it extends, such as a cache, "
+        "has the slots that stayed."
+    )
+
+
+def note_on_sizes(made: Whole | InParts) -> str:
+    """Which sizes that were to be free are not, in programs and files; and from which size on."""
+    if isinstance(made, InParts) or not made.free:
+        return ""
+    (piece,), lines = made.pieces, []
+    tried, taken = (
+        [made.free.sizes(answer.inputs) for answer in answers]
+        for answers in (piece.answers, made.answers)
+    )
+    for name in made.free.names:
+        if name not in piece.free.names:
+            lines.append(
+                f"Program and ONNX file are for {name} = {tried[0][name]} only: torch.export "
+                "finds no graph that is right for other sizes."
+            )
+        elif 1 in {sizes[name] for sizes in taken} - {sizes[name] for sizes in tried}:
+            lines.append(f"Program and ONNX file are for {name} of 2 or more.")
+    return "\n".join(lines)
+
 
 PRECISIONS = ("float64", "float32")
 CHANGED = (

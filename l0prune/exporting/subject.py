@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from l0prune.capture.capture import Captured, capture
 from l0prune.capture.copying import copied_around
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.errors import UsageError
 from l0prune.exporting.certify.answers import Answer
-from l0prune.exporting.certify.free_batch import with_free_batch
-from l0prune.exporting.certify.sizes import Sizes, sizes_taken
-from l0prune.exporting.slicing.dtypes import Dtypes, cast
+from l0prune.exporting.certify.dtypes import Dtypes, cast
+from l0prune.exporting.certify.inputs import Sizes, sizes_taken, with_free_batch
 from l0prune.gating.attaching import check_intact, detach
 from l0prune.infer.build import analyse
 from l0prune.infer.own_code import with_code

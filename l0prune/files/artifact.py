@@ -4,44 +4,217 @@ A file of safetensors: the state_dict under its own names, the example inputs, a
 with the rest. The module's structure is in it as the bytes of a pickle without weights, which is
 only read where its classes can be trusted; where they cannot, the information may name the code
 that builds the module.
+
+The JSON part of our own files: what it holds, and that it does.
+
+Plain data with tensors in it, as JSON beside a set of tensors.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from l0prune.capture.free_sizes import FreeSizes
 from l0prune.capture.held_inputs import opened
+from l0prune.capture.sizes import FreeSizes
 from l0prune.errors import FileError, NotGated, UsageError
 from l0prune.files.atomic import PathLike
+from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
-from l0prune.files.content import Content, GatesContent, StructureContent, parsed
 from l0prune.files.loading import check_exists, check_whole
 from l0prune.files.model_sources import load_model
-from l0prune.files.named_models import is_rebuildable
-from l0prune.files.plain_data import Stored, decode, encode, storable
 from l0prune.files.plan_check import check_plan
-from l0prune.files.pretrained.loading import from_pretrained, resize
-from l0prune.files.pretrained.stored import is_smaller_model
+from l0prune.files.pretrained.loading import from_pretrained, is_smaller_model, resize
 from l0prune.files.structure import check_fits, fill, pack, unpack
 from l0prune.files.tensor_file import (
+    DTYPES,
     GATED,
+    each_once,
     is_tensor_file,
     read_tensors,
     read_texts,
     write_tensors,
 )
+from l0prune.files.user_code import is_rebuildable
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
 from l0prune.plan.plan import Plan
+
+
+class GatesContent(Strict):
+    """A bank of gates: its plan and kind as they write themselves, and the example as JSON."""
+
+    plan: dict[str, Any]
+    gate: dict[str, Any]
+    fixed: bool
+    example: Any
+    free: list[dict[str, str]] = Field(default_factory=list)
+
+
+class StructureContent(Strict):
+    """Of the pickled module: whether anybody may read it, and the names of its empty tensors."""
+
+    is_ordinary: bool
+    hollow: list[str]
+
+
+class Content(Strict):
+    """Everything but the tensors.
+
+    Attributes:
+        version: of the format.
+        info: what the user had to add.
+        training: names of the modules in training mode.
+        frozen: names of the parameters without a gradient.
+        extra: what modules put into the state_dict beside tensors.
+        ties: further names of tensors that are stored under another one.
+        notes: on tensors that are stored in another way.
+        gates, structure: None where there is none.
+    """
+
+    version: int
+    info: dict[str, Any]
+    training: list[str]
+    frozen: list[str]
+    extra: dict[str, Any]
+    ties: dict[str, str]
+    notes: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    gates: GatesContent | None = None
+    structure: StructureContent | None = None
+
+
+def parsed(text: str, version: int, path: PathLike) -> Content:
+    """The content that the text of a file says.
+
+    Raises:
+        FileError: it is damaged, or of another version.
+    """
+    return checked(text, Content, version, path)
+
+
+class Stored(NamedTuple):
+    """Tensors as a tensor file holds them: each once, of its dtypes, with notes on the rest.
+
+    Attributes:
+        tensors: by name, as they are stored.
+        ties: further names of tensors that are stored under another one.
+        notes: for a tensor that is stored in another way, what it really is: ``dtype`` and
+            ``shape`` where it is stored as bytes, ``order`` where its dims are permuted.
+    """
+
+    tensors: dict[str, Tensor]
+    ties: dict[str, str]
+    notes: dict[str, dict[str, Any]]
+
+    @staticmethod
+    def of(given: Mapping[str, Tensor]) -> Stored:
+        """These tensors, which must be ``storable``."""
+        tensors, ties = each_once(given)
+        stored, notes = {}, {}
+        for name, tensor in tensors.items():
+            stored[name], note = _noted(tensor.detach())
+            if note:
+                notes[name] = note
+        return Stored(stored, ties, notes)
+
+    def opened(self) -> dict[str, Tensor]:
+        """The tensors by all their names, as they were given; tied ones are one object.
+
+        Raises:
+            KeyError, RuntimeError, TypeError, ValueError: notes or ties do not fit the tensors.
+        """
+        found = {name: _as_noted(t, self.notes.get(name, {})) for name, t in self.tensors.items()}
+        return {**found, **{name: found[other] for name, other in self.ties.items()}}
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """The tensor; TypeError where it has no entries that a file could hold."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        raise TypeError("a tensor without ordinary entries (on the meta device, sparse, …)")
+    return tensor
+
+
+def _noted(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    note: dict[str, Any] = {}
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
+        note["order"] = order
+        tensor = tensor.permute(order)
+    if tensor.dtype not in DTYPES:
+        note |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        tensor = tensor.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return tensor, note
+
+
+def _as_noted(tensor: Tensor, note: Mapping[str, Any]) -> Tensor:
+    if "dtype" in note:
+        dtype = getattr(torch, note["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{note['dtype']!r} is no dtype")
+        tensor = tensor.view(dtype).reshape(note["shape"])
+    if "order" in note:
+        order = note["order"]
+        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
+    return tensor
+
+
+def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
+    """The value as JSON; tensors in it go into ``tensors``, under names that begin with ``name``.
+
+    Raises:
+        TypeError: it holds anything but tensors, numbers and text in tuples, lists and dicts.
+    """
+    if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
+        tensors[name] = storable(value)
+        return {"tensor": name}
+    if type(value) in (tuple, list):
+        parts = [encode(part, tensors, f"{name}.{number}") for number, part in enumerate(value)]
+        return parts if type(value) is list else {"tuple": parts}
+    if type(value) is dict:
+        pairs = list(value.items())
+        return {"dict": [encode(list(p), tensors, f"{name}.{n}") for n, p in enumerate(pairs)]}
+    if type(value) is complex:
+        return {"complex": [repr(value.real), repr(value.imag)]}
+    if type(value) is float and not math.isfinite(value):
+        return {"float": repr(value)}
+    if type(value) in (int, float, bool, str, type(None)):
+        return value
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of ``encode``.
+
+    Raises:
+        KeyError, TypeError, ValueError: the data is not what ``encode`` makes.
+    """
+    match data:
+        case list(parts):
+            return [decode(part, tensors) for part in parts]
+        case {"tensor": str(name)}:
+            return tensors[name]
+        case {"tuple": list(parts)}:
+            return tuple(decode(part, tensors) for part in parts)
+        case {"dict": list(pairs)}:
+            return dict(decode(pair, tensors) for pair in pairs)
+        case {"complex": [str(real), str(imaginary)]}:
+            return complex(float(real), float(imaginary))
+        case {"float": str(text)}:
+            return float(text)
+        case int() | float() | str() | None:
+            return data
+    raise ValueError(f"{data!r} stands for nothing")
+
 
 FORMAT = 2  # raised when older versions cannot read what this one writes
 

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
 from l0prune.files.loading import load_pickle
-from l0prune.files.named_models import (
+from l0prune.files.pretrained.loading import from_pretrained, is_smaller_model, resize
+from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
+from l0prune.files.user_code import (
     PACKAGES,
     check_no_gates,
     from_code,
     is_rebuildable,
     torchvision_model,
 )
-from l0prune.files.pretrained.loading import from_pretrained, resize
-from l0prune.files.pretrained.stored import is_smaller_model
-from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
 from l0prune.gating.bank import Gates
 
 # What training scripts call the weights in their checkpoints.

@@ -18,8 +18,7 @@ from l0prune.gating.gated_class import (
     is_gated,
     original_class,
 )
-from l0prune.gating.kept_list import kept_lists
-from l0prune.gating.link import Link
+from l0prune.gating.link import Link, kept_lists
 from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Site
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.compat import version_of, without_compiler
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes
+from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError
 from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate

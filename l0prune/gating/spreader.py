@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from l0prune.cost.first_order import first_order
+from l0prune.plan.expected import first_order
 from l0prune.plan.layout import Layout, size_of
 from l0prune.plan.plan import Plan
 

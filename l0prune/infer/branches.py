@@ -2,28 +2,291 @@
 
 A branch may have a gate of its own where what is left without it is computed exactly, be it added
 (``sums``) or put beside others (``concats``); all that only the branch needs can go with it.
+
+Branches that are added to a stream.
+
+Such a one is exactly zero where a few parameters are: the last ones before the sum, of a
+convolution and its bias, a norm, a scale. Then the sum is its other operand.
+
+Branches that are one part of concatenations.
+
+Such a one is gone with all of its slots. What reads the concatenation has a part less then, which
+is exact wherever single slots are; but no dim that is left may be without any positions.
+
+Axes without which a branch is exactly nothing: they may close completely if it has a gate.
 """
 
 from __future__ import annotations
 
+from cmath import isfinite
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 
+import torch
 from torch.fx import Node
 
 from l0prune.capture.provenance import module_of, without_call
-from l0prune.infer.concats import side_by_side
-from l0prune.infer.ending import Ending
-from l0prune.infer.expressions import Var
+from l0prune.infer.activations import Memory
+from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Var, variables
 from l0prune.infer.inference import Inference
-from l0prune.infer.liveness import needs
-from l0prune.infer.nodes import has_tensor
-from l0prune.infer.regions import macs_of
-from l0prune.infer.sums import added
-from l0prune.plan.needs import Needs, is_needed, shortest, vital
+from l0prune.infer.nodes import argument, dtype_of, has_tensor, operator_name, shape_of
+from l0prune.infer.regions import (
+    SUMS,
+    Ending,
+    is_concatenation,
+    joined,
+    macs_of,
+    needs,
+    region,
+    shared_module,
+    untaken,
+)
+from l0prune.infer.zero_flow import when_zero, zero_at
+from l0prune.plan.branch import Branch, Needs, is_needed, shortest, vital
+from l0prune.plan.layout import Layouts, axes_of
+from l0prune.plan.plan import Plan
+
+_DEEPEST = 100  # operators between a branch's last parameters and its end
+
+
+def added(
+    infer: Inference, read: Mapping[Node, Needs], macs: Mapping[Node, float], taken: set[str]
+) -> Iterator[Ending]:
+    """Those of a graph that inference has been through, in the order of their sums.
+
+    Args:
+        infer: that.
+        read: of each node whether any output needs it.
+        macs: of each node that does work.
+        taken: names that are taken already; theirs are added.
+    """
+    users, memory = _users_of_parameters(infer), Memory(infer.captured.graph)
+    order = {node: number for number, node in enumerate(infer.captured.graph.nodes)}
+    placeholders = infer.captured.graph.find_nodes(op="placeholder")
+    for join in infer.captured.graph.nodes:
+        candidates = [
+            (sum(macs.get(node, 0) for node in found), end, found, tensors)
+            for end in _operands(join)
+            if (found := region(end, [join], read, memory))
+            and (tensors := _Zeroing(infer, found, users).of(end))
+            and _is_number(
+                infer, tensors, end, [*placeholders, *sorted(found, key=order.__getitem__)]
+            )
+        ]
+        if not candidates:
+            continue
+        # Of two the one with more work is the branch, and the other one the stream.
+        work, end, found, tensors = max(candidates, key=lambda each: each[0])
+        if work:
+            name = shared_module(node for node in found if node in macs) or _owner(tensors[0])
+            name = untaken(name, taken)
+            yield Ending(name, end, (join,), tuple(dict.fromkeys(tensors)))
+
+
+def _is_number(infer: Inference, tensors: list[str], end: Node, nodes: list[Node]) -> bool:
+    """Check that a branch is no 0/0, as of a spectral norm, where these parameters are zero."""
+    number, _ = when_zero(infer, tensors, nodes).get(end, (0.0, None))
+    return isfinite(number)
+
+
+def _owner(tensor: str) -> str:
+    return tensor.rpartition(".")[0] or tensor
+
+
+def _operands(join: Node) -> Iterator[Node]:
+    """What may be a branch: without it the sum is a tensor of its own shape and dtype."""
+    if join.op != "call_function" or operator_name(join.target) not in SUMS:
+        return
+    first, second = join.args[:2]
+    if isinstance(first, Node) and isinstance(second, Node) and first is not second:
+        if _is_alike(first, join):
+            yield second
+        if _is_alike(second, join) and join.kwargs.get("alpha", 1) == 1:
+            yield first
+
+
+def _is_alike(operand: Node, join: Node) -> bool:
+    return dtype_of(operand) == dtype_of(join) and shape_of(operand) == shape_of(join) is not None
+
+
+def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
+    """By name of a parameter, all that reads it, under whichever of its names."""
+    users: dict[str, set[Node]] = defaultdict(set)
+    for node in infer.captured.graph.find_nodes(op="placeholder"):
+        if infer.is_parameter(node):
+            users[infer.captured.names[node.name]].update(node.users)
+    return users
+
+
+class _Zeroing:
+    """Which parameters make the nodes of a region zero, by what the operators do to zeros."""
+
+    def __init__(
+        self, infer: Inference, region: frozenset[Node], users: dict[str, set[Node]]
+    ) -> None:
+        self._infer, self._region, self._users = infer, region, users
+        self._known: dict[Node, list[str] | None] = {}
+
+    def of(self, node: Node, deep: int = 0) -> list[str] | None:
+        """The parameters; None where there are none that do.
+
+        Those that the operator itself reads come first: they are the last ones of the branch.
+        """
+        if node not in self._known and deep < _DEEPEST:
+            self._known[node] = self._found(node, deep + 1)
+        return self._known.get(node)
+
+    def _found(self, node: Node, deep: int) -> list[str] | None:
+        operands = node.all_input_nodes
+        own = {o: [name] for o in operands if (name := self._parameter(o)) is not None}
+        if self._is_zero(node, own):
+            return [name for names in own.values() for name in names]
+        computed: dict[Node, list[str]] = {}
+        for operand in operands:
+            tensors = self.of(operand, deep) if operand in self._region else None
+            if tensors:
+                computed[operand] = tensors
+                for some in ({**own, operand: tensors}, {operand: tensors}):
+                    if self._is_zero(node, some):
+                        return [name for names in some.values() for name in names]
+        both = {**own, **computed}
+        alone = ({operand: names} for operand, names in own.items())
+        for some in (both, *alone):
+            if self._is_zero(node, some):
+                return [name for names in some.values() for name in names]
+        return None
+
+    def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
+        """Is the node zero where these operands are, whatever the other tensors are?"""
+        operands = node.all_input_nodes
+        states = [o in zeros if has_tensor(o) else None for o in operands]
+        return bool(zeros) and zero_at(self._infer, node, states) is True
+
+    def _parameter(self, node: Node) -> str | None:
+        """The name of a parameter with a dim that only the region reads."""
+        if node.op != "placeholder" or not self._infer.is_parameter(node):
+            return None
+        name = self._infer.captured.names[node.name]
+        has_dims = bool(self._infer.tensors.get(name))
+        return name if has_dims and self._users[name] <= self._region else None
+
+
+def side_by_side(
+    infer: Inference,
+    read: Mapping[Node, Needs],
+    macs: Mapping[Node, float],
+    gated: Collection[Var],
+    taken: set[str],
+) -> Iterator[Ending]:
+    """Those of a graph that inference has been through, the one with most work first.
+
+    Args:
+        infer: that.
+        read: of each node whether any output needs it.
+        macs: of each node that does work.
+        gated: the variables that are axes.
+        taken: names that are taken already; theirs are added.
+    """
+    left, memory = _Left(infer), Memory(infer.captured.graph)
+    candidates: list[tuple[float, Ending, frozenset[Node]]] = []
+    for end in infer.captured.graph.nodes:
+        joins = tuple(user for user in end.users if read[user])
+        if not joins or not all(_takes(join, end) for join in joins):
+            continue
+        found, axes = region(end, joins, read, memory), _axes(infer, end, joins[0])
+        works = sorted(found.intersection(macs))
+        if works and axes and all(var in gated for var in axes):
+            ending = Ending(_name(works, joins[0]), end, joins, axes=axes)
+            candidates.append((sum(map(macs.__getitem__, works)), ending, found))
+    for _, ending, found in sorted(candidates, key=lambda each: -each[0]):
+        if left.is_some_without(ending.axes, found):
+            yield replace(ending, name=untaken(ending.name, taken))
+
+
+def _name(works: Sequence[Node], join: Node) -> str:
+    """The module that does this work, or its last one if that module does more than this."""
+    shared = shared_module(works)
+    if shared not in (module_of(join), ""):
+        return shared
+    depth = len(shared.split(".")) if shared else 0
+    return ".".join(module_of(works[-1]).split(".")[: depth + 1])
+
+
+def _takes(join: Node, end: Node) -> bool:
+    """Is the join a concatenation of several, this one once, that is of the same dtype without?"""
+    if not is_concatenation(join) or len(join.all_input_nodes) < 2:
+        return False
+    parts = joined(join)
+    dtypes = {dtype_of(part) for part in parts if part is not end}
+    return parts.count(end) == 1 and (shape_of(end) or [0]) != [0] and dtypes == {dtype_of(join)}
+
+
+def _axes(infer: Inference, end: Node, join: Node) -> tuple[Var, ...]:
+    """All the variables of the dim that is put beside others; none if it holds aught else."""
+    dims = infer.dims(end)
+    expr = infer.solver.resolve(dims[int(argument(join, 1, "dim", 0)) % len(dims)])
+    parts = expr.parts if isinstance(expr, Cat) else (expr,)
+    axes = tuple(dict.fromkeys(part for part in parts if isinstance(part, Var)))
+    return axes if len(axes) == len(parts) else ()
+
+
+class _Left:
+    """What is left of the dims of a graph without branches."""
+
+    def __init__(self, infer: Inference) -> None:
+        self._infer = infer
+        self._dims: dict[Node, list[tuple[Expr, frozenset[Var]]]] = {}
+        self._nodes: dict[Var, list[Node]] = defaultdict(list)
+        for node, value in infer.values.items():
+            many = value if isinstance(value, list) else [value or ()]
+            exprs = [infer.solver.resolve(dim) for dims in many for dim in dims]
+            self._dims[node] = [(expr, frozenset(variables(expr))) for expr in exprs]
+            for var in frozenset().union(*(found for _, found in self._dims[node])):
+                self._nodes[var].append(node)
+        self._without: dict[Var, list[frozenset[Node]]] = defaultdict(list)
+
+    def is_some_without(self, axes: Collection[Var], region: frozenset[Node]) -> bool:
+        """Has every dim outside of the region positions without these axes? If so, they may go."""
+        for var in axes:
+            self._without[var].append(region)
+        nodes = {node for var in axes for node in self._nodes[var]}
+        is_some = all(
+            self._is_some(expr, node)
+            for node in nodes
+            if not _is_within(node, region)
+            for expr, found in self._dims[node]
+            if not found.isdisjoint(axes)
+        )
+        if not is_some:
+            for var in axes:
+                self._without[var].pop()
+        return is_some
+
+    def _is_some(self, expr: Expr, node: Node) -> bool:
+        """Has a dim of a node positions, whatever branches are gone that it is no part of?"""
+        match expr:
+            case Const(size):
+                return size > 0
+            case Var():
+                return all(_is_within(node, region) for region in self._without[expr])
+            case Cat(parts):
+                return any(self._is_some(part, node) for part in parts)
+            case Prod(factors):
+                return all(self._is_some(factor, node) for factor in factors)
+            case Pick():
+                return False  # whether those that it picks are left is not looked into
+        raise AssertionError(expr)
+
+
+def _is_within(node: Node, region: Collection[Node]) -> bool:
+    """Is it computed for the region alone, or a parameter that only it reads?"""
+    if node.op == "placeholder":
+        return bool(node.users) and all(user in region for user in node.users)
+    return node in region
+
 
 _MOST = 6  # ways in which one tensor may be needed
 
@@ -111,3 +374,42 @@ def _of_parameters(infer: Inference, of_nodes: Mapping[Node, Needs]) -> dict[str
             name = infer.captured.names[node.name]
             found[name] = shortest((*found.get(name, ()), *of_nodes[node]))
     return found
+
+
+def closing(plan: Plan) -> Iterator[Branch]:
+    """The branches of a plan, each with its closing axes.
+
+    They are those that only the branch needs, and without any of which it is zero: the part of a
+    concatenation that it is, or all that it gives is multiplied with parameters that read them. A
+    bias among these would still be added.
+    """
+    users: dict[int, list[frozenset[str]]] = defaultdict(list)  # by axis, when it is needed
+    for cost in plan.costs:
+        for number in _axes_of(cost.dims):
+            users[number] += map(frozenset, cost.needed)
+    only = {number: vital(needed) for number, needed in users.items()}
+    for branch in plan.branches:
+        yield replace(branch, closing=tuple(_of(plan, branch, only)))
+
+
+def _of(plan: Plan, branch: Branch, only: Mapping[int, frozenset[str]]) -> Iterator[str]:
+    if not branch.tensors:
+        yield from branch.axes if len(branch.axes) == 1 else ()
+        return
+    tensors = [plan.tensors[name] for name in branch.tensors]
+    shared = frozenset.intersection(*map(_axes_of, tensors))
+    for number in sorted(shared):
+        axis = plan.axes[number]
+        if branch.name in only.get(number, ()) and _ends(plan, number, tensors):
+            yield from () if axis.keeps_one else (axis.name,)
+
+
+def _ends(plan: Plan, number: int, tensors: Collection[Layouts]) -> bool:
+    """Is nothing left of these tensors without this axis?"""
+    left = torch.ones(plan.size, dtype=torch.bool)
+    left[plan.axes[number].slice] = False
+    return all(any(not plan.mask(dim, left).any() for dim in dims) for dims in tensors)
+
+
+def _axes_of(dims: Layouts) -> frozenset[int]:
+    return frozenset().union(*map(axes_of, dims))

@@ -14,10 +14,8 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.infer.activations import activations, folded
-from l0prune.infer.branches import Branches, branches
-from l0prune.infer.closing import closing
+from l0prune.infer.branches import Branches, branches, closing
 from l0prune.infer.decomposition import take_apart
-from l0prune.infer.ending import Ending
 from l0prune.infer.expressions import (
     COPIES,
     Cat,
@@ -31,14 +29,13 @@ from l0prune.infer.expressions import (
     variables,
 )
 from l0prune.infer.inference import Inference, Place, Read, Write
-from l0prune.infer.naming import Namer
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.reasons import Whole, pins, whole_streams
-from l0prune.infer.rule_failures import explained
+from l0prune.infer.reasons import Namer, Whole, pins, whole_streams
+from l0prune.infer.regions import Ending
+from l0prune.infer.registry import explained
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
-from l0prune.plan.branch import Branch
-from l0prune.plan.needs import Needs
+from l0prune.plan.branch import Branch, Needs
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 
 

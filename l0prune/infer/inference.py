@@ -30,8 +30,7 @@ from l0prune.infer.nodes import (
     valued,
     written,
 )
-from l0prune.infer.registry import RULES, NotFollowed, Value, registered
-from l0prune.infer.rule_failures import failure
+from l0prune.infer.registry import RULES, NotFollowed, Value, failure, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
 from l0prune.infer.solver import Solver
 from l0prune.infer.standardised_weights import has_statistics, standardised

@@ -25,8 +25,7 @@ from l0prune.infer.nodes import (
     operator_name,
     written,
 )
-from l0prune.infer.registry import ZEROS, Zero, never, registered
-from l0prune.infer.rule_failures import failure
+from l0prune.infer.registry import ZEROS, Zero, failure, never, registered
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 

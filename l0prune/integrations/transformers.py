@@ -5,6 +5,8 @@ pruner = l0prune.Pruner(model, budget="macs=0.5", steps=1000)  # as many as the 
 trainer = Trainer(model, TrainingArguments(..., max_steps=1000), callbacks=[L0Callback(pruner)])
 trainer.train()
 dense = l0prune.export(model)
+
+A Pruner's state as a file beside a framework's checkpoint.
 """
 
 from __future__ import annotations
@@ -12,12 +14,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from l0prune.integrations import state as files
+from l0prune.errors import FileError
+from l0prune.files.atomic import atomic_write
+from l0prune.files.loading import load_pickle
 from l0prune.integrations.checks import check_belongs
 from l0prune.training.pruner import Pruner
+
+NAME = "l0prune.pt"
+
+
+def write(pruner: Pruner, folder: Path) -> None:
+    """Write the state into a checkpoint's folder, whole or not at all.
+
+    Raises:
+        FileError: the folder cannot be written.
+    """
+    atomic_write(folder / NAME, lambda file: torch.save(pruner.state_dict(), file))
+
+
+def read(pruner: Pruner, folder: Path) -> None:
+    """Take up the state in a checkpoint's folder.
+
+    Raises:
+        FileError: there is none, or it cannot be read.
+        UsageError: it is of another model or run.
+    """
+    path = folder / NAME
+    if not path.exists():
+        raise FileError(
+            f"{folder} has no {NAME}, in which the gates' part of a checkpoint is kept: it was "
+            "written without l0prune's callback, or the Trainer goes on from a checkpoint of "
+            "another output_dir: then name it in TrainingArguments(resume_from_checkpoint=…), too"
+        )
+    pruner.load_state_dict(load_pickle(path))
 
 
 class L0Callback(TrainerCallback):  # type: ignore[misc]
@@ -47,7 +80,7 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
         check_belongs(self.pruner, given["model"], state.max_steps)
         self.pruner.take_gates()
         if state.global_step:
-            files.read(self.pruner, _resumed_from(args, state.global_step))
+            read(self.pruner, _resumed_from(args, state.global_step))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -80,14 +113,14 @@ class L0Callback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Put the gates' state beside the rest of the checkpoint."""
         if state.is_world_process_zero:
-            files.write(self.pruner, _folder(args, state.global_step))
+            write(self.pruner, _folder(args, state.global_step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Let the gates stand, also those of the best checkpoint, such that a budget is met."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            files.read(self.pruner, Path(state.best_model_checkpoint))
+            read(self.pruner, Path(state.best_model_checkpoint))
         self.pruner.finish()
         self.pruner.release_gates()
         if self._use_cache is not None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from l0prune.plan.branch import KIND
+from l0prune.plan.branch import KIND, in_switches, is_needed
 from l0prune.plan.layout import (
     Both,
     Cat,
@@ -26,7 +26,6 @@ from l0prune.plan.layout import (
     substitute,
     with_children,
 )
-from l0prune.plan.needs import in_switches, is_needed
 from l0prune.plan.plan import Axis, Plan, Site
 
 

@@ -17,13 +17,12 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.data.inputs import as_arguments
+from l0prune.data.dataset import as_arguments
 from l0prune.errors import DataError, L0pruneWarning, UsageError
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
-from l0prune.files.atomic import write_whole
+from l0prune.files.atomic import claimed, write_whole
 from l0prune.files.checked_json import read_json
-from l0prune.files.folder import claimed
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from l0prune.cost.limits import limits
-from l0prune.cost.measures import Latency
 from l0prune.errors import UsageError
 from l0prune.gating import defaults
 from l0prune.gating.kinds.base import Gate, gate_of
+from l0prune.plan.limits import limits
+from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.running.criteria import check_name
 from l0prune.training.settings import Settings

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from l0prune.capture.weights import Weight
-from l0prune.cost.model import reachable
-from l0prune.plan.gate_index import constant_positions
-from l0prune.plan.layout import Const, Layout, leaves, outer, size_of
+from l0prune.plan.cost import reachable
+from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer, size_of
 from l0prune.plan.plan import Cost, Plan
 
 UNUSED = "not used in eval mode"

@@ -1,17 +1,31 @@
-"""The page of a run that goes on: renewed as epochs are done, and right when the run stops."""
+"""The page of a run that goes on: renewed as epochs are done, and right when the run stops.
+
+The public way in to training, with a page that shows it in the folder of the run.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
 
+from torch import nn
+
+from l0prune.errors import L0pruneError, L0pruneWarning
 from l0prune.report.report import HTML, Report
 from l0prune.report.run_folder import of_trainings, trainings_in
-from l0prune.training.epochs import watched
+from l0prune.training import run
 from l0prune.training.history import History
+from l0prune.training.keywords import DenseKeywords, Keywords
+from l0prune.training.phases import watched
+
+if TYPE_CHECKING:
+    from l0prune.report.report import Report
+
 
 _EVERY = 5.0  # seconds between two renewals, at least
 
@@ -60,3 +74,98 @@ def _write(folder: Path, title: str, *, live: bool = False, stopped: str = "") -
     content = of_trainings(title, trainings_in(folder))
     report = Report(content.model_copy(update={"stopped": stopped}))
     report.save(folder / HTML, live=live)
+
+
+def finetune(
+    model: nn.Module, data: Any, *, report: bool = True, **settings: Unpack[Keywords]
+) -> History:
+    """Learn the weights and gates of a gated model together, in place, under a budget or λ·E‖θ‖₀.
+
+    Three phases: λ warms up, the network is pruned, and with the gates fixed at their eval values
+    the weights settle. Before the gates are fixed, the last of them are opened and closed so that
+    an export just meets the budgets. After each epoch the moving average of weights, buffers and
+    gates is tested in eval mode; in the end the model has these averages, so that what was
+    reported last is what an export computes. Device, modes and random generators are then as they
+    were.
+
+    With ``out`` a checkpoint is kept there, from which ``resume=True`` goes on after Ctrl-C,
+    SIGTERM or a crash; on the CPU the outcome is the same to the bit as without the stop. There,
+    too, is ``report.html``, which shows the run while it goes on, and what came of it.
+
+    Args:
+        model: a model with gates (``l0prune.gate``).
+        data: what ``l0prune.load_data`` returned; a dataset; a DataLoader or other list of batches,
+            each (inputs, targets) or a mapping that holds its labels; (training, test) of those;
+            or a ``Task``.
+        report: whether that page is written.
+        **settings: see ``Settings``. ``loss`` and ``metric`` are what is learned from and what is
+            reported.
+
+    Returns:
+        What was measured in each epoch.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: a setting makes no sense, or ``resume`` is asked of another run.
+        DataError: the data is empty, or does not fit the model.
+        TrainingError: a loss or weight became nan or inf.
+        FileError: ``out`` cannot be written, or what is in it cannot be read.
+        Interrupted: Ctrl-C or SIGTERM (a KeyboardInterrupt). The model then has the averages
+            that it had come to; after any other error it is as it was found.
+    """
+
+    def made(history: History) -> Report:
+        from l0prune.report.report import Report
+        from l0prune.timing.table import LatencyTable
+
+        table = settings.get("latency")
+        latency = table if isinstance(table, LatencyTable) else None
+        return Report.of(history=history, model=model, latency=latency)
+
+    def train() -> History:
+        return run.finetune(model, data, **settings)
+
+    folder = settings.get("out") if report else None
+    return train() if folder is None else _with_page(train, made, model, Path(folder))
+
+
+def train_dense(
+    model: nn.Module, data: Any, *, report: bool = True, **settings: Unpack[DenseKeywords]
+) -> History:
+    """Train a model without gates, in place, by the loop and the settings of ``finetune``.
+
+    Raises:
+        AlreadyGated: the model carries gates.
+        UsageError: a setting is one of gates; and see ``finetune``.
+    """
+
+    def made(history: History) -> Report:
+        from l0prune.report.report import Report
+
+        return Report.of(history=history)
+
+    def train() -> History:
+        return run.train_dense(model, data, **settings)
+
+    folder = settings.get("out") if report else None
+    return train() if folder is None else _with_page(train, made, model, Path(folder))
+
+
+def _with_page(
+    train: Callable[[], History],
+    made: Callable[[History], Report],
+    model: nn.Module,
+    folder: Path,
+) -> History:
+    """Train, with a page in the folder; what was learned counts more than that it is written."""
+    from l0prune.report.report import HTML
+
+    title = type(model).__name__
+    with live_page(folder, title) as page:
+        history = train()
+    if page.begun:
+        try:
+            made(history).titled(title).save(folder / HTML)
+        except L0pruneError as error:
+            warnings.warn(f"l0prune: there is no report: {error}", L0pruneWarning, stacklevel=3)
+    return history

@@ -19,8 +19,8 @@ from l0prune.report.content import (
     Training,
 )
 from l0prune.report.gathered import now, stored, with_trainings
+from l0prune.report.page.sweep import sweep_of
 from l0prune.report.report import JSON, Report
-from l0prune.report.sweep import sweep_of
 from l0prune.report.trainings import training_in
 from l0prune.training.history import NAME
 

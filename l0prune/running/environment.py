@@ -1,7 +1,14 @@
-"""Environment of a run: command, versions and machine."""
+"""Environment of a run: command, versions and machine.
+
+Who started this process: what the environment says, known before torch is loaded.
+
+Display in notebooks: the tables of a terminal, as HTML.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import platform
 import shlex
 import sys
@@ -10,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console, RenderableType
 
 from l0prune import __version__
 
@@ -47,3 +55,29 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+def is_first_process() -> bool:
+    """Return whether this process speaks to the user, as far as its launcher says."""
+    dist = sys.modules.get("torch.distributed")  # not loaded: nobody can have made a group
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return bool(dist.get_rank() == 0)
+    return not is_launched() or int(os.environ["RANK"]) == 0
+
+
+def is_launched() -> bool:
+    """Return whether torchrun started this process with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+_WIDTH = 120
+_FORM = '<pre style="line-height:1.2;overflow-x:auto;white-space:pre">{code}</pre>'
+
+
+def as_html(shown: RenderableType) -> str:
+    """Return rich's output as one HTML element without a style sheet; text is escaped."""
+    console = Console(
+        record=True, file=io.StringIO(), width=_WIDTH, force_jupyter=False, highlight=False
+    )
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format=_FORM)

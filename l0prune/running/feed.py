@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.distributed import DistributedSampler
 
-from l0prune.data.dataset import WHOLE, Share, Split
-from l0prune.data.inputs import moved, plain
-from l0prune.data.pairs import pair, without_labels
+from l0prune.data.dataset import WHOLE, Share, Split, moved, pair, plain, without_labels
 from l0prune.errors import DataError
 from l0prune.running.batch import Batch, weight_of
 from l0prune.running.task import Source, Task, are_lists, batch_length, is_split

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from l0prune.capture.modes import evaluating
-from l0prune.running.batch import Batch
-from l0prune.running.calling import call
+from l0prune.capture.model_checks import evaluating
+from l0prune.running.batch import Batch, call
 from l0prune.running.device import precision
 
 

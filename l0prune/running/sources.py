@@ -1,20 +1,464 @@
-"""Data sources by name, and the tasks that functions of the user's return."""
+"""Data sources by name, and the tasks that functions of the user's return.
+
+Data without labels: what a network answers is what another one, or it itself, learns from.
+
+Folders of images, one folder for each class.
+
+Data that a function in the user's own file returns.
+
+What small images are varied by at random while a network trains, on whole batches at once.
+
+The small sets that everybody knows, whole in memory: digits, MNIST and its like, CIFAR.
+"""
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
+from zipfile import BadZipFile
 
-from l0prune.data.dataset import Data
-from l0prune.data.folder import image_folder
-from l0prune.data.function import data_of
-from l0prune.data.small import cifar, digits, mnist
-from l0prune.errors import UsageError
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from l0prune.capture.model_checks import evaluating
+from l0prune.capture.quiet import printing_to
+from l0prune.data.dataset import (
+    Augmentation,
+    Data,
+    Loaded,
+    Split,
+    Tensors,
+    moved,
+    pair,
+    plain,
+    without_labels,
+)
+from l0prune.data.preprocessing import Preprocessing
+from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
-from l0prune.running.task import Task
+from l0prune.running.batch import call
+from l0prune.running.criteria import AUTO, tensor_in
+from l0prune.running.device import choose, on_device, precision
+from l0prune.running.task import Source, Task, is_split
+
+
+def answered(
+    data: Any,
+    network: nn.Module,
+    *,
+    batch_size: int = 100,
+    device: str | torch.device = "auto",
+    autocast: str | None = None,
+) -> Task:
+    """The same inputs, with the network's own answers in place of targets.
+
+    So no labels are needed: give the dense network before it is gated. Every example is answered
+    once, in eval mode, and the answers are kept in memory; ``distill`` computes them in each step
+    anew, and so is for data that is augmented or never ends.
+
+    Args:
+        data: what ``finetune`` takes. What it has for targets is not looked at. A batch of a
+            DataLoader may also be the inputs alone.
+        network: returns a tensor, or has one as ``.logits``. It is left as it was found.
+        batch_size: examples at a time, where the source lets us choose.
+        device: where it answers; see ``Settings``.
+        autocast: see ``Settings``.
+
+    Returns:
+        A task with the loss and metric of ``data``, both of (outputs, answers); in place of
+        ``"auto"`` the loss is ``"mse"``, since answers are numbers.
+
+    Raises:
+        DataError: there is nothing to learn from.
+        UsageError: the network returns something else than a tensor.
+    """
+    task = Task.of(data)
+    if task.loss == AUTO:
+        task = Task.of(task, loss="mse")
+    place = choose(device, network)
+
+    def of(source: Source) -> Source:
+        batches = source.batches(batch_size) if is_split(source) else iter(source)
+        pairs = [_answered(network, _inputs_of(batch), place) for batch in batches]
+        if isinstance(source, Tensors):
+            return Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
+        if isinstance(source, Loaded):
+            answers = torch.cat([answers for _, answers in pairs])
+            return Loaded(_Beside(source.dataset, answers), source.workers, None, _Collate(source))
+        return pairs
+
+    with on_device(network, place), evaluating(network), precision(place, autocast):
+        train = of(task.train)
+        test = None if task.test is None else of(task.test)
+    return replace(task, train=train, test=test)
+
+
+def _inputs_of(batch: Any) -> Any:
+    return plain(batch if isinstance(batch, Tensor) else without_labels(pair(batch)[0]))
+
+
+def _answered(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
+    """The inputs and what the network answers, on the CPU."""
+    outputs = call(network, moved(inputs, device))
+    answers = tensor_in(outputs)
+    if answers is None:
+        raise UsageError(
+            f"the network answers with a {type(outputs).__name__}; only a tensor, or one that it "
+            "has as .logits, can be learned from. Put a module around it that returns one"
+        )
+    return inputs, answers.float().cpu()
+
+
+class _Beside(Dataset):
+    """Each example of a dataset, whatever it is, with its answer."""
+
+    def __init__(self, dataset: Any, answers: Tensor) -> None:
+        self._dataset, self._answers = dataset, answers
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        return self._dataset[index], self._answers[index]
+
+
+class _Collate:
+    """Makes a batch of such examples as their own source does; a class, for worker processes."""
+
+    def __init__(self, source: Loaded) -> None:
+        self._collate = source.collate
+
+    def __call__(self, examples: list[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
+        given, answers = zip(*examples, strict=True)
+        return _inputs_of(self._collate(list(given))), torch.stack(answers)
+
+
+_SIZE = 224
+_BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
+_MOST_WORKERS = 8
+
+
+def image_folder(spec: str, rest: str) -> Data:
+    """``DIR`` or ``DIR:PIXELS``, with ``train`` and ``test`` or ``val`` inside.
+
+    Images become squares of that size (224 where none is given) as torchvision's networks take
+    them: the shorter side is resized to 256/224 of it, and the middle is cut out; see
+    ``Preprocessing``. Augmented, training images are random parts of the originals, resized to
+    it, mirrored or not.
+
+    Raises:
+        DataError: a folder is missing or empty, or the parts hold different classes.
+    """
+    name, _, pixels = rest.rpartition(":")
+    folder, size = (Path(name), int(pixels)) if name and pixels.isdigit() else (Path(rest), _SIZE)
+    train_folder, test_folder = _parts(folder)
+    preprocessing = for_imagenet(max(size, 1))
+    train, test = (_read(part, preprocessing.transform()) for part in (train_folder, test_folder))
+    if train.classes != test.classes:
+        raise DataError(
+            f"{folder}: train and {test_folder.name} hold different classes "
+            f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
+        )
+    workers = min(_processors(), _MOST_WORKERS)
+    augmented = _read(train_folder, _varied(preprocessing))
+    return Data(
+        spec,
+        Loaded(train, workers, augmented),
+        Loaded(test, workers),
+        len(train.classes),
+        preprocessing,
+    )
+
+
+def _parts(folder: Path) -> tuple[Path, Path]:
+    """The folders of training and test images."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
+    tests = [folder / part for part in ("test", "val") if (folder / part).is_dir()]
+    if not (folder / "train").is_dir() or not tests:
+        raise DataError(
+            f"{folder} needs two folders, train and test (or val), each with one folder per class."
+        )
+    return folder / "train", tests[0]
+
+
+def for_imagenet(size: int) -> Preprocessing:
+    """Return the preprocessing that torchvision's networks were trained with, at a size."""
+    resize = round(size * _BORDER)
+    return Preprocessing(
+        input_size=[3, size, size],
+        color="RGB",
+        resize=resize,
+        interpolation="bilinear",
+        crop_pct=size / resize,
+        crop_mode="center",
+        mean=[0.485, 0.456, 0.406],
+        std=[0.229, 0.224, 0.225],
+    )
+
+
+def _varied(preprocessing: Preprocessing) -> Any:
+    from torchvision import transforms as T
+
+    crop = T.RandomResizedCrop(preprocessing.input_size[1])
+    return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
+
+
+def _read(folder: Path, transform: Any) -> Any:
+    from torchvision import datasets
+
+    try:
+        return datasets.ImageFolder(str(folder), transform)
+    except OSError as error:
+        raise DataError(f"{folder} needs one folder of images per class: {error}") from error
+
+
+def _processors() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_WANTED = (
+    "(train, test), each a dataset, a DataLoader or a pair of tensors (inputs, targets), or a "
+    "l0prune.Task"
+)
+_IGNORED = -100  # the target that torch's cross-entropy leaves out
+
+
+def data_of(found: Any, spec: str) -> Data:
+    """What ``file.py:function`` returned as a ``Data``: that itself, or training and test data.
+
+    Raises:
+        DataError: it is something else, nothing, or its whole labels are no class numbers.
+    """
+    if isinstance(found, Data):
+        return replace(found, name=spec)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise DataError(f"{spec} must return {_WANTED}, not a {type(found).__name__}.")
+    train, test = (_split(part, spec) for part in found)
+    counts = [_class_count(part, spec) for part in (train, test)]
+    if counts.count(None) == 1:
+        raise DataError(f"{spec}: the labels of one part are class numbers, of the other not.")
+    return Data(spec, train, test, max(count or 0 for count in counts))
+
+
+def _split(part: Any, spec: str) -> Split:
+    if isinstance(part, Tensors | Loaded):
+        return part
+    if isinstance(part, tuple | list) and len(part) == 2:
+        inputs, targets = part
+        if isinstance(inputs, Tensor) and isinstance(targets, Tensor):
+            return Tensors(inputs, targets if targets.is_floating_point() else targets.long())
+    if isinstance(part, DataLoader) and not isinstance(part.dataset, IterableDataset):
+        return Loaded(part.dataset, part.num_workers, collate=part.collate_fn)
+    is_dataset = hasattr(part, "__getitem__") and hasattr(part, "__len__")
+    if is_dataset and not isinstance(part, Tensor | dict | str):
+        return Loaded(part)
+    raise DataError(
+        f"{spec} returned a {type(part).__name__} where a dataset with a length should be. It must "
+        f"return {_WANTED}."
+    )
+
+
+def _class_count(split: Split, spec: str) -> int | None:
+    """Number of classes as far as this part of the data shows; None if targets are no classes."""
+    if not len(split):
+        return 0  # Data says so in its own words
+    if isinstance(split, Tensors):
+        return _count(split.targets, spec)
+    assert isinstance(split, Loaded)
+    classes = getattr(split.dataset, "classes", None)
+    if isinstance(classes, list | tuple):
+        return len(classes)
+    known = _known_targets(split.dataset)
+    if known is not None:
+        return _count(known, spec)
+    counts = [_count(targets, spec) for _, targets in split.batches(256)]
+    return None if None in counts else max(count or 0 for count in counts)
+
+
+def _known_targets(dataset: Any) -> Tensor | None:
+    """All labels of a dataset that has them at hand, so that no example need be read."""
+    if isinstance(dataset, Subset):
+        whole = _known_targets(dataset.dataset)
+        return None if whole is None else whole[torch.as_tensor(dataset.indices)]
+    targets = getattr(dataset, "targets", None)
+    if isinstance(targets, Tensor):
+        return targets
+    is_numbers = isinstance(targets, list) and all(isinstance(t, int) for t in targets)
+    return torch.tensor(targets) if is_numbers else None
+
+
+def _count(targets: Any, spec: str) -> int | None:
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        return None
+    numbers = targets[targets != _IGNORED]
+    if numbers.numel() and int(numbers.min()) < 0:
+        raise DataError(f"{spec}: labels must be class numbers: whole, from 0 up.")
+    return int(numbers.max()) + 1 if numbers.numel() else 0
+
+
+# As CIFAR networks are trained, and as far as digits may be off the middle.
+BORDER, NARROW_BORDER = 4, 2
+
+
+def shifted_and_mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image moved by up to 4 pixels over a border of zeros, and mirrored or not.
+
+    Shape: ``(n, channels, height, width)``, in and out.
+    """
+    padded = F.pad(images, (BORDER,) * 4)
+    rows, columns = _window(images, BORDER, generator)
+    mirrored = _draw(len(images), 2, generator).bool().to(images.device)
+    return _cut_out(padded, rows, torch.where(mirrored, columns.flip(1), columns))
+
+
+def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image moved by up to 2 pixels; what comes in is like the edge.
+
+    Shape: ``(n, channels, height, width)``, in and out.
+    """
+    padded = F.pad(images, (NARROW_BORDER,) * 4, mode="replicate")
+    return _cut_out(padded, *_window(images, NARROW_BORDER, generator))
+
+
+def _window(images: Tensor, border: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """For each image the rows and the columns of a padded one that it is to show."""
+    count, _, height, width = images.shape
+    rows, columns = (
+        _draw(count, 2 * border + 1, generator).to(images.device)
+        + torch.arange(length, device=images.device)
+        for length in (height, width)
+    )
+    return rows, columns
+
+
+def _draw(count: int, below: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, below, (count, 1), generator=generator)
+
+
+def _cut_out(padded: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Of each padded image these rows, ``(n, height)``, and these columns, ``(n, width)``."""
+    which = torch.arange(len(padded), device=padded.device)[:, None, None]
+    chosen = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]
+    return chosen.permute(0, 3, 1, 2).contiguous()
+
+
+def _as_they_are(
+    color: Literal["RGB", "L"],
+    side: int,
+    mean: list[float],
+    std: list[float],
+    pixel_max: float = 255.0,
+) -> Preprocessing:
+    """Return the preprocessing of squares that keep their size."""
+    shape = [len(color), side, side]
+    return Preprocessing(input_size=shape, color=color, pixel_max=pixel_max, mean=mean, std=std)
+
+
+_CIFAR = _as_they_are("RGB", 32, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+# torchvision's class, and what its images become.
+_KNOWN = {
+    "mnist": ("MNIST", _as_they_are("L", 28, [0.1307], [0.3081])),
+    "fashion-mnist": ("FashionMNIST", _as_they_are("L", 28, [0.2860], [0.3530])),
+    "cifar10": ("CIFAR10", _CIFAR),
+    "cifar100": ("CIFAR100", _CIFAR),
+}
+_DIGITS = _as_they_are("L", 8, [0.5], [0.5], pixel_max=16.0)  # from −1 to 1
+_DIGITS_TRAIN = 1437  # four of five
+
+
+def digits(name: str, root: Path) -> Data:
+    """1,797 handwritten digits of 8×8 pixels that scikit-learn brings along, from −1 to 1."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError("The digits come with scikit-learn: pip install 'l0prune[demo]'") from error
+    images, labels = load_digits(return_X_y=True)
+    inputs = _DIGITS.scaled(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8))
+    targets = torch.tensor(labels, dtype=torch.int64)
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
+    train, test = order[:_DIGITS_TRAIN], order[_DIGITS_TRAIN:]
+    learned, tested = (Tensors(inputs[part], targets[part]) for part in (train, test))
+    return Data(name, learned, tested, 10, _DIGITS)
+
+
+def mnist(name: str, root: Path) -> Data:
+    """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
+    sets = [_torchvision(name, root, train) for train in (True, False)]
+    train, test = (_scaled(name, found.data[:, None], found.targets, shifted) for found in sets)
+    return Data(name, train, test, 10, _KNOWN[name][1])
+
+
+def cifar(name: str, root: Path) -> Data:
+    """Colour images of 32×32 pixels; CIFAR-10 also as JPEG files packed in ``cifar10-jpeg``."""
+    classes = 100 if name == "cifar100" else 10
+    packed = root / "cifar10-jpeg"
+    if name == "cifar10" and (packed / "train.npz").exists():
+        pairs = [_unpacked(packed / f"{part}.npz") for part in ("train", "test")]
+    else:
+        sets = [_torchvision(name, root, train) for train in (True, False)]
+        pairs = [(torch.from_numpy(found.data), torch.tensor(found.targets)) for found in sets]
+    train, test = (
+        _scaled(name, images.permute(0, 3, 1, 2), labels, shifted_and_mirrored)
+        for images, labels in pairs
+    )
+    return Data(name, train, test, classes, _KNOWN[name][1])
+
+
+def _torchvision(name: str, root: Path, train: bool) -> Any:
+    """A torchvision dataset; downloaded only where it is not there yet."""
+    from torchvision import datasets
+
+    build = getattr(datasets, _KNOWN[name][0])
+    failure: Exception | None = None
+    for download in (False, True):
+        try:
+            with printing_to(sys.stderr):  # stdout is for results
+                return build(str(root), train=train, download=download)
+        except Exception as error:  # torchvision raises whatever its parsers meet
+            failure = error
+    raise DataError(
+        f"{name} can neither be read from {root} nor downloaded to it ({failure}). Say where it is "
+        "with --data-root DIR or the environment variable L0PRUNE_DATA."
+    ) from failure
+
+
+def _scaled(name: str, images: Tensor, labels: Tensor, augmentation: Augmentation) -> Tensors:
+    """Bytes to floats of about zero mean and unit deviation.
+
+    Shape: images ``(n, channels, height, width)``, uint8.
+    """
+    return Tensors(_KNOWN[name][1].scaled(images), labels.to(torch.int64), augmentation)
+
+
+def _unpacked(path: Path) -> tuple[Tensor, Tensor]:
+    """Images packed as JPEG files one after another (arrays jpeg, length, label).
+
+    Shape: images ``(n, height, width, channels)``, uint8; labels ``(n,)``.
+    """
+    try:
+        with path.open("rb") as archive, np.load(archive) as arrays:
+            jpeg, lengths, labels = arrays["jpeg"], arrays["length"], arrays["label"]
+        files = np.split(jpeg, np.cumsum(lengths)[:-1])
+        pixels = [np.asarray(Image.open(io.BytesIO(file.tobytes()))) for file in files]
+        images = torch.from_numpy(np.stack(pixels))
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise DataError(f"{path} is missing or damaged: {error}") from error
+    return images, torch.from_numpy(labels)
+
 
 _NAMED: dict[str, Callable[[str, Path], Data]] = {
     "digits": digits,

@@ -1,4 +1,7 @@
-"""A task: the data, the loss that is learned from and the metric that is reported."""
+"""A task: the data, the loss that is learned from and the metric that is reported.
+
+The loss that a model computes itself, where its inputs hold the targets.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,47 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import TypeIs
 
-from l0prune.cost import measures
 from l0prune.data import Data, Loaded
-from l0prune.data.dataset import Split
-from l0prune.data.inputs import plain
-from l0prune.data.pairs import pair, without_labels
+from l0prune.data.dataset import Split, pair, plain, without_labels
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
+from l0prune.plan import measures
 from l0prune.running import amounts, criteria
-from l0prune.running.classes import choose_classes, cross_entropy, error_rate, tensor_in
-from l0prune.running.criteria import AUTO, Loss, Metric
+from l0prune.running.criteria import (
+    AUTO,
+    Loss,
+    Metric,
+    choose_classes,
+    cross_entropy,
+    error_rate,
+    tensor_in,
+)
 from l0prune.running.device import on_device
-from l0prune.running.own_loss import are_findings, own_loss
+
+
+def own_loss(outputs: Any) -> Tensor | None:
+    """The loss in what a model returns, or None.
+
+    It is ``outputs.loss`` (transformers), ``outputs["loss"]``, or the sum of a dict of losses, as
+    torchvision's detectors give in train mode.
+    """
+    found = getattr(outputs, "loss", None)
+    if isinstance(outputs, Mapping):
+        found = outputs.get("loss", found)
+        if found is None and outputs and all(map(_is_loss, outputs.values())):
+            found = sum(outputs.values())
+    return found if _is_loss(found) else None
+
+
+def are_findings(outputs: Any) -> bool:
+    """A dict for each example: what detectors give in eval mode, where they have no loss."""
+    is_list = isinstance(outputs, list | tuple) and len(outputs) > 0
+    return is_list and all(isinstance(each, Mapping) for each in outputs)
+
+
+def _is_loss(found: Any) -> bool:
+    return isinstance(found, Tensor) and not found.dim() and found.is_floating_point()
+
 
 Source = Split | Iterable[Any]
 Judge = Callable[[Any, Any], Tensor | None]

@@ -15,8 +15,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from l0prune.cost.bounds import Bound
 from l0prune.errors import UsageError
+from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.selection.fitting import Fitting, Movable

@@ -11,8 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.bounds import Bound
 from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.plan.limits import Bound
 from l0prune.running.processes import of_first
 from l0prune.selection.fitted import Look
 from l0prune.selection.fitting import Chosen, Fitting

@@ -14,21 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.bounds import Bound, bounds
-from l0prune.cost.limits import LimitsLike, limits
-from l0prune.cost.measures import Measure, Source
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.branch import KIND
+from l0prune.plan.limits import Bound, LimitsLike, bounds, limits
+from l0prune.plan.measures import Measure, Source
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.task import Task
 from l0prune.selection import fitted
 from l0prune.selection.at_once import AtOnce
-from l0prune.selection.blocks import Widths, blocks_of
 from l0prune.selection.correction import corrected, looks_at, observed
-from l0prune.selection.fitting import Fitting, Movable
+from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
 from l0prune.selection.subject import Subject
 
 LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from l0prune.running.watching import Happenings
+from l0prune.running.stages import Happenings
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.modes import evaluating
+from l0prune.capture.model_checks import evaluating
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
-from l0prune.running.batch import Batch
-from l0prune.running.calling import call
-from l0prune.running.classes import tensor_in
+from l0prune.running.batch import Batch, call
+from l0prune.running.criteria import tensor_in
 from l0prune.running.device import choose, on_device
+from l0prune.running.evaluate import check_first_batch
 from l0prune.running.feed import Feed
 from l0prune.running.recalibrate import batch_statistics
 from l0prune.running.task import Task, batch_length
-from l0prune.running.trial import check_first_batch
 
 
 @dataclass(frozen=True, slots=True)

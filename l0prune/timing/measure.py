@@ -11,10 +11,10 @@ from pathlib import Path
 from torch import nn
 
 from l0prune.errors import UsageError
-from l0prune.files.folder import claimed
+from l0prune.files.atomic import claimed
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
-from l0prune.timing.job import Job
+from l0prune.timing.bundle import Job
 from l0prune.timing.results import FEWEST, table_of
 from l0prune.timing.runtimes import runtime_of
 from l0prune.timing.table import LatencyTable

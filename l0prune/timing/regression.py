@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 
 from l0prune.plan.layout import Layout
-from l0prune.timing.groups import Group, Monomial
+from l0prune.timing.facts import Group, Monomial
 from l0prune.timing.stairs import Numbers, Stairs, Step, Term
 
 _ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks that sizes may be rounded up to

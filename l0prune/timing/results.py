@@ -13,8 +13,7 @@ from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.files.checked_json import read_json
 from l0prune.plan.plan import Plan
-from l0prune.timing.facts import facts_from_json, plan_id
-from l0prune.timing.groups import Group, groups_of
+from l0prune.timing.facts import Group, facts_from_json, groups_of, plan_id
 from l0prune.timing.regression import Samples, fitted, smooth
 from l0prune.timing.sampling import all_slots, slots_of
 from l0prune.timing.setting import Setting

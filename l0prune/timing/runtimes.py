@@ -1,20 +1,116 @@
-"""The runtimes that networks can be timed on, by name."""
+"""The runtimes that networks can be timed on, by name.
+
+Times of networks of many widths in PyTorch, in the form of a bundle's results.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing.eager import Compiled, Eager
-from l0prune.timing.job import Job
+from l0prune.gating.attaching import gates_of
+from l0prune.running.stages import stage
+from l0prune.timing.bundle import Job
+from l0prune.timing.eager import Compiled, Eager, Graphs, Inputs, facts_of
+from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.latency import Observe
-from l0prune.timing.torch_results import Turns, torch_results
+from l0prune.timing.sampling import Widths, all_slots, sampled_widths, slots_of, telling_widths
+from l0prune.timing.sizes import SizeFinder
+
+
+def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
+    """Time networks of random widths, each in turns with the dense one.
+
+    What is among the job's results already is not timed again.
+    """
+    plan = gates_of(job.model).plan
+    widths = list(islice(sampled_widths(plan, job.seed), job.samples))
+    settings = collect.settings_of(
+        runtime.name, str(torch.__version__), str(runtime.device), runtime.threads
+    )
+    asked = {"plan": plan_id(plan), "batch": job.batch, "seed": job.seed, "widths": widths}
+    results = collect.known(job.out, settings, asked)
+    turns = Turns(job.model, runtime, job.batch)
+    if not results:
+        samples = [number_of(number) for number in range(job.samples)]
+        about = asked | {"samples": samples} | turns.facts()
+        results = {**settings, "about": about, "samples": {}}
+    job.folder.mkdir(parents=True, exist_ok=True)
+    about = results["about"]
+    for number, (key, chosen) in enumerate(zip(about["samples"], widths, strict=True), start=1):
+        if key not in results["samples"]:
+            results["samples"][key] = turns.of_widths(chosen, about["names"])
+            collect.keep(results, job.out)
+        if job.progress is not None:
+            job.progress(number, job.samples)
+    return results
+
+
+class Turns:
+    """Times networks of one model, each in turns with the dense one.
+
+    Args:
+        model: gated.
+        runtime: what they run on.
+        batch: examples in a call.
+    """
+
+    def __init__(self, model: nn.Module, runtime: Eager, batch: int) -> None:
+        self._runtime = runtime
+        with runtime.running():
+            with stage("capturing the model"):
+                self._graphs = Graphs(model, batch)
+            self._inputs: Inputs = pytree.tree_map_only(
+                torch.Tensor, lambda x: x.to(runtime.device), self._graphs.inputs()
+            )
+            self._whole = all_slots(self._graphs.plan)
+            self._dense = self._prepared(self._network(self._whole))
+
+    def facts(self) -> dict[str, Any]:
+        """Return each operator's name and facts."""
+        plan, kept, found = self._graphs.plan, [self._whole], []
+        kept += [plan.kept(slots_of(plan, widths)) for widths in telling_widths(plan, 2)]
+        with self._runtime.running():
+            for slots in kept:
+                found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
+        names, facts = facts_of(found, SizeFinder(plan, kept))
+        return {"names": names} | facts_to_json(facts)
+
+    def of_widths(self, widths: Widths, names: Sequence[str]) -> dict[str, Any]:
+        """Time the network of these widths, the dense one beside it, and each operator."""
+        kept = slots_of(self._graphs.plan, widths)
+        found = self.of_slots(kept, collect.SECONDS)
+        times = max(collect.RUNS, collect.runs(collect.typical(found["own"])))
+        with self._runtime.running():
+            operators = self._runtime.operators(self._network(kept), self._inputs, times)
+        return {**found, "nodes": operators.times(names)}
+
+    def of_slots(self, kept: Tensor, seconds: float) -> dict[str, list[float]]:
+        """The medians of that which keeps these slots, and of the dense one, in turns."""
+        with self._runtime.running():
+            own = self._prepared(self._network(kept))
+            median = self._runtime.median
+            return collect.turns(partial(median, own), partial(median, self._dense), seconds)
+
+    def _network(self, kept: Tensor) -> GraphModule:
+        return self._graphs.network(kept).to(self._runtime.device)
+
+    def _prepared(self, network: GraphModule) -> Callable[[], Any]:
+        """One run of a network, which has run before."""
+        call, (args, kwargs) = self._runtime.prepared(network), self._inputs
+        call(*args, **kwargs)
+        return lambda: call(*args, **kwargs)
+
 
 _SECONDS = 1.0  # of all turns, where a single network is timed
 

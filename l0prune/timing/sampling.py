@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.plan import Axis, Plan
-from l0prune.selection.blocks import beside_maps
+from l0prune.selection.fitting import beside_maps
 from l0prune.timing.sizes import SizeFinder
 
 _TRIES = 50

@@ -16,7 +16,7 @@ from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.plan.numbers import MOST, THREADS
 from l0prune.running.stages import stage
-from l0prune.timing.job import Job
+from l0prune.timing.bundle import Job
 from l0prune.timing.latency import Observe
 from l0prune.timing.runtimes import runtime_of
 

@@ -19,8 +19,7 @@ from l0prune.files.plan_check import check_layouts
 from l0prune.plan.layout import from_json, to_json
 from l0prune.plan.numbers import LARGEST, MOST, is_count, is_number
 from l0prune.plan.plan import Plan
-from l0prune.timing.facts import plan_id
-from l0prune.timing.groups import Group
+from l0prune.timing.facts import Group, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
 from l0prune.timing.setting import Setting, bench_of
 from l0prune.timing.stairs import Stairs

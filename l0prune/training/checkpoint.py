@@ -17,7 +17,7 @@ from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import atomic_write
 from l0prune.files.loading import load_pickle
 from l0prune.files.structure import tensors_of
-from l0prune.running.shards import shard_like, whole
+from l0prune.running.processes import shard_like, whole
 from l0prune.running.task import Task
 from l0prune.training.settings import Settings
 

@@ -1,4 +1,7 @@
-"""Training the network that is left: cut in place while its gates stand, and whole in the end."""
+"""Training the network that is left: cut in place while its gates stand, and whole in the end.
+
+Hooks of the user's inside of a model, which count on the whole of it.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.copying import holds_ddp
 from l0prune.capture.held_inputs import call
-from l0prune.capture.modes import evaluating
-from l0prune.capture.wrappers import holds_ddp
-from l0prune.cost.model import cost_of
+from l0prune.capture.model_checks import evaluating
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form
 from l0prune.gating.attaching import holder
 from l0prune.gating.gated_class import CHILD, original_class
+from l0prune.plan.cost import cost_of
 from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
 from l0prune.running.device import device_of
-from l0prune.running.processes import of_first
-from l0prune.running.shards import is_sharded
+from l0prune.running.processes import is_sharded, of_first
 from l0prune.running.stages import stage
 from l0prune.training.averages import Average
 from l0prune.training.optimizer_states import (
@@ -39,7 +41,33 @@ from l0prune.training.optimizer_states import (
     saved_whole,
     whole_states,
 )
-from l0prune.training.watchers import watched
+
+
+def watched(root: nn.Module) -> str:
+    """Why hooks forbid a cut; else empty.
+
+    The model's own outputs stay as they are, but not what is within. A module of a branch that is
+    gone is not called at all.
+    """
+    for path, module in root.named_modules():
+        if path and any(map(_is_users, _hooks_of(module))):
+            return (
+                f"{path} has hooks, which would see fewer channels, or nothing where a branch is "
+                "gone"
+            )
+    return ""
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        yield from getattr(module, name, {}).values()
+
+
+def _is_users(hook: Any) -> bool:
+    """weight_norm and the like of torch.nn.utils are part of what the model computes."""
+    made_by = getattr(hook, "__module__", None) or type(hook).__module__
+    return not str(made_by).startswith("torch.nn.")
+
 
 _LESS = 0.9  # of the MACs: so few are to be left by another cut
 

@@ -15,11 +15,11 @@ from l0prune.errors import NotGated, UsageError
 from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
-from l0prune.running.calling import call
-from l0prune.running.classes import tensor_in
+from l0prune.running.batch import call
+from l0prune.running.criteria import tensor_in
 from l0prune.running.device import device_of, on_device
+from l0prune.running.evaluate import check_first_batch
 from l0prune.running.feed import Feed
-from l0prune.running.trial import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
 

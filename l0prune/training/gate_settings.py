@@ -129,8 +129,8 @@ class GateSettings(BaseModel):
     @classmethod
     def _are_known(cls, measures: Sequence[str]) -> Sequence[str]:
         if measures:
-            from l0prune.cost.measures import register
             from l0prune.files.user_code import named
+            from l0prune.plan.measures import register
 
             for spec in measures:
                 register(named(spec))
@@ -139,7 +139,7 @@ class GateSettings(BaseModel):
     @field_validator("budget")
     @classmethod
     def _can_be_read(cls, budget: Any) -> Any:
-        from l0prune.cost.limits import limits
+        from l0prune.plan.limits import limits
 
         if budget is not None:
             limits(budget)

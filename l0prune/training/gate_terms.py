@@ -1,25 +1,30 @@
-"""What gates add to training: the penalty of a step, budgets, a rate of their own, and counts."""
+"""What gates add to training: the penalty of a step, budgets, a rate of their own, and counts.
+
+Gradients of what each process computes in full, beside those of the task's loss.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.cost.measures import Macs, Measure, Params
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.objective.budget import Budget
-from l0prune.objective.lambdas import Lambda
-from l0prune.objective.penalty import penalty
+from l0prune.plan.measures import Macs, Measure, Params
 from l0prune.plan.switches import idle, switches_of
 from l0prune.running.amounts import Amount
+from l0prune.running.processes import placed_as
 from l0prune.running.task import TAKEN
 from l0prune.selection import fitted
 from l0prune.selection.fit import blocks_for, fit
+from l0prune.training.budget import Budget
 from l0prune.training.gate_settings import GateSettings
+from l0prune.training.lambdas import Lambda
+from l0prune.training.penalty import penalty
 from l0prune.training.phases import Phases
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
@@ -186,3 +191,19 @@ def _lambda(settings: GateSettings) -> Any:
     if settings.lam is not None:
         return settings.lam
     return LAMBDA if settings.budget is None else 0.0
+
+
+def add_gradients(loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Add the loss' gradients to those that the parameters have.
+
+    It goes around DDP, which would take the parameters for ones that the next batch needs.
+    """
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        gradient = placed_as(gradient, parameter)
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            parameter.grad.add_(gradient)

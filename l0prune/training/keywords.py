@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from l0prune.cost.limits import LimitsLike
-from l0prune.cost.measures import Source
-from l0prune.objective.lambdas import LambdaLike
+from l0prune.plan.limits import LimitsLike
+from l0prune.plan.measures import Source
 from l0prune.running.criteria import Loss, Metric
+from l0prune.training.lambdas import LambdaLike
 
 # As in settings.py, with whose annotations these are compared.
 if TYPE_CHECKING:

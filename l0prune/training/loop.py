@@ -1,43 +1,126 @@
-"""The training loop: steps, averages, measurements and checkpoints of one run."""
+"""The training loop: steps, averages, measurements and checkpoints of one run.
+
+What is known of a run before its first step, for whoever reads of it later.
+
+Ctrl-C and SIGTERM, taken between two steps rather than in the middle of one.
+"""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, Interrupted
 from l0prune.gating.attaching import bypass
 from l0prune.running import rng
 from l0prune.running.batch import Batch
+from l0prune.running.environment import device_name, environment
 from l0prune.running.evaluate import measure
 from l0prune.running.feed import Feed, test_batches
-from l0prune.running.processes import World
+from l0prune.running.processes import ALONE, World, local, whole_state
 from l0prune.running.recalibrate import recalibrate
-from l0prune.running.shards import local, whole_state
-from l0prune.training import epochs
+from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
-from l0prune.training.description import measured
 from l0prune.training.distillation import Teacher
-from l0prune.training.diverged import diverged
-from l0prune.training.facts import facts_of
-from l0prune.training.history import History, Log, Record
-from l0prune.training.interrupt import Interrupt
+from l0prune.training.doctor import diverged
+from l0prune.training.history import History, Log, Record, measured
 from l0prune.training.meter import Meter, NotFinite
 from l0prune.training.phases import Phases
 from l0prune.training.progress import Display
 from l0prune.training.pruner import Pruner
-from l0prune.training.second_try import tried
 from l0prune.training.settings import Settings
-from l0prune.training.stepper import Stepper
+from l0prune.training.stepper import Stepper, tried
 from l0prune.training.wrappers import average_buffers
+
+
+def facts_of(
+    settings: Settings,
+    fingerprint: Mapping[str, str],
+    phases: Phases,
+    device: torch.device,
+    preprocessing: Preprocessing | None = None,
+) -> dict[str, Any]:
+    """Settings, phases in steps, the command, versions, machine and data; plain data."""
+    return {
+        "epochs": settings.epochs,
+        "steps": phases.total,
+        "warmup": phases.warmup,
+        "settle": phases.settle,
+        "seed": settings.seed,
+        "settings": dict(fingerprint),
+        "device": device_name(device),
+        "preprocessing": None if preprocessing is None else preprocessing.model_dump(),
+        **environment(),
+    }
+
+
+# A terminal and torchrun both hand Ctrl-C on to each process.
+_ECHO = 10.0  # seconds
+
+
+class Interrupt:
+    """Remembers a signal until somebody asks.
+
+    Args:
+        world: the processes that stop together, whichever of them it came to.
+    """
+
+    def __init__(self, world: World = ALONE) -> None:
+        self._world = world
+        self._number: int | None = None
+        self._when = 0.0
+        self._before: dict[int, Any] = {}
+
+    def check(self) -> None:
+        """Raise ``Interrupted`` if a signal has come, to this process or another."""
+        number = self._world.highest(self._number or 0)
+        if number:
+            raise Interrupted(number)
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Within the context a first signal is remembered and a second one acts as ever.
+
+        Only the main thread can do this; in another one signals act as ever.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._remember)
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._number is None:
+            self._number, self._when = number, now
+            if not self._world.is_shared:
+                self._release()
+        elif now - self._when > _ECHO:
+            self._release()
+            signal.raise_signal(number)
+
+    def _release(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            # A handler that was not installed from Python is None, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
 
 
 class Loop:
@@ -300,7 +383,7 @@ class Loop:
         self._meter = self._new_meter()
         self._rng_of_epoch = None
         self._save(leaves_it=self._epoch == self._settings.epochs)
-        self._world.first_alone(lambda: epochs.done(self.history))
+        self._world.first_alone(lambda: phases.done(self.history))
 
     def _leave(self) -> str:
         """Write the checkpoint, leave the averaged model, and say how to go on."""

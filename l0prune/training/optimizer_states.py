@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from l0prune.errors import UsageError
-from l0prune.exporting.place import Place
+from l0prune.exporting.slicing.tensors import Place
 
 Places = Mapping[int, Place]
 States = Mapping[int, Mapping[str, Any]]  # by the parameter's id

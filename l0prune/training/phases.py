@@ -1,4 +1,13 @@
-"""The phases of a run: λ warms up, the network is pruned, the weights settle."""
+"""The phases of a run: λ warms up, the network is pruned, the weights settle.
+
+The epochs of a run, told to whoever watches.
+
+with watched(print):
+    l0prune.finetune(model, data, out="run")
+
+The watcher gets the history after each epoch, once its checkpoint is written. Where several
+processes train together the first one tells, and the others wait.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from l0prune.errors import UsageError
+from l0prune.running.stages import Happenings
+from l0prune.training.history import History
 
 Phase = Literal["warm-up", "prune", "settle"]
 
@@ -83,3 +94,7 @@ class Phases:
     def begins_to_settle(self, step: int) -> bool:
         """Is this the first step of settling?"""
         return self.settle > 0 and step == self.total - self.settle
+
+
+_epochs: Happenings[History] = Happenings("epochs")
+watched, done = _epochs.watched, _epochs.tell

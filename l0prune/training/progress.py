@@ -16,8 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from l0prune.training.description import describe
-from l0prune.training.history import Record
+from l0prune.training.history import Record, describe
 
 _REFRESH = 0.1  # seconds
 

@@ -1,4 +1,7 @@
-"""The gates of a model in a training loop, of l0prune's own or of anybody's."""
+"""The gates of a model in a training loop, of l0prune's own or of anybody's.
+
+The state of a ``Pruner``: which one belongs to which run.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,56 @@ from torch.optim import Optimizer
 
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.objective.penalty import param_groups
 from l0prune.running.amounts import amounts
 from l0prune.running.criteria import Loss
+from l0prune.training.averages import Followers
 from l0prune.training.compaction import Compaction
-from l0prune.training.decision import Decision
+from l0prune.training.decision import Decision, Shrinking
 from l0prune.training.doctor import Doctor
-from l0prune.training.followers import Followers
 from l0prune.training.gate_settings import GateSettings
-from l0prune.training.gate_terms import GateTerms
-from l0prune.training.gradients import add_gradients
+from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.keywords import GateKeywords
-from l0prune.training.own_optimizer import OwnOptimizer, free
+from l0prune.training.optimizers import OwnOptimizer, free
+from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
-from l0prune.training.pruner_state import FORMAT, check
 from l0prune.training.settings import AUTO
-from l0prune.training.shrinking import Shrinking
 from l0prune.training.start import begin_from
+
+FORMAT = 1
+_KEYS = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor", "work", "cut"}
+
+
+def check(
+    state: dict[str, Any], axes: list[list[Any]], phases: Phases, *, has_budget: bool
+) -> None:
+    """Refuse a state that is not of such a run.
+
+    Args:
+        state: what ``Pruner.state_dict`` gave.
+        axes: name and size of each axis of the model that it is for.
+        phases: of the run.
+        has_budget: does the run have one?
+
+    Raises:
+        UsageError: it is of another version, model or run.
+    """
+    if not isinstance(state, dict) or not state.keys() >= _KEYS or state["format"] != FORMAT:
+        raise UsageError("this is no state of a Pruner of this version of l0prune")
+    if state["axes"] != axes:
+        raise UsageError(
+            "this state is of a Pruner for another model: its gates are on other axes. Load "
+            "it into the Pruner of a model that was gated in the same way"
+        )
+    mine = [phases.total, phases.warmup, phases.settle]
+    if list(state["phases"]) != mine:
+        raise UsageError(
+            f"this state is of a run of {state['phases'][0]} steps ({state['phases'][1]} of "
+            f"warm-up, {state['phases'][2]} of settling), and this Pruner is for {mine[0]} "
+            f"({mine[1]}, {mine[2]}): make it with the same steps, warmup and settle"
+        )
+    if bool(state["budget"]) != has_budget:
+        raise UsageError("this state is of a run with another budget: give the same")
+
 
 # Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
 _BETAS = (0.9, 0.99)

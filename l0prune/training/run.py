@@ -11,24 +11,23 @@ import torch
 from torch import nn
 
 from l0prune.errors import FileError, Interrupted, UsageError
-from l0prune.files.folder import claimed
+from l0prune.files.atomic import claimed
 from l0prune.gating.attaching import check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
 from l0prune.running.device import choose, on_device, training
+from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.feed import Feed
 from l0prune.running.processes import World, joined
 from l0prune.running.task import Task
-from l0prune.running.trial import check_first_batch, check_first_test
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.history import History
-from l0prune.training.interrupt import Interrupt
 from l0prune.training.keywords import DenseKeywords, Keywords
-from l0prune.training.loop import Loop
+from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.memory import channels_last, checkpointed
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.capture.compat import leave_to_ddp
-from l0prune.capture.wrappers import holds_ddp
+from l0prune.capture.copying import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.structure import tensors_of
 from l0prune.gating.attaching import gates_of
 from l0prune.running.device import device_of
-from l0prune.running.processes import World
-from l0prune.running.shards import is_sharded, whole
+from l0prune.running.processes import World, is_sharded, whole
 from l0prune.training.memory import repeated_blocks
 
 

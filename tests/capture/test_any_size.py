@@ -5,7 +5,7 @@ import torch
 from networks import Fn
 from torch.export import Dim
 
-from l0prune.capture.any_size import AnySize
+from l0prune.capture.kept_state import AnySize
 
 
 def exported(forward, x):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from l0prune.capture.batches import ANY, Batches
+from l0prune.capture.sizes import ANY, Batches
 
 
 @pytest.mark.parametrize(

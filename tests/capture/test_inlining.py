@@ -10,7 +10,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.capture import autocast
+from l0prune.capture import inlining
 from l0prune.capture.capture import capture
 
 
@@ -77,7 +77,7 @@ def test_the_casts_of_autocast_are_nodes_of_the_graph():
 
 def test_what_autocast_does_beside_casts_stays_apart(monkeypatch):
     """Where an operator gives another dtype than its cast operands make it give."""
-    monkeypatch.setattr(autocast, "_dtypes", lambda result: [object()])
+    monkeypatch.setattr(inlining, "_dtypes", lambda result: [object()])
     layers = {n: nn.Linear(10 if n == "a" else 8, 3 if n == "d" else 8) for n in "abcd"}
     model, x = Fn(under_autocast, norm=nn.LayerNorm(8), **layers), torch.randn(2, 10)
     found = l0prune.survey(model, (x,))

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.capture.copying import copied
-from l0prune.capture.own_forward import own_forward
+from l0prune.capture.copying import copied, own_forward
 
 
 def prepared():

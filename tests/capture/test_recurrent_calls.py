@@ -13,7 +13,7 @@ from networks import Fn
 from torch import nn
 from torch.export import Dim
 
-from l0prune.capture.left_behind import exported
+from l0prune.capture.kept_state import exported
 from l0prune.capture.recurrent import INSTEAD
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)

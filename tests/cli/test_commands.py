@@ -14,7 +14,7 @@ from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
-from l0prune.cost import measures
+from l0prune.plan import measures
 from l0prune.recipes import reading
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES

@@ -5,7 +5,7 @@ import typer
 from typer.testing import CliRunner
 
 from l0prune.cli.finetune import finetune
-from l0prune.cli.setting_options import with_settings
+from l0prune.cli.options import with_settings
 from l0prune.training.settings import Settings
 
 # The options that users know.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from l0prune.data import Data, Loaded
-from l0prune.data.inputs import as_arguments, moved, plain
+from l0prune.data.dataset import as_arguments, moved, plain
 
 A, B = torch.ones(2, 3), torch.zeros(2)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from l0prune.data.pairs import pair, without_labels
+from l0prune.data.dataset import pair, without_labels
 from l0prune.errors import DataError
 
 ONE, TWO = torch.ones(1), torch.ones(2)

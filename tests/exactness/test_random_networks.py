@@ -17,8 +17,8 @@ from random_networks import Author, RandomNetwork
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel
 from l0prune.errors import NothingToPrune
+from l0prune.plan.cost import CostModel
 from l0prune.plan.switches import switches_of
 
 

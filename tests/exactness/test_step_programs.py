@@ -13,7 +13,7 @@ from differences import difference, graph_difference
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import cost_of
+from l0prune.plan.cost import cost_of
 from l0prune.plan.switches import switches_of
 
 SIDE = 3

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import l0prune
-from l0prune.exporting.onnx.attention import written_as_products
+from l0prune.exporting.onnx.operators import written_as_products
 
 SOME = torch.eye(7).bool()
 SOME[3] = False  # one query may look at nothing

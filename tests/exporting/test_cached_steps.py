@@ -10,8 +10,9 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.own_class import passed_by
-from l0prune.exporting.own_class.cached_steps import SOMETHING_ELSE, CachedStep
-from l0prune.exporting.own_class.numbering import renumbered
+from l0prune.exporting.own_class.comparison import OTHER_STEPS as SOMETHING_ELSE
+from l0prune.exporting.own_class.comparison import CachedStep
+from l0prune.exporting.own_class.passed_by import renumbered
 
 
 def name_of_cache(model):

@@ -10,9 +10,9 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.slicing.dtypes import converted
-from l0prune.objective.expected_l2 import ExpectedSquares
+from l0prune.exporting.certify.dtypes import converted
 from l0prune.training.averages import Average
+from l0prune.training.penalty import ExpectedSquares
 
 
 def filtered(m, x):

@@ -14,7 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.exporting.slicing.dense_graph import DenseGraph
+from l0prune.exporting.slicing.graph import DenseGraph
 
 
 class Both(NamedTuple):

@@ -14,8 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.slicing.dtypes import converted
+from l0prune.exporting.certify.dtypes import InOneDtype, converted
 from l0prune.infer.rewrites import literals
 
 

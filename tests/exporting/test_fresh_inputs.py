@@ -14,7 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import CertificateError
-from l0prune.exporting import by_class
+from l0prune.exporting import export
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.certify.proof import BATCHES
 
@@ -96,7 +96,7 @@ def test_a_wrong_model_is_found_on_the_first_kind(monkeypatch):
         raise CertificateError("the cut is wrong")
 
     monkeypatch.setattr(sys.modules["l0prune.exporting.certify.proof"], "compare", wrong)
-    monkeypatch.setattr(by_class, "prove_class", lambda *_: None)
+    monkeypatch.setattr(export, "prove_class", lambda *_: None)
     with pytest.raises(CertificateError, match="the cut is wrong"):
         l0prune.export(model)
     assert len(tried) == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.certify.answers import output_of
-from l0prune.exporting.certify.lending import Lent, lent
+from l0prune.exporting.certify.dtypes import Lent, lent
 
 
 class Many(nn.Module):

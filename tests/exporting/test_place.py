@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import l0prune
-from l0prune.exporting.place import Place
+from l0prune.exporting.slicing.tensors import Place
 
 SIZES = st.integers(1, 4)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

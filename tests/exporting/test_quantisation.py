@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import l0prune
-from l0prune.exporting.certify.quantisation import in_float64
+from l0prune.exporting.certify.dtypes import in_float64
 
 ATEN = torch.ops.aten
 WHOLE = torch.arange(-2, 3, dtype=torch.int32)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from networks import Fn
 from torch.export import Dim
 
-from l0prune.exporting.onnx.written_out import _scatter_mean, written_out
+from l0prune.exporting.onnx.operators import _scatter_mean, written_out
 
 ATEN = torch.ops.aten
 

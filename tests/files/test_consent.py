@@ -12,7 +12,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import FileError
-from l0prune.files import consent, named_models
+from l0prune.files import consent, user_code
 from l0prune.files.consent import check_consent, check_root_consent, remember, remember_root
 
 NET = """
@@ -74,7 +74,7 @@ def test_a_file_does_not_choose_what_is_fetched(spec, monkeypatch):
         fetched.append(name)
         raise AssertionError
 
-    monkeypatch.setattr(named_models, "_package", package)
+    monkeypatch.setattr(user_code, "_package", package)
     with pytest.raises(FileError, match=r"asks to fetch .*--trust-pickle"):
         l0prune.load("a.pt")
     assert not fetched

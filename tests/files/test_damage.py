@@ -14,7 +14,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files.checked_json import sealed
-from l0prune.files.pretrained.stored import MANIFEST, WEIGHTS
+from l0prune.files.pretrained.loading import MANIFEST, WEIGHTS
 from l0prune.recipes import reading
 from l0prune.report.report import Report
 from l0prune.report.trainings import training_in
@@ -66,7 +66,7 @@ def of_checkpoint(path):
 
 
 def table(model):
-    from l0prune.timing.groups import Group
+    from l0prune.timing.facts import Group
     from l0prune.timing.setting import Setting
     from l0prune.timing.stairs import Stairs, Step, Term
     from l0prune.timing.table import LatencyTable, Quality, plan_id

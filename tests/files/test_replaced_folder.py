@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from l0prune.errors import FileError
-from l0prune.files.atomic import replacement, write_whole
-from l0prune.files.folder import claimed, replaced_folder
+from l0prune.files.atomic import claimed, replaced_folder, replacement, write_whole
 
 
 def write(path, names, text="new"):
@@ -75,7 +74,7 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
 def test_a_killed_run_leaves_no_lock(tmp_path):
     code = f"""
 import os, pathlib, sys
-from l0prune.files.folder import claimed
+from l0prune.files.atomic import claimed
 with claimed(pathlib.Path({str(tmp_path)!r})):
     print("claimed", flush=True)
     sys.stdin.read()

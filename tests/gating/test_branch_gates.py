@@ -10,8 +10,8 @@ from differences import ROUNDED, difference
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel, cost_of
 from l0prune.errors import UsageError
+from l0prune.plan.cost import CostModel, cost_of
 from l0prune.plan.switches import switches_of
 
 

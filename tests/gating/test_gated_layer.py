@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import l0prune
-from l0prune.gating.scale import scale
+from l0prune.gating.gated_layer import scale
 
 
 class Own(nn.Linear):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from l0prune.gating.scale import scale
+from l0prune.gating.gated_layer import scale
 
 SHAPES = [((5,), 0), ((4, 6), 0), ((4, 6), 1), ((4, 6, 3, 3), 0), ((4, 6, 3, 3), 1)]
 SHAPES += [((4, 6, 1, 1), 1), ((4, 6, 3), 2), ((2, 3, 4, 5), 2), ((3, 1), 1)]

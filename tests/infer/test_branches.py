@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel
 from l0prune.infer.parts import inferred
+from l0prune.plan.cost import CostModel
 from l0prune.plan.switches import switched
 
 X = torch.randn(2, 4, 6, 6)

@@ -6,8 +6,8 @@ from models import Broken, small
 from torch import nn
 
 import l0prune
-from l0prune.cost.amounts import Amounts
 from l0prune.errors import UsageError
+from l0prune.plan.cost import Amounts
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel
+from l0prune.plan.cost import CostModel
 
 X = torch.randn(4, 3, 7, generator=torch.Generator().manual_seed(0))
 # kind, layers, two directions, size of projections, biases, batch first

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plans import spread_by_hand
 
 from l0prune.plan import layout as L
-from l0prune.plan.gate_index import constant_positions
+from l0prune.plan.layout import constant_positions
 from l0prune.plan.plan import Axis, Plan
 
 VALUES = torch.tensor([2.0, 3.0, 5.0, 7.0, 11.0])

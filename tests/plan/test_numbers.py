@@ -10,9 +10,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.objective.lambdas import Lambda
 from l0prune.plan.numbers import check_number, check_whole, is_count, is_number
 from l0prune.recipes import reading
+from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings
 
 

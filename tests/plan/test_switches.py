@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel
 from l0prune.infer.parts import inferred
+from l0prune.plan.cost import CostModel
 from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import (

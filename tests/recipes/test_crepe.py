@@ -9,8 +9,8 @@ import torch
 from onnxruntime import InferenceSession
 from torch import nn
 
-from l0prune.cost.limits import limits
 from l0prune.errors import UsageError
+from l0prune.plan.limits import limits
 from l0prune.recipes.builtin import crepe
 from l0prune.recipes.builtin.tones import cents_of, tone, tones
 from l0prune.recipes.reading import load

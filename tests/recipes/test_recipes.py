@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import l0prune
+from l0prune.cli.edge import announced
 from l0prune.cli.gate import gate as command_gate
-from l0prune.cli.stages import announced
-from l0prune.cost.limits import limits
 from l0prune.errors import DataError, FileError, UsageError
-from l0prune.objective.lambdas import Lambda
+from l0prune.plan.limits import limits
 from l0prune.recipes.reading import builtin, load
 from l0prune.recipes.run import run
 from l0prune.recipes.schema import GateSection
+from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings
 
 EXAMPLES = {
@@ -112,7 +112,7 @@ def test_wide_resnet_runs(tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"
         "from l0prune.data import Data, Tensors\n"
-        "from l0prune.data.augment import shifted_and_mirrored\n"
+        "from l0prune.running.sources import shifted_and_mirrored\n"
         "def noise():\n"
         "    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 10\n"
         "    return Data('noise', Tensors(x, y, shifted_and_mirrored), Tensors(x, y), 10)\n"

@@ -10,7 +10,7 @@ from reported import content
 
 import l0prune
 from l0prune.report.content import Gain, Metric, Pair
-from l0prune.report.page import numbers
+from l0prune.report.page import elements
 from l0prune.report.run_folder import report_of
 
 
@@ -21,10 +21,10 @@ def test_cards(page):
     by_label = {label: rest for label, *rest in shown}
     gain = data["gain"]
     for label, name, show in (
-        ("Parameters", "params", numbers.count),
-        ("MACs of one example", "macs", numbers.brief),
-        ("ONNX file", "bytes", numbers.size),
-        ("Time of a call", "time", numbers.milliseconds),
+        ("Parameters", "params", elements.count),
+        ("MACs of one example", "macs", elements.brief),
+        ("ONNX file", "bytes", elements.size),
+        ("Time of a call", "time", elements.milliseconds),
     ):
         pair = gain[name]
         if pair is None:
@@ -36,8 +36,8 @@ def test_cards(page):
             assert rest[0] == f"from {show(pair['before'])}"
     metric = gain["metric"]
     of = by_label[f"{metric['name'].capitalize()} on the test data"]
-    assert of[0] == numbers.metric(metric["name"], metric["after"])
-    assert of[1] == f"from {numbers.metric(metric['name'], metric['before'])}"
+    assert of[0] == elements.metric(metric["name"], metric["after"])
+    assert of[1] == f"from {elements.metric(metric['name'], metric['before'])}"
     meters = [float(w) for w in re.findall(r'<i style="width:([\d.]+)%"', page.text)]
     pairs = [gain[name] for name in ("params", "macs", "bytes", "time")]
     shares = [p["after"] / p["before"] for p in pairs if p and p["before"]]
@@ -67,7 +67,7 @@ def test_certificate(page, wide):
         for output, error in (check["outputs"] or {"": check["error"]}).items():
             key = (check["what"], check["part"], check["dtype"], output)
             worst[key] = max(worst.get(key, (0, 0)), (error, check["tolerance"]))
-    assert said == {f"{numbers.error(e)}, allowed {numbers.error(t)}" for e, t in worst.values()}
+    assert said == {f"{elements.error(e)}, allowed {elements.error(t)}" for e, t in worst.values()}
 
 
 @both
@@ -125,7 +125,7 @@ def test_time(page, wide):
     first, *steps, last = groups(picture)
     bar = first[1].find(f"{SVG}rect")
     left, unit = at(bar, "x"), at(bar, "width") / before
-    assert numbers.milliseconds(before) in first[0]
+    assert elements.milliseconds(before) in first[0]
     place, close = before, DRAWN / unit
     for of, (title, group) in zip(owners, steps, strict=True):
         bars = group.findall(f"{SVG}rect")
@@ -134,21 +134,21 @@ def test_time(page, wide):
             assert title.startswith("1 that hardly changed")
         else:
             sign = "−" if change < 0 else "+"
-            assert f"{of['name']}: {sign}{numbers.milliseconds(abs(change))}" in title
+            assert f"{of['name']}: {sign}{elements.milliseconds(abs(change))}" in title
             ends = sorted((place, place + change))
             assert (at(bars[0], "x") - left) / unit == pytest.approx(ends[0], abs=2 * close)
             assert at(bars[0], "width") / unit == pytest.approx(abs(change), abs=2 * close)
         place += change
-        assert f"{numbers.milliseconds(of['filling'])} of what is left" in title
+        assert f"{elements.milliseconds(of['filling'])} of what is left" in title
         end = (at(bars[1], "x") + at(bars[1], "width") - left) / unit
         assert end == pytest.approx(place, abs=3 * close)
         assert at(bars[1], "width") / unit == pytest.approx(of["filling"], abs=2 * close)
-    assert numbers.milliseconds(sum(of["after"] for of in owners)) in last[0]
+    assert elements.milliseconds(sum(of["after"] for of in owners)) in last[0]
     filling = sum(of["filling"] for of in owners)
     bars = last[1].findall(f"{SVG}rect")
     assert at(bars[0], "width") / unit == pytest.approx(place, abs=2 * close)
     assert at(bars[1], "width") / unit == pytest.approx(filling, abs=2 * close)
-    assert f"Hollow: {numbers.milliseconds(filling)}" in page.text
+    assert f"Hollow: {elements.milliseconds(filling)}" in page.text
 
 
 @both
@@ -175,7 +175,7 @@ def test_predicted_and_timed(page, wide):
                 drawn.append((share(at(rings[0], "cx")), share(at(dot, "cx"))))
                 (value,) = of_class(group, "text", "value")
                 assert value.text == " → ".join(
-                    numbers.percent(x) for x in expected[len(drawn) - 1]
+                    elements.percent(x) for x in expected[len(drawn) - 1]
                 )
         for line in of_class(picture, "line", "limit"):
             allowed = 100 * looks[0]["allowed"] / looks[0]["dense"]
@@ -188,11 +188,11 @@ def test_predicted_and_timed(page, wide):
 def test_budgets_and_files(page):
     data = page.data
     for asked in data["budgets"]:
-        share, limit = (numbers.percent(asked[name]) for name in ("share", "limit"))
+        share, limit = (elements.percent(asked[name]) for name in ("share", "limit"))
         assert f"{share} is left, at most {limit} was asked for" in page.text
     for file in data["repeat"]["files"]:
         assert file["sha256"] in page.text
-        assert numbers.size(file["bytes"]) in page.text
+        assert elements.size(file["bytes"]) in page.text
 
 
 @both

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal
 import l0prune
 from l0prune.plan.layout import Cat, Const, Prod, Slots, outer
 from l0prune.report.layers import UNUSED
-from l0prune.report.name_patterns import pattern, several, together
+from l0prune.report.survey import pattern, several, together
 
 
 def gpt2():

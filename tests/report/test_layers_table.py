@@ -9,8 +9,8 @@ from reported import content, layer
 
 import l0prune
 from l0prune.report.content import Gain, Pair
-from l0prune.report.page import numbers
-from l0prune.report.page.layers_table import sums
+from l0prune.report.page import elements
+from l0prune.report.page.network import sums
 
 
 def rows_of(text):
@@ -34,7 +34,7 @@ def amounts(params, macs):
         for pair in (params, macs)
         for cell in (
             before_and_after(pair),
-            numbers.percent(pair["after"] / pair["before"]) if pair["before"] else "–",
+            elements.percent(pair["after"] / pair["before"]) if pair["before"] else "–",
         )
     ]
 

@@ -22,10 +22,9 @@ from l0prune.report.content import (
     Side,
     Training,
 )
-from l0prune.report.page import html, numbers
+from l0prune.report.page import elements, html
 from l0prune.report.page.certificate import rows_of
-from l0prune.report.page.looks import groups_of
-from l0prune.report.page.time import by_block, steps_of
+from l0prune.report.page.time import by_block, groups_of, steps_of
 from l0prune.report.page.verdict import verdict
 
 HOSTILE = {
@@ -271,13 +270,13 @@ def test_saved_beside_its_data(tmp_path):
 
 
 def test_numbers_are_written_for_people():
-    assert numbers.ticks(0, 100) == [0, 50, 100]
-    assert numbers.ticks(0, 0.27) == pytest.approx([0, 0.1, 0.2])
-    assert numbers.ticks(-3, 5) == [-2, 0, 2, 4]
-    assert [numbers.size(n) for n in (12, 57_400, 2e9)] == ["12 bytes", "57.4 kB", "2 GB"]
-    assert [numbers.brief(n) for n in (7, 999.6, 91776)] == ["7", "1 k", "91.8 k"]
-    assert [numbers.duration(s) for s in (4.5, 600, 12000)] == ["4.5 s", "10 min", "3 h 20 min"]
-    assert [numbers.percent(p) for p in (0.10839, 1.0, 1.034)] == ["10.8 %", "100 %", "103.4 %"]
+    assert elements.ticks(0, 100) == [0, 50, 100]
+    assert elements.ticks(0, 0.27) == pytest.approx([0, 0.1, 0.2])
+    assert elements.ticks(-3, 5) == [-2, 0, 2, 4]
+    assert [elements.size(n) for n in (12, 57_400, 2e9)] == ["12 bytes", "57.4 kB", "2 GB"]
+    assert [elements.brief(n) for n in (7, 999.6, 91776)] == ["7", "1 k", "91.8 k"]
+    assert [elements.duration(s) for s in (4.5, 600, 12000)] == ["4.5 s", "10 min", "3 h 20 min"]
+    assert [elements.percent(p) for p in (0.10839, 1.0, 1.034)] == ["10.8 %", "100 %", "103.4 %"]
 
 
 def test_the_waterfall_shows_blocks_where_there_are_many_modules():

@@ -11,8 +11,8 @@ from reported import content, look
 from small_task import data, gated, network
 
 import l0prune
-from l0prune.cost import measures
 from l0prune.errors import FileError, L0pruneWarning, TrainingError, UsageError
+from l0prune.plan import measures
 from l0prune.report.content import BudgetState, Fit, Pair
 from l0prune.report.live import live_page
 from l0prune.report.run_folder import report_of

@@ -6,8 +6,8 @@ from reported import content
 import l0prune
 from l0prune.errors import FileError
 from l0prune.report.content import Gain, Metric, Pair
+from l0prune.report.page.sweep import front
 from l0prune.report.run_folder import report_of
-from l0prune.report.sweep import front
 
 
 def test_the_front_is_what_no_other_run_beats():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l0prune.errors import UsageError
-from l0prune.running.classes import choose_classes, cross_entropy, error_rate
+from l0prune.running.criteria import choose_classes, cross_entropy, error_rate
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([0, 1, 1, 2])

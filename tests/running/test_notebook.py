@@ -3,7 +3,7 @@ import re
 from rich.table import Table
 from rich.text import Text
 
-from l0prune.running.notebook import as_html
+from l0prune.running.environment import as_html
 
 
 def test_a_table_is_one_element_whose_text_is_escaped(capsys):

@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from l0prune.running.own_loss import are_findings, own_loss
+from l0prune.running.task import are_findings, own_loss
 
 LOSS, SCORES = torch.tensor(0.5), torch.ones(4, 3)
 

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from l0prune.data import Tensors
 from l0prune.errors import DataError, FileError, UsageError
-from l0prune.running.classes import cross_entropy, error_rate
+from l0prune.running.criteria import cross_entropy, error_rate
 from l0prune.running.task import Task, batch_length
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])

@@ -10,7 +10,6 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
-from l0prune.objective.budget import Budget
 from l0prune.plan.switches import switches_of
 from l0prune.recipes.run import _fit
 from l0prune.recipes.schema import FitSection
@@ -19,6 +18,7 @@ from l0prune.selection.at_once import AtOnce, tried
 from l0prune.selection.fit import _told, blocks_for, unmet
 from l0prune.selection.fitting import Movable
 from l0prune.selection.subject import Subject
+from l0prune.training.budget import Budget
 
 
 class Blocks(nn.Module):

@@ -10,8 +10,8 @@ from residual import SIZE, gated, random_scores
 from torch import nn
 
 import l0prune
-from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
+from l0prune.plan.cost import CostModel
 from l0prune.selection.fit import fit
 
 

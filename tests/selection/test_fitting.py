@@ -9,10 +9,10 @@ from residual import SIZE, gated, random_scores
 from stairs import BLOCK, Stairs, registered
 
 import l0prune
-from l0prune.cost.measures import Params
 from l0prune.errors import UsageError
+from l0prune.plan.measures import Params
 from l0prune.selection import fitted
-from l0prune.selection.blocks import blocks_of
+from l0prune.selection.fitting import blocks_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,8 +7,7 @@ import torch
 from residual import Residual
 
 import l0prune
-from l0prune.timing.facts import plan_id
-from l0prune.timing.groups import Group
+from l0prune.timing.facts import Group, plan_id
 from l0prune.timing.latency import OVERHEAD, TimedLatency
 from l0prune.timing.stairs import Stairs, Step, Term
 

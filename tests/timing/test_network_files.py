@@ -11,8 +11,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
-from l0prune.timing.networks import Exporter
+from l0prune.timing.network_files import DENSE, INPUTS, Exporter, NetworkFiles
 from l0prune.timing.sampling import slots_of
 from l0prune.timing.template import with_names
 

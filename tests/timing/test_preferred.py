@@ -5,7 +5,7 @@ import math
 import pytest
 
 from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.preferred import preferred_blocks
+from l0prune.timing.latency import preferred_blocks
 
 
 def plan(*sizes, kind="channel"):

@@ -11,7 +11,7 @@ from timed_network import gated
 
 import l0prune
 from l0prune.plan.layout import Const, Slots
-from l0prune.timing.groups import Group
+from l0prune.timing.facts import Group
 from l0prune.timing.regression import Samples, fitted, not_negative, smooth
 from l0prune.timing.stairs import LayoutSizes, Stairs, Step, Term
 

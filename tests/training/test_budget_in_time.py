@@ -7,9 +7,9 @@ import torch
 from small_task import data, gated
 
 import l0prune
-from l0prune.cost.measures import Latency
-from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
+from l0prune.plan.cost import CostModel
+from l0prune.plan.measures import Latency
 from l0prune.plan.plan import Cost
 
 QUIET = {"epochs": 3, "batch_size": 30, "progress": False, "ema": 0}

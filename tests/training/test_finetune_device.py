@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from l0prune.capture.modes import evaluating
+from l0prune.capture.model_checks import evaluating
 from l0prune.errors import UsageError
 from l0prune.running import device
 

@@ -12,10 +12,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import l0prune
 from l0prune.data import Data, Tensors
 from l0prune.errors import AlreadyGated, DataError, FileError, NotGated, UsageError
-from l0prune.files.folder import claimed
-from l0prune.objective.penalty import param_groups, penalty
+from l0prune.files.atomic import claimed
 from l0prune.running.evaluate import evaluate
 from l0prune.running.task import Task
+from l0prune.training.penalty import param_groups, penalty
 from l0prune.training.run import finetune, train_dense
 
 QUIET = {"progress": False, "batch_size": 30}

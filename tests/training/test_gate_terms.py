@@ -3,11 +3,11 @@ import torch
 from small_task import gated
 
 import l0prune
-from l0prune.cost.model import CostModel
 from l0prune.errors import UsageError
-from l0prune.objective.penalty import penalty
+from l0prune.plan.cost import CostModel
 from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms, default_gate_rate
+from l0prune.training.penalty import penalty
 from l0prune.training.phases import Phases
 
 PHASES = Phases(total=20, warmup=4, settle=5)

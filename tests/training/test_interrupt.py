@@ -6,8 +6,8 @@ import pytest
 
 from l0prune.errors import Interrupted
 from l0prune.running.processes import World
-from l0prune.training import interrupt as interrupt_module
-from l0prune.training.interrupt import Interrupt
+from l0prune.training import loop as interrupt_module
+from l0prune.training.loop import Interrupt
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from l0prune.training.run import OF_GATES
 from l0prune.training.settings import Settings
 
 PACKAGE = Path(l0prune.__file__).parent
-FILES = ["__init__.py", "report/with_page.py", "training/pruner.py", "training/keywords.py"]
+FILES = ["__init__.py", "report/live.py", "training/pruner.py", "training/keywords.py"]
 SCRIPT = """
 import torch
 import l0prune

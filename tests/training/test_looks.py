@@ -2,7 +2,7 @@
 
 import pytest
 
-from l0prune.training.looks import Looks
+from l0prune.training.start import Looks
 
 
 def test_slots_take_a_twentieth_of_the_steps_within_limits():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import l0prune
 from l0prune.errors import Interrupted, TrainingError
-from l0prune.training.epochs import watched
+from l0prune.training.phases import watched
 
 QUIET = {"batch_size": 30, "progress": False, "budget": "params=0.5", "start": "alike"}
 

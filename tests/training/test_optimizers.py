@@ -7,8 +7,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.objective.penalty import param_groups
 from l0prune.training.optimizers import Schedule, make_optimizers
+from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
 

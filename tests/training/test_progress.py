@@ -5,7 +5,7 @@ from small_task import data, gated
 
 import l0prune
 from l0prune.gating.attaching import bypass
-from l0prune.training.description import describe
+from l0prune.training.history import describe
 from l0prune.training.progress import Display
 
 RECORD = {

@@ -16,7 +16,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import NotGated, UsageError
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
-from l0prune.objective.penalty import penalty
+from l0prune.training.penalty import penalty
 from l0prune.training.pruner import Pruner
 
 STEPS = 40

@@ -101,6 +101,6 @@ def test_settings_that_decide_how_a_run_goes_on_are_settings():
 
 
 def test_settings_need_no_torch():
-    code = "import sys, l0prune.cli.setting_options; print('torch' in sys.modules)"
+    code = "import sys, l0prune.cli.options; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import l0prune
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.training.compaction import Compaction
-from l0prune.training.shrinking import Shrinking
+from l0prune.training.decision import Shrinking
 
 
 @pytest.fixture

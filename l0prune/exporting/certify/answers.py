@@ -1,8 +1,11 @@
-"""What the gated model computes on the inputs of a certificate: run once, compared often."""
+"""What the gated model computes on the inputs of a certificate: run once, compared often.
+
+What the outputs of a model are called: their keys or fields, else their places.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -11,15 +14,52 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.held_inputs import call
+from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
-from l0prune.exporting.certify.lending import lent, read_of
-from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.output_names import tensor_names
-from l0prune.exporting.slicing.dtypes import cast, name_of
+from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of, read_of
 from l0prune.running.stages import stage
+
+
+def leaf_names(structure: pytree.TreeSpec) -> list[str]:
+    """A name for each leaf of what a model returns.
+
+    ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
+    """
+    leaves = [torch.tensor(number) for number in range(structure.num_leaves)]
+    try:
+        tree = pytree.tree_unflatten(leaves, structure)
+    except Exception:  # a type that can only be made of tensors with dims, such as a cache
+        tree = None
+    named = {int(leaf): "_".join(path) or "output" for path, leaf in _paths(tree, ())}
+    return [named.get(number, f"output_{number}") for number in range(len(leaves))]
+
+
+def tensor_names(output: Any) -> list[str]:
+    """A name for each tensor of an output, in the order in which outputs are compared."""
+    leaves, structure = pytree.tree_flatten(output)
+    names = leaf_names(structure)
+    return [n for n, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+
+
+def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Each tensor in a structure with the keys that lead to it."""
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _paths(value, (*path, str(key)))
+    elif isinstance(tree, list | tuple):
+        fields = getattr(tree, "_fields", [str(number) for number in range(len(tree))])
+        start = path if path or hasattr(tree, "_fields") else ("output",)
+        for key, value in zip(fields, tree, strict=True):
+            yield from _paths(value, (*start, key))
+    else:
+        held = vars(tree) if hasattr(tree, "__dict__") else {}
+        for key, value in held.items():
+            yield from _paths(value, (*path, key))
+
 
 BOTH = (torch.float64, torch.float32)
 

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.recording import Call, examples_given, examples_in, filled, record
+from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
-from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, output_of, running_in
+from l0prune.exporting.certify.answers import (
+    Answer,
+    answers_of,
+    holds_nan,
+    output_of,
+    running_in,
+    tensor_names,
+)
 from l0prune.exporting.certify.difference import differences, largest
-from l0prune.exporting.certify.lending import lent
-from l0prune.exporting.output_names import tensor_names
-from l0prune.exporting.slicing.dtypes import cast, name_of
+from l0prune.exporting.certify.dtypes import cast, lent, name_of
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}

@@ -1,16 +1,27 @@
-"""Inputs on which a certificate is given: like the example's, and such as the model can take."""
+"""Inputs on which a certificate is given: like the example's, and such as the model can take.
+
+Which other sizes a model takes where its inputs are of any size: the certificate tries them.
+
+A capture with a free batch size, and whether it is right for a batch of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
-from l0prune.capture.recording import examples_in
+from l0prune.capture.capture import Captured, capture
+from l0prune.capture.recording import examples_in, first_rows
+from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
+from l0prune.exporting.certify.answers import is_valid, output_as_it_is
+from l0prune.exporting.certify.certificate import LARGEST
+from l0prune.exporting.certify.difference import difference
+from l0prune.running.stages import stage
 
 _NOISE = 0.1
 NO_SIZES: Mapping[str, int] = {}
@@ -103,3 +114,68 @@ def _mapped(
     changed = [change(leaf, free.of(number)) for number, leaf in enumerate(leaves)]
     args, kwargs = pytree.tree_unflatten(changed, structure)
     return args, kwargs
+
+
+Sizes = tuple[Mapping[str, int], ...]
+
+_OTHERS = 2  # beside the example's
+
+
+@stage("looking for input sizes that the model takes")
+def sizes_taken(gated: nn.Module, example: Inputs, free: FreeSizes) -> Sizes:
+    """Sizes of all free dims for each of several inputs, the example's last.
+
+    An image may have to be a multiple of something, a text no longer than its positions. So a few
+    are tried for each name, one alone first.
+    """
+    own = free.sizes(example)
+    others = {name: _others(gated, example, free, name) for name in own}
+    every = [
+        {name: found[number] for name, found in others.items() if len(found) > number}
+        for number in range(_OTHERS)
+    ]
+    return (*({**own, **sizes} for sizes in every if sizes), own)
+
+
+def _others(gated: nn.Module, example: Inputs, free: FreeSizes, name: str) -> list[int]:
+    own = free.sizes(example)
+    size, found = own[name], list[int]()
+    for other in dict.fromkeys((1, 2 * size, size + 1, size + size // 2, size // 2)):
+        if len(found) < _OTHERS and other not in (size, 0):
+            given = fresh_inputs(example, None, 0, free, {**own, name: other})
+            found += [other] if is_valid(gated, given) else []
+    return found
+
+
+def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIXED) -> Captured:
+    """The capture of a model in eval mode with a free batch, where torch.export finds one.
+
+    And with those of the ``free`` sizes that it finds to be free, too.
+
+    torch.export goes by a batch of two or more, and believes that one example takes the same way.
+    Where it does not (``if x.shape[0] == 1``, ``x.squeeze()``), the graph is for two or more; or,
+    if the example is of one, for just that.
+
+    Raises:
+        CaptureError: torch.export cannot follow the model.
+    """
+    captured = capture(model, *example, dynamic_batch=True, free=free)
+    if not captured.dynamic or _holds_for_one(model, captured, example):
+        return captured
+    if examples_in(example) == captured.batches.multiple:
+        return capture(model, *example)
+    return replace(captured, batches=captured.batches.several())
+
+
+def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> bool:
+    """Does the graph compute what the model does on the first example alone, or group of them?
+
+    Whether it does so exactly is for the certificate to say.
+    """
+    single = first_rows(example, captured.batches.multiple)
+    graph = captured.program.module(check_guards=False)
+    try:
+        expected, found = (output_as_it_is(module, single) for module in (model, graph))
+    except Exception:  # one of them does not take it
+        return False
+    return difference(expected, found) <= LARGEST

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import TorchDispatchMode
-from l0prune.capture.copying import copied
-from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.copying import copied, own_forward
 from l0prune.capture.held_inputs import call
-from l0prune.capture.left_behind import as_it_was
-from l0prune.capture.modes import evaluating
-from l0prune.capture.own_forward import own_forward
+from l0prune.capture.kept_state import as_it_was
+from l0prune.capture.model_checks import evaluating
 from l0prune.capture.provenance import within
+from l0prune.capture.sizes import Inputs
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.certify.difference import difference
 from l0prune.running.stages import stage

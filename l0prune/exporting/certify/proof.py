@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.free_sizes import Inputs
 from l0prune.capture.provenance import is_within
 from l0prune.capture.recording import examples_given, first_of
+from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
 from l0prune.exporting.certify.certificate import (
@@ -24,13 +24,13 @@ from l0prune.exporting.certify.certificate import (
     compare,
     compare_in_parts,
 )
+from l0prune.exporting.certify.dtypes import asks_for_less, name_of
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.own_class.choice import OwnClass, Reference, choose, first_right
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.replacement import replace_part
 from l0prune.exporting.own_class.resizing import Changes
-from l0prune.exporting.slicing.dtypes import asks_for_less, name_of
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage

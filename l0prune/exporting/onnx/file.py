@@ -1,8 +1,17 @@
-"""The ONNX file: made from the dense program, run by ONNX Runtime, written whole."""
+"""The ONNX file: made from the dense program, run by ONNX Runtime, written whole.
+
+What the values of an ONNX file are called: outputs as in the model's own code, sizes by name.
+
+Subnormal weights of an ONNX file, which the exporter makes when it folds one into another.
+
+A BatchNorm is folded into the convolution before it, a scale into a weight: products of normal
+numbers may be subnormal ones. (See ``slicing.subnormal`` for why they are flushed.)
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
@@ -13,24 +22,126 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.quiet import alone, quietly
 from l0prune.errors import L0pruneError
-from l0prune.exporting.onnx.attention import around_its_tensors, written_as_products
-from l0prune.exporting.onnx.external import is_large, move_out
-from l0prune.exporting.onnx.names import output_names, rename
-from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, of_older_opset
-from l0prune.exporting.onnx.recurrent import arrange_weights
-from l0prune.exporting.onnx.subnormal import flush_weights
-from l0prune.exporting.onnx.translatable import in_plain_terms
-from l0prune.exporting.onnx.written_out import written_out
+from l0prune.exporting.certify.answers import leaf_names
+from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, is_large, move_out, of_older_opset
+from l0prune.exporting.onnx.operators import (
+    around_its_tensors,
+    arrange_weights,
+    in_plain_terms,
+    written_as_products,
+    written_out,
+)
+from l0prune.exporting.slicing.tensors import SMALLEST
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
+
+
+_NAME = r"[A-Za-z_]\w*"
+
+
+def output_names(program: ExportedProgram) -> list[str]:
+    """A name for each tensor that a program returns: its key or field, else its place.
+
+    ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
+    """
+    specs = program.graph_signature.output_specs
+    given = [spec.arg for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
+    structure = program.call_spec.out_spec
+    if structure is None or structure.num_leaves != len(given):
+        return []
+    names = leaf_names(structure)
+    return list(compress(names, (isinstance(arg, TensorArgument) for arg in given)))
+
+
+def rename(
+    model: onnx.ModelProto, outputs: Sequence[str], sizes: Sequence[Mapping[int, str]]
+) -> None:
+    """Give outputs these names, and the free dims of inputs; in place.
+
+    Args:
+        model: the file's content.
+        outputs: a name for each output; none where they keep theirs.
+        sizes: for each input the names of its free dims.
+    """
+    graph = model.graph
+    taken = {name for node in graph.node for name in (*node.input, *node.output)}
+    taken |= {given.name for given in (*graph.input, *graph.initializer)}
+    names: dict[str, str] = {}
+    for output, name in zip(graph.output, outputs, strict=False):
+        while name in taken and name != output.name:
+            name += "_out"
+        taken.add(name)
+        names.setdefault(output.name, name)
+    _rename_values(graph, names)
+    symbols = {
+        symbol[0]: name  # of a multiple, what it is one of
+        for given, dims in zip(graph.input, sizes, strict=False)
+        for dim, name in dims.items()
+        if (symbol := re.search(_NAME, given.type.tensor_type.shape.dim[dim].dim_param))
+    }
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if size.dim_param:
+                size.dim_param = re.sub(
+                    _NAME, lambda found: symbols.get(found[0], found[0]), size.dim_param
+                )
+
+
+def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Call values otherwise, also where a branch of the graph reads them."""
+    for node in graph.node:
+        for values in (node.input, node.output):
+            for number, value in enumerate(values):
+                values[number] = names.get(value, value)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _rename_values(attribute.g, names)
+    for value in (*graph.output, *graph.value_info):
+        value.name = names.get(value.name, value.name)
+
+
+# Operators that multiply with a number or add it. Zero is as good there as what is subnormal, which
+# it is not in a quotient, a logarithm or a variance.
+_LINEAR = frozenset(
+    ("Add", "Conv", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul", "Mul", "RNN", "Sub")
+)
+_SHAPING = frozenset(("Expand", "Reshape", "Split", "Squeeze", "Transpose", "Unsqueeze"))
+
+
+def flush_weights(model: onnx_ir.Model) -> None:
+    """Let subnormal weights of float32 be zero, in place, if only sums of products read them."""
+    import onnx_ir
+
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.dtype != onnx_ir.DataType.FLOAT or not _is_linear(value):
+                continue
+            numbers = tensor.numpy()
+            size = np.abs(numbers)
+            subnormal = (size < SMALLEST) & (size > 0)
+            if subnormal.any():
+                flushed = np.where(subnormal, np.float32(0), numbers)
+                value.const_value = onnx_ir.tensor(flushed, name=value.name)
+
+
+def _is_linear(value: onnx_ir.Value) -> bool:
+    """Is it read by such operators alone, also by way of another shape?"""
+    if value.is_graph_output():
+        return False
+    return all(
+        node.op_type in _LINEAR
+        or (node.op_type in _SHAPING and all(_is_linear(output) for output in node.outputs))
+        for node in value.consumers()
+    )
 
 
 @stage("translating the smaller model to ONNX")

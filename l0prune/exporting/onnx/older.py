@@ -2,13 +2,20 @@
 
 The former one follows a forward with TorchScript. What it follows here is the graph of the program
 that other files are made from, in which sizes are read off the tensors.
+
+Weights beside an ONNX file: one file cannot be larger than 2 GB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +27,56 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.compat import EXPORTER_LOG, OpOverload, replaced
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import L0pruneError, UsageError
-from l0prune.exporting.onnx.external import LARGEST
 from l0prune.infer.nodes import has_tensor, operator_name
 
 if TYPE_CHECKING:
     import onnx
     import onnx_ir
+
+
+LARGEST = 2**31 - 1  # a protobuf file cannot be larger
+_ROOM = 0.95  # of it for weights; the rest is for the graph
+
+
+@contextmanager
+def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where the weights of an ONNX file may lie, if they have to lie apart; its name is new.
+
+    To be entered before the ONNX file is made and left after that has its name. So a kill leaves
+    the old file with its weights, or the new one with its own. In the end weights go that the file
+    does not name: the old ones, or the new ones where it was not replaced.
+    """
+    target = Path(os.path.realpath(path))
+    ours = re.compile(re.escape(target.name) + r"\.[0-9a-f]{8}\.data")
+    try:
+        yield target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
+    finally:
+        with contextlib.suppress(OSError):  # they only take room
+            found = [file for file in target.parent.iterdir() if ours.fullmatch(file.name)]
+            content = target.read_bytes() if found and target.exists() else b""
+            for file in found:
+                if file.name.encode() not in content:
+                    file.unlink()
+
+
+def is_large(model: onnx_ir.Model) -> bool:
+    """Are its weights too large for one file?"""
+    weights = {id(value.const_value): value.const_value for value in _weights(model)}
+    return sum(tensor.nbytes for tensor in weights.values() if tensor) > _ROOM * LARGEST
+
+
+def move_out(model: onnx_ir.Model, data: Path) -> None:
+    """Write its weights to a file, one after the other, and let it name that file, in place."""
+    import onnx_ir
+
+    onnx_ir.external_data.unload_from_model(model, data.parent, data.name)
+    with open(data, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _weights(model: onnx_ir.Model) -> list[onnx_ir.Value]:
+    return [value for graph in model.graphs() for value in graph.initializers.values()]
+
 
 FIRST_OF_PRESENT = 18
 _FIRST = 7  # that ONNX Runtime reads

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import write_runnable
-from l0prune.exporting.own_class.program import class_programs
+from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.subject import subject_of
 from l0prune.gating.attaching import holder
 from l0prune.running.stages import stage

@@ -1,4 +1,7 @@
-"""The user's own class at the new sizes, where it is shown to be the same function."""
+"""The user's own class at the new sizes, where it is shown to be the same function.
+
+What has to be known beside the tensors to make the model's own class anew at its new sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
-from l0prune.exporting.own_class.cached_steps import CachedStep
 from l0prune.exporting.own_class.comparison import (
     SOMETHING_ELSE,
+    CachedStep,
     Comparison,
     Expected,
     compare_class,
     first_difference,
     has_gates,
 )
-from l0prune.exporting.own_class.layers import Layer, layers_for
-from l0prune.exporting.own_class.queries import query_scales
+from l0prune.exporting.own_class.layers import Layer, layers_for, query_scales
 from l0prune.exporting.own_class.remembered_sizes import (
     given_sizes,
     known_cause,
@@ -38,8 +42,8 @@ from l0prune.exporting.own_class.resizing import (
     resized,
 )
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.exporting.slicing.subnormal import flush
-from l0prune.exporting.slicing.tensors import stored_in, under_all_names
+from l0prune.exporting.slicing.tensors import flush, stored_in, under_all_names
+from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
 from l0prune.files.pretrained.layers import drop
 from l0prune.gating.gated_class import original_class
 from l0prune.plan.branch import Branch
@@ -300,3 +304,35 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
         for path, attributes in changes.items()
     }
     return {path: attributes for path, attributes in left.items() if attributes}
+
+
+def manifest(
+    model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes, layers: Mapping[str, Layer]
+) -> dict[str, Any]:
+    """Old and new shape of each tensor, and what of the modules follows, as JSON data."""
+    shapes = {
+        name: {"old": list(old.shape), "new": list(tensors[name].shape)}
+        for name, old in model.state_dict().items()
+        if name in tensors
+    }
+    attributes = {path: dict(of) for path, of in changes.items()}
+    for path, layer in layers.items():
+        attributes.setdefault(path, {}).update(layer.attributes)
+    kinds = {path: layer.kind for path, layer in layers.items() if layer.kind}
+    kinds |= {path: GivenSizes.__name__ for path, of in changes.items() if GIVEN in of}
+    return {"shapes": shapes, "attributes": attributes, "layers": kinds}
+
+
+def constants(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
+    """Old and new shape of each tensor that has changed and is in no state_dict.
+
+    Args:
+        model: the user's ungated module at its old sizes.
+        tensors: the cut tensors as the module has to have them, by name.
+    """
+    found, state = {}, model.state_dict()
+    for name, new in tensors.items():
+        old = None if name in state else stored_in(model, name)
+        if old is not None and not (old.shape == new.shape and torch.equal(old.to(new), new)):
+            found[name] = {"old": list(old.shape), "new": list(new.shape)}
+    return found

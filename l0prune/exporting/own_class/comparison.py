@@ -1,36 +1,170 @@
-"""Comparison of a resized module of the user's own class: its function, and its training."""
+"""Comparison of a resized module of the user's own class: its function, and its training.
+
+Does a decoder of its own class go on as it should from what it remembers of earlier tokens?
+
+The comparison of outputs runs it on whole sequences. When it generates it is given one token at a
+time and a cache, which its layers fill: a layer that is gone fills nothing.
+
+Random numbers that do not come between two models whose tensors differ in size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import version_of
-from l0prune.capture.free_sizes import Inputs
+from l0prune.capture.compat import TorchDispatchMode, version_of
 from l0prune.capture.held_inputs import call
-from l0prune.capture.places import raised_at
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.quiet import quietly
 from l0prune.capture.recording import record
+from l0prune.capture.sizes import Inputs
+from l0prune.capture.symbolic import raised_at
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.lending import lent
-from l0prune.exporting.certify.one_dtype import InOneDtype
-from l0prune.exporting.own_class.draws import SteadyDraws
-from l0prune.exporting.slicing.dtypes import cast
+from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent
 from l0prune.files.pretrained.cut_layers import PassedBy
 from l0prune.gating.bank import Gates
 
-# In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
+# In float64; a step with a cache adds up in another order than one without.
 _ROUNDING = 1e-6
+_CACHES = ("cache", "past_key_values")  # one name or the other, by the version of transformers
+_MASK = "attention_mask"
+_TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
+OTHER_STEPS = "with a cache it goes on as another model would"
+
+
+@dataclass(frozen=True)
+class CachedStep:
+    """The last token of an example, after those before it were given: what comes out.
+
+    Attributes:
+        inputs: the example.
+        output: of the reference.
+    """
+
+    inputs: Inputs
+    output: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Inputs) -> CachedStep | None:
+        """None where it keeps no cache, or makes no numbers of such an example."""
+        with suppress(Exception):
+            output = _stepped(module, inputs)
+            return cls(inputs, output) if bool(output.isfinite().all()) else None
+        return None
+
+    def fault_of(self, module: nn.Module) -> str:
+        """Why a module is not the same there; empty if it is."""
+        try:
+            found = _stepped(module, self.inputs)
+        except Exception as error:
+            first = first_line(error)
+            return f"with a cache it does not go on: {type(error).__name__}: {first}"
+        return "" if difference(self.output, found) <= _ROUNDING else OTHER_STEPS
+
+
+def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
+    """What the model makes of the last token.
+
+    The first token of the first example is masked, as padding is, where the tokens are all that
+    there is to mask: then the model has to know how many there were.
+
+    Raises:
+        Exception: it keeps no cache, or takes no such inputs.
+    """
+    signature = inspect.signature(module.forward)
+    cache = next((name for name in _CACHES if name in signature.parameters), "")
+    if not cache:
+        raise TypeError("this model keeps no cache")
+    args, kwargs = cast(inputs, torch.float64)
+    given = dict(zip(signature.parameters, args, strict=False)) | kwargs
+    name = next(each for each in _TOKENS if each in signature.parameters)
+    tokens = given.pop(name)
+    first, last = given | {name: tokens[:, :-1]}, given | {name: tokens[:, -1:]}
+    if name == _TOKENS[1] and _MASK in signature.parameters:
+        mask = given.get(_MASK, torch.ones_like(tokens)).clone()
+        mask[0, 0] = 0
+        first[_MASK], last[_MASK] = mask[:, :-1], mask
+    model, told = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
+    with quietly(), torch.no_grad(), InOneDtype(torch.float64):
+        before = model(**(first | told))
+        after = model(**(last | told | {cache: before[cache]}))
+    result = after[0]
+    assert isinstance(result, Tensor)
+    return result
+
+
+_ATEN = torch.ops.aten
+
+
+class SteadyDraws(TorchDispatchMode):
+    """Within the context, dropout of every kind keeps all, and other draws are noted.
+
+    Two models compute the same there if they do with whatever dropout leaves, and if their other
+    draws are of the same sizes: then torch draws the same numbers for both, from the same seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """``seed`` is of torch's own generator, which is as before afterwards."""
+        super().__init__()
+        self._seed = seed
+        self._drawn: list[tuple[str, tuple[torch.Size, ...]]] = []
+
+    def __enter__(self) -> SteadyDraws:
+        """From here torch draws from the seed."""
+        self._others = _state_of_others()
+        self._fork = torch.random.fork_rng(devices=[])
+        self._fork.__enter__()
+        torch.default_generator.manual_seed(self._seed)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Notes whether anything was drawn that torch knows nothing of."""
+        super().__exit__(*error)
+        self._fork.__exit__(*error)
+        self._is_known = _state_of_others() == self._others
+
+    def is_like(self, other: SteadyDraws) -> bool:
+        """Whether both drew the same numbers; to be asked when both are done."""
+        return self._is_known and other._is_known and self._drawn == other._drawn
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, without its draw where it is that of a dropout."""
+        if func is _ATEN.bernoulli_.float:
+            return args[0].fill_(1)
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:  # type: ignore[attr-defined]
+            tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+            self._drawn.append((str(func), tuple(tensor.shape for tensor in tensors)))
+        return result
+
+
+def _state_of_others() -> bytes:
+    """Where the generators of Python and NumPy stand, which a forward may draw from, too."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
+
+
+# In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
 SOMETHING_ELSE = "its forward computes something else at these sizes"
 
 

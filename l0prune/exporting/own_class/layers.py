@@ -4,6 +4,8 @@ A module that averages over an axis would divide by fewer values. Which of its n
 change is not known of a user's own class; but there are few ways to write a norm, and each is tried
 on its own, on random values that are zero where slots are gone: it has to compute what the whole
 module does.
+
+Queries that make up for a scale that the code takes from the size of what is left of a head.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.one_dtype import InOneDtype
+from l0prune.exporting.certify.dtypes import InOneDtype
 from l0prune.exporting.own_class.remembered_sizes import given_sizes
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
@@ -242,3 +244,23 @@ def _whole_sizes(
         for dim, before in enumerate(module.get_parameter(name).shape):
             if before != new.shape[dim]:
                 yield [name, dim, before]
+
+
+def query_scales(chosen: Chosen) -> dict[str, Tensor]:
+    """By parameter, what it is multiplied with once it is cut, float64, of as many dims.
+
+    ``q·k / √k`` of k dims that are left is ``√(k/n) · q·k / √n`` in place of what n dims gave.
+    """
+    plan, kept = chosen.plan, chosen.kept
+    scales: dict[str, Tensor] = {}
+    for query in plan.code.queries:
+        by = (int(plan.mask(query.head, kept).sum()) / size_of(query.head)) ** 0.5
+        dims = plan.tensors[query.tensor]
+        rows = dims[query.dim]
+        scale = torch.ones(size_of(rows), dtype=torch.float64)
+        for start, stop in query.ranges:
+            scale[start:stop] = by
+        if by != 1:
+            shape = [-1 if dim == query.dim else 1 for dim in range(len(dims))]
+            scales[query.tensor] = scale[plan.mask(rows, kept)].view(shape)
+    return scales

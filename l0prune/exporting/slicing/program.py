@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.batches import ANY, Batches, batch_shapes, shapes_in, widened
-from l0prune.capture.free_sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.capture.held_inputs import plain
-from l0prune.capture.hints import without_hints
-from l0prune.capture.kept_state import without_state
-from l0prune.capture.left_behind import exported
+from l0prune.capture.kept_state import exported, without_state
+from l0prune.capture.patches import respell, without_hints
 from l0prune.capture.quiet import alone, quietly
 from l0prune.capture.recording import examples_in, first_rows
-from l0prune.capture.spelling import respell
-from l0prune.capture.symbolic import inputs_of, symbolic
-from l0prune.exporting.slicing.dtypes import (
-    Dtypes,
-    asks_for_less,
-    cast,
-    converted,
-    restored,
+from l0prune.capture.sizes import (
+    ALL_FIXED,
+    ANY,
+    Batches,
+    FreeSizes,
+    Inputs,
+    batch_shapes,
+    shapes_in,
+    widened,
 )
+from l0prune.capture.symbolic import inputs_of, symbolic
+from l0prune.exporting.certify.dtypes import Dtypes, asks_for_less, cast, converted, restored
 
 
 class Exported(NamedTuple):

@@ -16,8 +16,8 @@ from l0prune.capture.copying import copied
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.files.atomic import PathLike
 from l0prune.files.consent import check_consent
-from l0prune.files.named_models import from_code, is_rebuildable
 from l0prune.files.pretrained.manifest import Origin
+from l0prune.files.user_code import from_code, is_rebuildable
 
 GENERATION = "generation_config.json"
 # What a configuration may make transformers fetch or run, and no saved model needs.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from l0prune.errors import UsageError
-from l0prune.gating.kinds.base import logit, register
-from l0prune.gating.kinds.hard_sigmoid import hard_sigmoid
+from l0prune.gating.kinds.base import hard_sigmoid, logit, register
 
 
 @register

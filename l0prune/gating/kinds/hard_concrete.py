@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from l0prune.errors import UsageError
-from l0prune.gating.kinds.base import logit, register
-from l0prune.gating.kinds.hard_sigmoid import hard_sigmoid
+from l0prune.gating.kinds.base import hard_sigmoid, logit, register
 
 
 @register

@@ -1,21 +1,132 @@
-"""A captured graph without its closed branches, at the sizes that are left."""
+"""A captured graph without its closed branches, at the sizes that are left.
+
+Leaving whole branches out of a captured graph.
+
+A sum without one is its other operand, and a concatenation has a part less.
+
+Slots that a forward puts in another order, after some of them are gone.
+
+What is flipped stays flipped. A roll goes as far as slots are left of those that come first, and an
+index names the slots that stay by their new places.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from l0prune.infer.activations import Memory
+from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import is_assertion
-from l0prune.infer.rewrites import averages, layernorm, order, standardised_weights  # noqa: F401  (register their rewrites)
-from l0prune.infer.rewrites.literals import rewrite_literals
+from l0prune.infer.nodes import argument, is_assertion
+from l0prune.infer.regions import joined
+from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
+from l0prune.infer.rewrites.literals import rewrite_literals, rewrites, stored_index
 from l0prune.infer.rewrites.sizes import Sizes
-from l0prune.infer.rewrites.without_branches import leave_out, pass_on
+from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone, under_switches
+
+
+def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[Node]:
+    """Take these branches out, and all that only they need.
+
+    Args:
+        graph: that was captured, whose operators have the names that they had in the capture.
+        branches: of the capture.
+        gone: names of those that are left out.
+
+    Returns:
+        Joins with one operand left, as aliases of it, for ``pass_on``: what averages over them
+        still has to know how wide they were, and where they are zero.
+    """
+    if not gone:
+        return []
+    ends: dict[Node, list[Node]] = defaultdict(list)
+    for ending in branches.endings:
+        for join in ending.joins if ending.name in gone else ():
+            ends[join].append(ending.end)
+    nodes = {node.name: node for node in graph.nodes}
+    single = []
+    for join, out in ends.items():
+        # by place: what stands there now is another node if it was a join, too
+        node, parts = nodes[join.name], joined(nodes[join.name])
+        left = [parts[place] for place, each in enumerate(joined(join)) if each not in out]
+        if len(left) > 1:
+            node.args = (left, *node.args[1:])
+        else:
+            node.target, node.args, node.kwargs = torch.ops.aten.alias.default, tuple(left), {}
+            single.append(node)
+    dead = {node.name for node in branches.dead(gone)}
+    needless = {node.name for node, of in branches.needs.items() if not of}
+    for node in graph.nodes:  # what asserts, or writes where nobody reads
+        if node.name in needless and any(of.name in dead for of in node.all_input_nodes):
+            dead.add(node.name)
+    for node in reversed(list(graph.nodes)):
+        # torch keeps what writes in place or may draw, which these do for nothing that is left
+        if node.name in dead and not node.users:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return [node for node in single if node in graph.nodes]
+
+
+def pass_on(join: Node) -> None:
+    """Let what reads a join read the one operand that it has left, or a copy where one is written.
+
+    What is written into the join later must not change the operand, nor the other way round.
+    """
+    (left,) = join.all_input_nodes
+    memory = Memory(join.graph)  # the join is an alias: both lie in one
+    is_written = any(writer > join for writer in memory.writers(left))
+    if is_written and (len(left.users) > 1 or memory.base(left) is not left):
+        with join.graph.inserting_before(join):
+            left = join.graph.call_function(torch.ops.aten.clone.default, (left,))
+    join.replace_all_uses_with(left)
+    join.graph.erase_node(join)
+
+
+@rewrites("aten.roll")
+def roll(sizes: Sizes, node: Node) -> None:
+    """Each shift is the number of slots that came first and stayed."""
+    source, shifts = node.args[:2]
+    assert isinstance(source, Node)
+    dims, new = sizes.dims(source), []
+    named: Any = argument(node, 2, "dims") or []
+    for shift, dim in zip(shifts if named else (), named, strict=True):  # type: ignore[arg-type]
+        size, mask = size_of(dims[dim]), sizes.mask(dims[dim])
+        first = shift % size  # so many of the last come first
+        new.append(int(mask[size - first :].sum()) if sizes.changes(dims[dim]) else shift)
+    if named:
+        node.update_arg(1, new)
+
+
+@rewrites("aten.index", "aten.index_select")
+def index(sizes: Sizes, node: Node) -> None:
+    """A constant index is written anew, for the places that are left."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if node.name not in sizes.picks:
+        return
+    chosen: Any = node.args[1]
+    by_list = isinstance(chosen, list | tuple)
+    dim = next(n for n, i in enumerate(chosen) if i is not None) if by_list else int(chosen)
+    mask = sizes.mask(sizes.dims(source)[dim])
+    if bool(mask.all()):
+        return
+    positions = torch.tensor(sizes.picks[node.name])
+    places = (mask.cumsum(0) - 1)[positions[mask[positions]]]
+    with node.graph.inserting_before(node):
+        new = stored_index(node, places, f"picked_by_{node.name}")
+    if by_list:
+        node.update_arg(1, [None if i is None else new for i in chosen])
+    else:
+        node.update_arg(2, new)
 
 
 def with_switches(analysis: Analysis, plan: Plan) -> Analysis:

@@ -1,4 +1,9 @@
-"""Contractions: linear layers, convolutions, matrix products, embeddings."""
+"""Contractions: linear layers, convolutions, matrix products, embeddings.
+
+Sums of products by letters.
+
+Attention: heads are carried, head dims contracted, positions normalised over.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import Const, Expr, prod
+from l0prune.infer.expressions import COPIES, Const, Expr, prod
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
 
@@ -292,3 +297,106 @@ def bilinear(infer: Inference, node: Node) -> Value:
     _tie_bias(infer, node, argument(node, 3, "bias"), outer)
     _work(infer, node, (*batch, outer), weight, 1, 2)
     return (*batch, outer)
+
+
+@rule("aten.einsum", zero=some)
+def einsum(infer: Inference, node: Node) -> Value:
+    """Letters tie dims; a letter absent from the output is contracted."""
+    equation, operands = node.args[:2]
+    assert isinstance(operands, list | tuple)
+    nodes = [operand for operand in operands if isinstance(operand, Node)]
+    inputs, output = spelled_out(str(equation), [len(infer.dims(operand)) for operand in nodes])
+    letters: dict[str, Expr] = {}
+    where: dict[str, list[tuple[Node, int]]] = {}
+    for labels, operand in zip(inputs, nodes, strict=True):
+        for position, (letter, dim) in enumerate(zip(labels, infer.dims(operand), strict=True)):
+            known = letters.setdefault(letter, dim)
+            if known.size == 1:  # stretched, as by an elementwise product
+                letters[letter] = dim
+            elif dim.size > 1:
+                infer.solver.unify(known, dim)
+            where.setdefault(letter, []).append((operand, position))
+    for letter, dim in letters.items():
+        whole = [(n, p) for n, p in where[letter] if infer.dims(n)[p].size == dim.size]
+        stored = [(n, p) for n, p in whole if infer.place(n, p) is not None]
+        if letter in output:
+            for operand, position in stored:
+                infer.write(dim, node, operand, position)
+        else:
+            infer.read(dim, node, stored[0] if stored else None, *nodes)
+    if not any(infer.place(*found) for founds in where.values() for found in founds):
+        carried = {letter for letter in output if len(where[letter]) > 1}
+        batch = [dim for letter, dim in letters.items() if letter in carried]
+        name_heads(infer, batch, [dim for letter, dim in letters.items() if letter not in carried])
+    infer.work(node, tuple(letters.values()))
+    return tuple(letters[letter] for letter in output)
+
+
+def spelled_out(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """A letter for each dim of the operands and of the output.
+
+    The dims that an ellipsis stands for are called 0, 1, … from the last, as they are broadcast.
+    Without an arrow, the output has them, and then the letters that occur once, in their order.
+
+    Args:
+        equation: as ``torch.einsum`` takes it.
+        ranks: numbers of dims of the operands.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    texts = left.split(",")
+    widths = [rank - len(t.replace("...", "")) for t, rank in zip(texts, ranks, strict=True)]
+    inputs = [_letters(text, width) for text, width in zip(texts, widths, strict=True)]
+    if arrow:
+        return inputs, _letters(right, max(widths))
+    once = sorted(letter for letter in set(left) - set(".,") if left.count(letter) == 1)
+    return inputs, [*_letters("..." if "..." in left else "", max(widths)), *once]
+
+
+def _letters(text: str, width: int) -> list[str]:
+    """The letters of one operand, whose ellipsis stands for so many dims."""
+    before, dots, after = text.partition("...")
+    return [*before, *(str(n) for n in reversed(range(width if dots else 0))), *after]
+
+
+# The output mixes rows of v, so it is zero exactly where v is.
+@rule("aten.scaled_dot_product_attention", zero=of_operand(2))
+def attention(infer: Inference, node: Node) -> Value:
+    """``softmax(q·kᵀ)·v`` over dims (…, head, position, head dim)."""
+    q, k, v = node.args[:3]
+    assert isinstance(q, Node)
+    assert isinstance(k, Node)
+    assert isinstance(v, Node)
+    *batch, rows, inner = infer.dims(q)
+    *batch_k, columns, inner_k = infer.dims(k)
+    *batch_v, columns_v, outer = infer.dims(v)
+    grouped = bool(argument(node, 7, "enable_gqa", False))
+    for mine, theirs in ((batch, batch_k), (batch, batch_v)):
+        _tie_batch(infer, mine, theirs, grouped)
+    infer.solver.unify(inner, inner_k)
+    infer.solver.unify(columns, columns_v)
+    infer.solver.pin(columns, "a softmax over positions normalises it")
+    infer.read(inner, node, None, q, k)
+    infer.kind(inner, "head_dim")
+    infer.kind(outer, "head_dim")
+    if batch:
+        infer.kind(batch[-1], "head")
+    _tie_mask(infer, node, [*batch, rows, columns])
+    infer.work(node, (*batch, rows, columns, infer.solver.resolve(inner)))
+    infer.work(node, (*batch, rows, columns, outer))
+    return (*batch, rows, outer)
+
+
+def _tie_batch(infer: Inference, mine: list[Expr], theirs: list[Expr], grouped: bool) -> None:
+    for position, (a, b) in enumerate(zip(reversed(mine), reversed(theirs), strict=False)):
+        if position == 0 and grouped and a.size != b.size:
+            infer.solver.unify(a, prod((b, Const(a.size // b.size, COPIES))))
+        elif a.size == b.size:
+            infer.solver.unify(a, b)
+
+
+def _tie_mask(infer: Inference, node: Node, scores: list[Expr]) -> None:
+    mask = argument(node, 3, "attn_mask")
+    if isinstance(mask, Node):
+        for score, dim in zip(reversed(scores), reversed(infer.dims(mask)), strict=False):
+            if dim.size == score.size > 1:
+                infer.solver.unify(score, dim)

@@ -45,7 +45,7 @@ def layer_norm(infer: Inference, node: Node) -> Value:
     """Statistics over the last dims read them without a weight: exact over the slots that stay.
 
     A slot that is zero adds nothing to the sum and ``mean²`` to the sum of squares, so the
-    statistics over all slots follow from those that stay: ``infer/rewrites/layernorm.py``
+    statistics over all slots follow from those that stay: ``infer/rewrites/statistics.py``
     computes them so.
     """
     return _read_without_weight(infer, node, "weight", "bias")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from l0prune.infer.inference import Inference
 
 
-# Slots that are gone and all had one value are made up for (infer/rewrites/averages.py).
+# Slots that are gone and all had one value are made up for (infer/rewrites/statistics.py).
 TELLING = tuple(f"aten.{name}" for name in ("sum", "mean", "var", "std", "var_mean", "std_mean"))
 
 

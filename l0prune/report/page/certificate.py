@@ -10,7 +10,7 @@ from math import ceil, floor, log10
 from markupsafe import Markup
 
 from l0prune.report.content import Comparison
-from l0prune.report.page import numbers
+from l0prune.report.page import elements
 from l0prune.report.page.elements import drawing, element, is_narrow, short, text, titled
 
 Scale = Callable[[float], float]
@@ -55,7 +55,7 @@ class Row:
     @property
     def said(self) -> str:
         """The largest error beside what is allowed."""
-        return f"{numbers.error(max(self.errors))}, allowed {numbers.error(self.allowed)}"
+        return f"{elements.error(max(self.errors))}, allowed {elements.error(self.allowed)}"
 
 
 def certificate(checks: Sequence[Comparison], width: int) -> Markup:

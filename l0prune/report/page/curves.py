@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup
 
-from l0prune.cost.measures import kind_of, names
+from l0prune.plan.measures import kind_of, names
 from l0prune.report.content import Training
-from l0prune.report.page.panel import Curve, Point, panel
-from l0prune.report.page.phases import cuts, step_shares
-from l0prune.training.description import IN_PERCENT
+from l0prune.report.page.panel import Curve, Point, cuts, panel, step_shares
+from l0prune.training.history import IN_PERCENT
 
 
 def remarks(training: Training) -> list[tuple[float, str]]:

@@ -8,9 +8,9 @@ from math import ceil, sqrt
 from markupsafe import Markup
 
 from l0prune.report.content import Epoch, Training
-from l0prune.report.page import bands
-from l0prune.report.page.bands import Band
+from l0prune.report.page import panel
 from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
+from l0prune.report.page.panel import Band
 
 UNDECIDED = (0.1, 0.9)  # P(z ≠ 0) of a gate that has not decided
 _COLUMNS = 60  # epochs that are shown at most
@@ -102,7 +102,7 @@ def _phases(
         element("line", x1=band.left, x2=band.left, y1=top, y2=top + height, class_="begins")
         for band in found[1:]
     ]
-    return [*lines, *bands.names(found, top - 8, width)]
+    return [*lines, *panel.band_names(found, top - 8, width)]
 
 
 def _said(epoch: Epoch) -> str:

@@ -12,17 +12,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from l0prune.report.content import Content, Training
-from l0prune.report.page import numbers
+from l0prune.report.page import elements
 from l0prune.report.page.certificate import certificate, grouped
 from l0prune.report.page.curves import curves, remarks
 from l0prune.report.page.elements import breakable, element
 from l0prune.report.page.gate_map import gates
-from l0prune.report.page.layers_table import sums
-from l0prune.report.page.looks import groups_of, looks
-from l0prune.report.page.network import flattened, heads, network
-from l0prune.report.page.phases import in_words
+from l0prune.report.page.network import flattened, heads, network, sums
+from l0prune.report.page.panel import in_words
 from l0prune.report.page.sweep import shown_costs, sweep
-from l0prune.report.page.time import time_by_layer
+from l0prune.report.page.time import groups_of, looks, time_by_layer
 from l0prune.report.page.verdict import cards, is_unfinished, verdict
 
 _FOLDER = Path(__file__).parent
@@ -46,7 +44,7 @@ def html(content: Content, *, live: bool = False) -> str:
         trainings=[_shown(training) for training in content.trainings if training.epochs],
         comparisons=grouped(content.certificate),
         flattened=flattened(content.layers, content.axes),
-        change=partial(numbers.change, is_survey=content.about == "survey"),
+        change=partial(elements.change, is_survey=content.about == "survey"),
         sums=sums(content),
         commands=_commands(content),
         unfinished=is_unfinished(content),
@@ -117,12 +115,12 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {
-        "count": numbers.count,
-        "percent": numbers.percent,
-        "size": numbers.size,
-        "error": numbers.error,
-        "metric": lambda metric, value: numbers.metric(metric.name, value),
-        "ms": numbers.milliseconds,
+        "count": elements.count,
+        "percent": elements.percent,
+        "size": elements.size,
+        "error": elements.error,
+        "metric": lambda metric, value: elements.metric(metric.name, value),
+        "ms": elements.milliseconds,
         "breakable": breakable,
         "json": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     }

@@ -1,4 +1,7 @@
-"""The network as a picture: a bar for each layer, as wide as it was, filled as wide as it is."""
+"""The network as a picture: a bar for each layer, as wide as it was, filled as wide as it is.
+
+Foot of the table of layers: sums.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from math import sqrt
 
 from markupsafe import Markup
 
-from l0prune.report.content import Axis, Layer, Side
-from l0prune.report.page import numbers
+from l0prune.report.content import Axis, Content, Layer, Pair, Side
+from l0prune.report.page import elements
 from l0prune.report.page.elements import (
     clipped,
     column,
@@ -49,7 +52,7 @@ class Row:
     @property
     def widths(self) -> str:
         """Return the widths before and after; in a survey, the share that can be removed."""
-        return numbers.change(self.side.before, self.side.after, is_survey=self.is_survey)
+        return elements.change(self.side.before, self.side.after, is_survey=self.is_survey)
 
 
 def network(
@@ -224,3 +227,35 @@ def heads(axes: Sequence[Axis], width: int) -> Markup:
         )
         y = top + (side + gap) * rows + 8
     return drawing(width, y, f"Attention heads of {len(axes)} layers", *drawn)
+
+
+REST, TOTAL = "outside these layers", "total"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A row at the foot of the table."""
+
+    name: str
+    params: Pair
+    macs: Pair
+
+
+def sums(content: Content) -> list[Sum]:
+    """All of the network, and what of it belongs to none of the layers, if anything does."""
+    params, macs = content.gain.params, content.gain.macs
+    if params is None or macs is None:
+        return []
+    total = Sum(TOTAL, params, macs)
+    rest = Sum(
+        REST,
+        _without(params, [layer.params for layer in content.layers]),
+        _without(macs, [layer.macs for layer in content.layers]),
+    )
+    amounts = [rest.params.before or 0, rest.params.after, rest.macs.before or 0, rest.macs.after]
+    return [rest, total] if max(amounts) > 0 and min(amounts) >= 0 else [total]
+
+
+def _without(all_: Pair, parts: Sequence[Pair]) -> Pair:
+    before = (all_.before or 0) - sum(part.before or 0 for part in parts)
+    return Pair(before=round(before), after=round(all_.after - sum(part.after for part in parts)))

@@ -1,4 +1,9 @@
-"""A panel: curves over the steps of a training, with its phases behind them."""
+"""A panel: curves over the steps of a training, with its phases behind them.
+
+The names of phases above what they are the ground of: each is there, however narrow it is.
+
+Phases of a training, and the steps at which the network was cut.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,127 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from l0prune.report.content import Training
-from l0prune.report.page import bands, numbers
-from l0prune.report.page.bands import Band
+from l0prune.report.page import elements
 from l0prune.report.page.elements import drawing, element, is_narrow, text, titled
-from l0prune.report.page.phases import Cut, Span, cuts, last_step, spans
+
+_LETTER, _GAP = 7.2, 10
+
+
+@dataclass(frozen=True)
+class Band:
+    """A phase in a picture, from ``left`` to ``right``."""
+
+    name: str
+    left: float
+    right: float
+
+
+def band_names(bands: Sequence[Band], y: float, width: float) -> list[Markup]:
+    """The name of each band, where the band begins.
+
+    Where there is no room the first one reaches out to the left, the last one too, and those
+    between them to the right.
+
+    Args:
+        bands: from left to right.
+        y: of the line that they are written on.
+        width: of the picture.
+    """
+    longs = [_LETTER * len(band.name) for band in bands]
+    places, free = [], 0.0
+    for number, (band, long) in enumerate(zip(bands, longs, strict=True)):
+        is_first = not number and long > band.right - band.left
+        places.append(max(free, band.right - long - _GAP if is_first else band.left + 1))
+        free = places[-1] + long + _GAP
+    end = width
+    for number in reversed(range(len(bands))):
+        places[number] = min(places[number], end - longs[number])
+        end = places[number] - _GAP
+    return [text(x, y, band.name, class_="phase") for x, band in zip(places, bands, strict=True)]
+
+
+_LEAST = 1e-6  # what is no rounding of a share
+
+
+@dataclass(frozen=True)
+class Span:
+    """A phase, from step to step."""
+
+    name: str
+    start: float
+    stop: float
+
+
+def spans(training: Training) -> list[Span]:
+    """The phases of a training with gates, as far as they are known."""
+    if training.steps is None or training.warmup is None or training.settle is None:
+        return []
+    ends = (0, training.warmup, training.steps - training.settle, training.steps)
+    names = ("warm-up", "prune", "settle")
+    pairs = zip(names, ends, ends[1:], strict=False)
+    return [Span(name, start, stop) for name, start, stop in pairs if stop > start]
+
+
+def in_words(training: Training) -> str:
+    """Up to which step each phase goes, and what the gates do in it."""
+    steps = {span.name: f"{span.name} (to step {span.stop:,.0f})" for span in spans(training)}
+    settle, learning, said = steps.pop("settle", ""), " and ".join(steps.values()), []
+    if learning:
+        said.append(f"Gates learn in {learning}.")
+    if settle:
+        has_budget = any(epoch.budgets for epoch in training.epochs)
+        by_budget = "open as far as the budgets go, the likeliest first"
+        rule = by_budget if has_budget else "open where their value without noise is above 0"
+        said.append(
+            f"In {settle} all gates stand, undecided ones too: {rule}, else closed. "
+            "The weights learn on."
+        )
+    return " ".join(said)
+
+
+def last_step(training: Training) -> float:
+    """Return the last step."""
+    return float(training.steps or training.epochs[-1].step)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The epoch in which the network was made smaller while it trained.
+
+    Attributes:
+        start, stop: its steps.
+        share: of their MACs, over those that they have at the network's whole size.
+    """
+
+    start: float
+    stop: float
+    share: float
+
+
+def cuts(training: Training) -> list[Cut]:
+    """Return the steps at which the network was cut, as far as recorded."""
+    found, size, start = [], 1.0, 0.0
+    for epoch, share in zip(training.epochs, step_shares(training), strict=True):
+        if share is not None and share < size - _LEAST:
+            found.append(Cut(start, float(epoch.step), share))
+            size = share
+        start = float(epoch.step)
+    return found
+
+
+def step_shares(training: Training) -> list[float | None]:
+    """The share of its MACs that the network had in the steps of each epoch, where recorded."""
+    found: list[float | None] = []
+    done, work = 0, 0.0
+    for epoch in training.epochs:
+        if epoch.training_macs is None or epoch.step <= done:
+            found.append(None)
+            continue
+        total = epoch.training_macs * epoch.step
+        found.append((total - work) / (epoch.step - done))
+        done, work = epoch.step, total
+    return found
+
 
 Point = tuple[float, float]
 Place = Callable[[Point], Point]
@@ -74,7 +196,7 @@ def panel(
 
 def _said(curve: Curve) -> str:
     first, last = curve.points[0][1], curve.points[-1][1]
-    return f"{curve.name} from {numbers.tick(first)} to {numbers.tick(last)}"
+    return f"{curve.name} from {elements.tick(first)} to {elements.tick(last)}"
 
 
 def _phases(
@@ -84,8 +206,8 @@ def _phases(
     for span in phases:
         (left, floor), (right, top) = at((span.start, low)), at((span.stop, high))
         found.append(Band(span.name, left, right))
-    names = bands.names(found, top - 9, width) if found else []
-    for number, (span, band, name) in enumerate(zip(phases, found, names, strict=True)):
+    labels = band_names(found, top - 9, width) if found else []
+    for number, (span, band, name) in enumerate(zip(phases, found, labels, strict=True)):
         size = {"width": band.right - band.left, "height": floor - top}
         shade = element("rect", x=band.left, y=top, class_=f"phase{number % 2}", **size)
         yield titled(f"{span.name}: steps {span.start:g} to {span.stop:g}", shade, name)
@@ -94,21 +216,21 @@ def _phases(
 def _cut(cut: Cut, at: Place, low: float, high: float) -> Markup:
     (x, floor), (_, top) = at((cut.start, low)), at((cut.start, high))
     line = element("line", x1=x, x2=x, y1=top, y2=floor, class_="cut")
-    left = f"{numbers.percent(cut.share)} of the MACs of a step"
+    left = f"{elements.percent(cut.share)} of the MACs of a step"
     said = f"The network was made smaller after step {cut.start:g}: {left}, up to step {cut.stop:g}"
     return titled(said, line)
 
 
 def _grid(low: float, high: float, end: float, at: Place, width: float) -> list[Markup]:
     drawn = []
-    for value in numbers.ticks(low, high):
+    for value in elements.ticks(low, high):
         _, y = at((0.0, value))
         drawn.append(element("line", x1=_LEFT, x2=width - _RIGHT, y1=y, y2=y, class_="grid"))
-        drawn.append(text(_LEFT - 6, y + 4, numbers.tick(value), class_="tick", text_anchor="end"))
-    for step in numbers.ticks(0, end, 3 if is_narrow(width) else 6):
+        drawn.append(text(_LEFT - 6, y + 4, elements.tick(value), class_="tick", text_anchor="end"))
+    for step in elements.ticks(0, end, 3 if is_narrow(width) else 6):
         x, floor = at((step, low))
         anchor = "end" if x > width - 40 else "middle"
-        label = numbers.tick(step) if step else "step 0"
+        label = elements.tick(step) if step else "step 0"
         drawn.append(text(x, floor + 18, label, class_="tick", text_anchor=anchor))
     return drawn
 

@@ -1,16 +1,62 @@
-"""A sweep as a picture: each run a point, its metric over its cost."""
+"""A sweep as a picture: each run a point, its metric over its cost.
+
+Several runs of one network: what each of them costs, and what it is worth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
 
 from markupsafe import Markup
 
-from l0prune.report.content import Run
-from l0prune.report.page import numbers
+from l0prune.report.content import Content, Pair, Run
+from l0prune.report.gathered import now
+from l0prune.report.page import elements
 from l0prune.report.page.elements import drawing, element, text, titled
-from l0prune.report.sweep import COSTS, front
-from l0prune.training.description import IN_PERCENT
+from l0prune.training.history import IN_PERCENT
+
+COSTS = ("macs", "params", "time")
+
+
+def sweep_of(title: str, runs: Sequence[tuple[Path, Content]]) -> Content:
+    """The report of runs, each with the folder that it lies in, relative to that of the report."""
+    found = [_run(folder, content) for folder, content in runs]
+    return Content(title=title, made=now(), about="sweep", runs=found)
+
+
+def _run(folder: Path, content: Content) -> Run:
+    gain = content.gain
+    time = None if gain.time is None else Pair(before=gain.time.before, after=gain.time.after)
+    costs = {"params": gain.params, "macs": gain.macs, "time": time}
+    return Run(
+        name=folder.as_posix(),
+        page=quote(f"{folder.as_posix()}/report.html"),
+        metric=gain.metric,
+        costs={name: cost for name, cost in costs.items() if cost is not None},
+    )
+
+
+def front(points: Sequence[tuple[float, float]], larger_is_better: bool = False) -> list[int]:
+    """Return the Pareto front: the points that no other one beats in cost or quality.
+
+    Args:
+        points: of each run its cost and its metric.
+        larger_is_better: of the metric.
+
+    Returns:
+        Their numbers, the cheapest first.
+    """
+    sign = -1 if larger_is_better else 1
+    values = [(cost, sign * metric) for cost, metric in points]
+
+    def is_beaten(mine: tuple[float, float]) -> bool:
+        return any(o != mine and o[0] <= mine[0] and o[1] <= mine[1] for o in values)
+
+    unbeaten = [number for number, mine in enumerate(values) if not is_beaten(mine)]
+    return sorted(unbeaten, key=lambda number: values[number])
+
 
 _LABELS = {"macs": "MACs", "params": "parameters", "time": "the time of a call"}
 _TOP, _PLOT, _BOTTOM, _LEFT, _RIGHT = 30, 260, 44, 56, 16
@@ -49,13 +95,13 @@ def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
     unit = " in %" if metric.name in IN_PERCENT else ""
     title = f"{name}{unit} over {_LABELS[cost]} in % of the dense network’s"
     drawn = [text(0, 13, title, class_="heading")]
-    for value in numbers.ticks(low, high):
+    for value in elements.ticks(low, high):
         _, y = at(0, value)
         drawn.append(element("line", x1=_LEFT, x2=width - _RIGHT, y1=y, y2=y, class_="grid"))
-        drawn.append(text(_LEFT - 6, y + 4, numbers.tick(value), class_="tick", text_anchor="end"))
-    for share in numbers.ticks(0, end):
+        drawn.append(text(_LEFT - 6, y + 4, elements.tick(value), class_="tick", text_anchor="end"))
+    for share in elements.ticks(0, end):
         x, _ = at(share, low)
-        label = numbers.tick(share)
+        label = elements.tick(share)
         drawn.append(text(x, _TOP + _PLOT + 18, label, class_="tick", text_anchor="middle"))
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*points[number]) for number in front_of))
     drawn.append(element("polyline", points=line, class_="curve c0"))
@@ -66,7 +112,7 @@ def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
         drawn.append(titled("the dense network", dot, label))
     for number, (share, value) in points.items():
         x, y = at(share, value)
-        said = f"{runs[number].name}: {numbers.tick(value)} at {numbers.percent(share / 100)}"
+        said = f"{runs[number].name}: {elements.tick(value)} at {elements.percent(share / 100)}"
         kind = "remark" if number in front_of else "beaten"
         dot = element("circle", cx=x, cy=y, r=9, class_=kind)
         drawn.append(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from l0prune.report.content import Content, Gain, Metric, Pair, Time, Training
-from l0prune.report.page import numbers
+from l0prune.report.page import elements
 from l0prune.report.page.elements import plain
 
 _NOISY = 0.1  # repeated timings that differ by more tell little
@@ -53,7 +53,7 @@ def verdict(content: Content) -> str:
         passed = all(check.passed for check in content.certificate)
         where = f"in {len(content.certificate)} comparisons"
         found = (
-            f"the largest difference {where} is {numbers.error(worst)} of the output's scale"
+            f"the largest difference {where} is {elements.error(worst)} of the output's scale"
             if worst
             else f"there is no difference {where}"
         )
@@ -91,7 +91,7 @@ def _sentence(parts: list[str], subject: str) -> str:
 def _shares(gain: Gain, whose: str) -> str:
     """Return the shares of parameters and MACs that are left, or can go; empty if unknown."""
     return " and ".join(
-        f"{numbers.percent(pair.share)} of {whose} {label}"
+        f"{elements.percent(pair.share)} of {whose} {label}"
         for label, pair in (("parameters", gain.params), ("MACs", gain.macs))
         if pair is not None and pair.share is not None
     )
@@ -99,7 +99,7 @@ def _shares(gain: Gain, whose: str) -> str:
 
 def _speed(time: Time) -> str:
     if time.is_undecided:
-        differ = f"repeated timings differ by {numbers.percent(time.spread)}"
+        differ = f"repeated timings differ by {elements.percent(time.spread)}"
         if time.spread > _NOISY:
             return f"cannot be told from the dense one by its time ({differ})"
         return f"takes about as long ({differ})"
@@ -115,10 +115,10 @@ def _pace(time: Time) -> str:
 
 
 def _metric(metric: Metric) -> str:
-    name, after = _name(metric), numbers.metric(metric.name, metric.after)
+    name, after = _name(metric), elements.metric(metric.name, metric.after)
     if metric.before is None:
         return f"has {after} {name} on the test data"
-    before = numbers.metric(metric.name, metric.before)
+    before = elements.metric(metric.name, metric.before)
     if before == after:
         return f"stays at {after} {name} on the test data"
     return f"goes from {before} to {after} {name} on the test data"
@@ -134,15 +134,15 @@ def cards(content: Content) -> list[Card]:
     if content.about == "survey":
         return _survey_cards(gain)
     found = [
-        _card("Parameters", gain.params, numbers.count),
-        _card("MACs of one example", gain.macs, numbers.brief),
-        _card("ONNX file", gain.bytes, numbers.size),
+        _card("Parameters", gain.params, elements.count),
+        _card("MACs of one example", gain.macs, elements.brief),
+        _card("ONNX file", gain.bytes, elements.size),
         None if gain.time is None else _time_card(gain.time, gain.macs),
         None if gain.metric is None else _metric_card(gain.metric),
     ]
     if gain.seconds is not None:
         epochs = sum(len(training.epochs) for training in content.trainings)
-        spent = numbers.duration(gain.seconds)
+        spent = elements.duration(gain.seconds)
         note = f"{epochs} epoch{'s' if epochs != 1 else ''} in all"
         note += _by_stage(content.trainings) + _saved(content.trainings)
         found.append(Card("Training", "", spent, note=note))
@@ -152,7 +152,7 @@ def cards(content: Content) -> list[Card]:
 def _by_stage(trainings: Sequence[Training]) -> str:
     """The seconds of each stage, where there are several."""
     seconds = {t.name: [e.seconds for e in t.epochs if e.seconds is not None] for t in trainings}
-    taken = [f"{plain(name)} {numbers.duration(sum(of))}" for name, of in seconds.items() if of]
+    taken = [f"{plain(name)} {elements.duration(sum(of))}" for name, of in seconds.items() if of]
     return f": {', '.join(taken)}" if len(taken) > 1 else ""
 
 
@@ -160,25 +160,25 @@ def _saved(trainings: Sequence[Training]) -> str:
     """Return the share of MACs of the last training steps with gates, in words."""
     shares = [t.epochs[-1].training_macs for t in trainings if t.epochs]
     known = [share for share in shares if share is not None and share < 1]
-    return f"; steps with gates at {numbers.percent(known[-1])} of their MACs" if known else ""
+    return f"; steps with gates at {elements.percent(known[-1])} of their MACs" if known else ""
 
 
 def _card(label: str, pair: Pair | None, show: Callable[[float], str]) -> Card | None:
     if pair is None:
         return None
     before = "" if pair.before is None else show(pair.before)
-    change = "" if pair.share is None else f"{numbers.percent(pair.share)} kept"
+    change = "" if pair.share is None else f"{elements.percent(pair.share)} kept"
     return Card(label, before, show(pair.after), change, pair.share)
 
 
 def _survey_cards(gain: Gain) -> list[Card]:
     """All of it, and the share that can go."""
     pairs = (
-        ("Parameters", gain.params, numbers.count),
-        ("MACs of one example", gain.macs, numbers.brief),
+        ("Parameters", gain.params, elements.count),
+        ("MACs of one example", gain.macs, elements.brief),
     )
     return [
-        Card(label, "", show(pair.before), f"{numbers.percent(pair.share)} can go", pair.share)
+        Card(label, "", show(pair.before), f"{elements.percent(pair.share)} can go", pair.share)
         for label, pair, show in pairs
         if pair is not None and pair.before and pair.share is not None
     ]
@@ -190,18 +190,18 @@ def _time_card(time: Time, macs: Pair | None) -> Card:
     is_elsewhere = is_told and macs is not None and (macs.share or 1) < 1
     return Card(
         "Time of a call",
-        numbers.milliseconds(time.before),
-        numbers.milliseconds(time.after),
+        elements.milliseconds(time.before),
+        elements.milliseconds(time.after),
         _pace(time) + (": fewer MACs save no time here" if is_elsewhere else ""),
         time.share,
         f"{time.runtime}, {threads}, batch {time.batch}, {time.processor}; the middle half of "
-        f"repeated timings differ by {numbers.percent(time.spread)}",
+        f"repeated timings differ by {elements.percent(time.spread)}",
     )
 
 
 def _metric_card(metric: Metric) -> Card:
     def show(value: float) -> str:
-        return numbers.metric(metric.name, value)
+        return elements.metric(metric.name, value)
 
     of_file = "" if metric.of_file is None else f"of the ONNX file: {show(metric.of_file)}"
     before = "" if metric.before is None else show(metric.before)

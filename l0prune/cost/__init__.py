@@ -1,1 +1,0 @@
-"""Costs in params and MACs: dense, actual, and expected under gates; what a budget may ask."""

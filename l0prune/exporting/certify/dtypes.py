@@ -1,0 +1,409 @@
+"""Copies of models and inputs in another dtype, with captured graphs that ask for that one, too.
+
+A model in another dtype that borrows its weights, so that no second set of them is held.
+
+A weight is converted where an operator reads it, and let go of when that operator is done: while a
+network runs in float64, there is never more than one layer of it in that dtype.
+
+Simulated quantisation by channels in float64: torch's operators want scales of float32.
+
+Running a model in one dtype throughout, also where its code asks for something less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+
+from l0prune.capture.compat import TorchDispatchMode, no_torch_function, schema_of, shell
+from l0prune.capture.copying import Model, copied
+from l0prune.capture.quiet import alone
+from l0prune.capture.sizes import Inputs
+
+_OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The floating-point dtypes of a model's tensors.
+
+    Attributes:
+        main: that of its first parameter of floats, or of the parts of its complex ones.
+        others: by name, those of tensors that differ from it (norms of float32 among layers of
+            bfloat16, complex numbers of float32 beside layers of float64).
+    """
+
+    main: torch.dtype
+    others: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Dtypes:
+        """Those of a module as it is."""
+        main = dtype_of(module)
+        found = {name: tensor.dtype for name, tensor in _floats(module)}
+        return cls(main, {n: dtype for n, dtype in found.items() if dtype != in_terms(dtype, main)})
+
+    @property
+    def are_one(self) -> bool:
+        """Are all tensors of float32, or all of float64? Then no file is more precise than they."""
+        return not self.others and self.main in (torch.float32, torch.float64)
+
+    def under(self, names: Mapping[str, str]) -> Dtypes:
+        """The same for a graph, of which ``names`` gives the model's name of each tensor."""
+        others = {n: self.others[name] for n, name in names.items() if name in self.others}
+        return replace(self, others=others)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """That of its first parameter of floats, or else of the parts of the first complex one."""
+    dtypes = [parameter.dtype for parameter in module.parameters()]
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    floats += [dtype.to_real() for dtype in dtypes if dtype.is_complex]
+    return next(iter(floats), torch.float32)
+
+
+def in_terms(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
+    """What stands for a dtype in a model of floats ``of``: that, its complex one, or itself.
+
+    Of half precision there are no complex numbers that torch's operators take.
+    """
+    if dtype.is_complex:
+        return torch.complex128 if of == torch.float64 else torch.complex64
+    return of if dtype.is_floating_point else dtype
+
+
+def _floats(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of floats or complex numbers, under each of their names."""
+    for name, tensor in [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]:
+        if tensor.is_floating_point() or tensor.is_complex():
+            yield name, tensor
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def marked(graph: GraphModule, dtypes: Dtypes) -> GraphModule:
+    """The graph of a model of these dtypes, which knows them from here on."""
+    graph.meta[_OWN] = dtypes
+    return graph
+
+
+def lifted(to: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """For each floating-point dtype that holds less than ``to``, what stands for it there."""
+    most = torch.finfo(to).bits
+    found = {dtype: to for dtype in _FLOATS if torch.finfo(dtype).bits < most}
+    # bfloat16 has no complex numbers, and those of float16 are float32's in torch's operators
+    pairs = {dtype.to_complex(): to.to_complex() for dtype in found if dtype != torch.bfloat16}
+    return found | pairs
+
+
+def converted(model: Model, dtype: torch.dtype) -> Model:
+    """A copy on the CPU, in ``dtype``.
+
+    A capture writes down as a constant what the code calls ``x.dtype``.
+    """
+    return follow(copied(model), dtype)
+
+
+def follow(module: Model, dtype: torch.dtype) -> Model:
+    """The module itself, moved to the CPU and into ``dtype`` with all that its graphs ask for.
+
+    What they cast to something less than that (as under autocast) is lifted to it, too.
+    """
+    for graph in _graphs(module):
+        old = graph.meta[_OWN].main
+        _replace(graph, lifted(dtype) | _instead(old, dtype), _limits(old, dtype))
+        marked(graph, Dtypes(dtype))
+    return _moved(module, dtype)
+
+
+def _moved(module: Model, dtype: torch.dtype) -> Model:
+    """``module.to("cpu", dtype)``, which would leave no more than the real parts of numbers."""
+    module._apply(lambda tensor: tensor.to("cpu", in_terms(tensor.dtype, dtype)))
+    return module
+
+
+def restored(module: Model, dtypes: Dtypes) -> Model:
+    """The module itself, back in the dtypes of its model, whose names are its own or its graphs'.
+
+    Each tensor is rounded once.
+    """
+    others = dict(dtypes.others)
+    for path, part in module.named_modules():
+        if _OWN in getattr(part, "meta", ()):
+            own = part.meta[_OWN].others  # type: ignore[index, union-attr]
+            others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
+    exact = {name: tensor.detach() for name, tensor in _floats(module) if name in others}
+    _moved(module, dtypes.main)
+    for name, tensor in exact.items():
+        path, _, leaf = name.rpartition(".")
+        getattr(module.get_submodule(path), leaf).data = tensor.to(others[name])
+    return module
+
+
+def asks_for_less(module: nn.Module, dtype: torch.dtype) -> bool:
+    """Does the module hold, or one of its graphs cast to, something less than ``dtype``?"""
+    less = lifted(dtype)
+    casts = any(casts_to_less(graph, dtype) for graph in _graphs(module))
+    return casts or any(tensor.dtype in less for _, tensor in _floats(module))
+
+
+def casts_to_less(graph: GraphModule, dtype: torch.dtype) -> bool:
+    """Does the graph name something less than ``dtype``?"""
+    less = lifted(dtype)
+    return any(found in less for found in _dtypes_in(graph))
+
+
+def _graphs(module: nn.Module) -> list[GraphModule]:
+    parts = module.modules()
+    return [part for part in parts if isinstance(part, GraphModule) and _OWN in part.meta]
+
+
+def _dtypes_in(graph: GraphModule) -> Iterator[torch.dtype]:
+    for node in graph.graph.nodes:
+        for leaf in pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(leaf, torch.dtype):
+                yield leaf
+
+
+def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
+    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``.
+
+    With None they stay in their own.
+    """
+
+    def to(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to("cpu", in_terms(leaf.dtype, dtype) if dtype else None, copy=True)
+
+    args, kwargs = pytree.tree_map(to, inputs)
+    return args, kwargs
+
+
+def _instead(old: torch.dtype, new: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    """What stands for ``old`` and its complex numbers; bfloat16 has none."""
+    if torch.bfloat16 in (old, new):
+        return {old: new}
+    return {old: new, old.to_complex(): new.to_complex()}
+
+
+def _limits(old: torch.dtype, new: torch.dtype) -> dict[float, float]:
+    """What stands for the largest numbers of ``old``, where they are less.
+
+    What hides something (``torch.finfo(x.dtype).min``) is a number in the graph.
+    """
+    most, limit = torch.finfo(old).max, torch.finfo(new).max
+    return {most: limit, -most: -limit} if most > limit else {}
+
+
+def _replace(
+    graph: GraphModule,
+    dtypes: Mapping[torch.dtype, torch.dtype],
+    limits: Mapping[float, float],
+) -> None:
+    """Ask for other dtypes and limits where the graph names these."""
+
+    def other(leaf: Any) -> Any:
+        if isinstance(leaf, torch.dtype):
+            return dtypes.get(leaf, leaf)
+        return limits.get(leaf, leaf) if type(leaf) is float else leaf
+
+    for node in graph.graph.nodes:
+        node.args = map_aggregate(node.args, other)
+        node.kwargs = map_aggregate(node.kwargs, other)
+    graph.recompile()
+
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
+    """A copy on the CPU that computes in ``dtype`` or as it is, to be run and thrown away.
+
+    Its parameters are the model's own to read; what it writes into them it keeps to itself.
+    """
+    borrowed = {
+        id(p): _borrowed(p, dtype or p.dtype) for p in model.parameters() if _can_be_lent(p)
+    }
+    result = copied(model, borrowed)
+    return result.cpu() if dtype is None else follow(result, dtype)
+
+
+def read_of(borrower: nn.Module) -> frozenset[str]:
+    """Of the parameters that were lent to this copy, the names of those that it has read."""
+    named = borrower.named_parameters()
+    return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)
+
+
+def _can_be_lent(parameter: nn.Parameter) -> bool:
+    """Is it an ordinary tensor of floats?"""
+    is_float = parameter.is_floating_point() and parameter.device.type == "cpu"
+    return type(parameter) is nn.Parameter and is_float and parameter.layout == torch.strided
+
+
+def _borrowed(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    result = nn.Parameter(Lent(_Loan(parameter.detach(), dtype)), parameter.requires_grad)
+    vars(result).update(vars(parameter))
+    return result
+
+
+class _Loan:
+    """What is lent, and what has become of it."""
+
+    def __init__(self, original: Tensor, dtype: torch.dtype) -> None:
+        self.original = original
+        self.dtype = dtype
+        self.own: Tensor | None = None
+        self.is_read = False
+
+    def read(self) -> Tensor:
+        """The values, in the borrower's dtype."""
+        self.is_read = True
+        return self.original.to(self.dtype) if self.own is None else self.own
+
+    def written(self) -> Tensor:
+        """A copy of the values that the borrower keeps, since it writes into them."""
+        if self.own is None:
+            self.own = self.original.to(self.dtype, copy=True)
+        return self.own
+
+
+class Lent(Tensor):
+    """Looks like a tensor of the borrower's dtype; holds the lender's."""
+
+    loan: _Loan
+
+    @staticmethod
+    def __new__(cls: type[Lent], loan: _Loan) -> Lent:
+        """A tensor without a memory of its own, as large as what is lent."""
+        result: Lent = shell(cls, loan.original, loan.dtype)
+        result.loan = loan
+        return result
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator on the values themselves."""
+        if func is _DETACH:
+            return Lent(args[0].loan)
+        writes = schema_of(func).is_mutable
+
+        def values(leaf: Lent) -> Tensor:
+            return leaf.loan.written() if writes else leaf.loan.read()
+
+        plain_args, plain_kwargs = pytree.tree_map_only(Lent, values, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        is_first = bool(args) and isinstance(args[0], Lent) and result is plain_args[0]
+        return args[0] if is_first else result
+
+
+_ATEN = torch.ops.aten
+
+
+def in_float64(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, or what computes the same where its scales are of float64."""
+    return _INSTEAD.get(operator, operator)
+
+
+def _with_mask(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int
+) -> tuple[Tensor, Tensor]:
+    """``scale·(clamp(q) − zero_point)`` with ``q`` the nearest level, and where it is in range.
+
+    As torch has it, a zero point of whole numbers is added to what was rounded, another before.
+    """
+    shape = [-1 if dim == axis % x.ndim else 1 for dim in range(x.ndim)]
+    scale, zero_point = scale.view(shape), zero_point.view(shape)
+    steps = x * scale.reciprocal()
+    is_whole = not zero_point.is_floating_point()
+    level = steps.round() + zero_point if is_whole else (steps + zero_point).round()
+    return (level.clamp(low, high) - zero_point) * scale, (level >= low) & (level <= high)
+
+
+def _learned(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int, *_: Any
+) -> Tensor:
+    """The zero point is rounded to one of the levels."""
+    rounded = zero_point.round().clamp(low, high).long()
+    return _with_mask(x, scale, rounded, axis, low, high)[0]
+
+
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    _ATEN.fake_quantize_per_channel_affine_cachemask.default: _with_mask,
+    _ATEN._fake_quantize_learnable_per_channel_affine.default: _learned,
+}
+
+
+class InOneDtype(TorchDispatchMode):
+    """Within the context, whoever asks for a smaller floating-point dtype gets this one.
+
+    Many networks cast inside: to float32 before a norm, to bfloat16 under ``torch.autocast``. A
+    comparison would show the rounding of those casts where an error of the cut is looked for; and
+    with weights in this dtype, an operator would be given two.
+    """
+
+    supports_higher_order_operators = True  # torch.cond chooses one of its branches, as it does
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile run inside: ``flex_attention`` cannot do without it."""
+        return True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """``dtype`` is float64 or float32."""
+        super().__init__()
+        self._dtype = dtype
+        self._lifted = lifted(dtype)
+
+    def __enter__(self) -> InOneDtype:
+        """Let what is made without a dtype (``torch.ones(8)``) be of this one, too.
+
+        That is a setting of the process, so that threads take turns.
+        """
+        self._turn = alone()
+        self._turn.__enter__()
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(self._lifted.get(self._default, self._default))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Put the default dtype back."""
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
+        self._turn.__exit__(None, None, None)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator in this dtype, or its complex numbers, where it asks for a smaller."""
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in self._lifted:
+            kwargs["dtype"] = self._lifted[kwargs["dtype"]]
+        operator = in_float64(func) if self._dtype == torch.float64 else func
+        return operator(*args, **kwargs)

@@ -1,0 +1,253 @@
+"""Limits: what a network may cost at most, in all or through some of its axes.
+
+macs=0.5                        half of the multiply-accumulates
+params=10k                      ten thousand parameters
+latency=12ms                    twelve milliseconds
+macs=50%, params=0.1            both at once
+layer3.*: params=0.3            axes named layer3.…: what goes through them, to 30 %
+layer3.*: width=0.5             half of the slots of each of these axes
+
+Limits on one network: what each is about there, and how much that may be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+
+import torch
+from torch import Tensor
+
+from l0prune.errors import UsageError
+from l0prune.plan.globs import matching
+from l0prune.plan.measures import Measure, Source, kind_of, measure_of
+from l0prune.plan.plan import Plan
+
+_NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
+_FEWEST = 10  # no network is smaller
+_HELP = (
+    "write macs=0.5, params=10k, 'macs=50%, params=0.1', 'layer3.*: params=0.3' or "
+    "'layer3.*: width=0.5'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The most that a network may cost.
+
+    Attributes:
+        measure: the name of the measure that it is about, such as ``"params"`` or ``"macs"`` (of
+            one example).
+        amount: a share of the dense amount if at most 1 and without a suffix, else the amount
+            itself, in the unit of the measure.
+        glob: names of the axes that are meant: only what some of their slots can take away is
+            counted, and only they are closed for it. ``"*"`` is the whole network, with the
+            part that no gate can remove.
+        suffix: that of the measure's unit, where the amount is written with it.
+    """
+
+    measure: str
+    amount: float
+    glob: str = "*"
+    suffix: str = ""
+
+    def __post_init__(self) -> None:
+        kind = kind_of(self.measure)
+        if not 0 < self.amount < float("inf"):
+            raise UsageError(f"a budget must be more than 0, not {self.amount:g}; {_HELP}")
+        if not self.suffix and 1 < self.amount < _FEWEST and not kind.each_axis:
+            raise UsageError(
+                f"a budget of {self.amount:g} is neither a share, which is at most 1 (100 %), nor "
+                f"a count that a network could have; {_HELP}"
+            )
+
+    def __str__(self) -> str:
+        amount = f"{self.amount:g}" if self.is_share else f"{self.amount:.15g}"
+        where = "" if self.glob == "*" else f"{self.glob}: "
+        return f"{where}{self.measure}={amount}{self.suffix}"
+
+    @property
+    def is_share(self) -> bool:
+        """Return whether the amount is a share of the dense one."""
+        return self.amount <= 1 and not self.suffix
+
+    def share(self, dense: float) -> float:
+        """The limit as a share of the ``dense`` amount."""
+        return self.amount if self.is_share else self.amount / dense
+
+    def most(self, dense: float) -> float:
+        """The largest amount that it allows a network of which the dense one has ``dense``."""
+        return self.amount * dense if self.is_share else self.amount
+
+    def axes(self, plan: Plan) -> frozenset[int] | None:
+        """Numbers of the axes that are meant; None for the whole network.
+
+        Raises:
+            UsageError: no gated axis has such a name.
+        """
+        if self.glob == "*":
+            return None
+        return frozenset(matching(plan.names, self.glob, f"the budget {self}"))
+
+
+LimitsLike = str | Limit | Mapping[str, float | str] | Iterable[str | Limit]
+
+
+def limits(given: LimitsLike) -> tuple[Limit, ...]:
+    """Limits from a text, a mapping such as ``{"macs": 0.5}``, or a list of those texts.
+
+    Raises:
+        UsageError: it cannot be read, or names the same thing twice.
+    """
+    found = tuple(_limits(given))
+    keys = [(limit.measure, limit.glob) for limit in found]
+    if not found:
+        raise UsageError(f"an empty budget limits nothing; {_HELP}")
+    for key in keys:
+        if keys.count(key) > 1:
+            raise UsageError(f"the budget limits {key[0]} of {key[1]!r} twice; give one limit")
+    return found
+
+
+def _limits(given: LimitsLike) -> Iterable[Limit]:
+    if isinstance(given, Limit):
+        yield given
+    elif isinstance(given, str):
+        for part in given.split(","):
+            yield _parse(part)
+    elif isinstance(given, Mapping):
+        for name, amount in given.items():
+            yield _parse(f"{name}={amount}")
+    elif isinstance(given, Iterable):
+        for each in given:
+            yield from _limits(each)
+    else:
+        raise UsageError(f"a {type(given).__name__} is no budget; {_HELP}")
+
+
+def _parse(text: str) -> Limit:
+    head, equals, amount = text.rpartition("=")
+    glob, colon, measure = head.rpartition(":")
+    if not equals or (colon and not glob.strip()):
+        raise UsageError(f"cannot read the budget {text.strip()!r}; {_HELP}")
+    number = _NUMBER.fullmatch(amount.strip())
+    if number is None:
+        raise UsageError(f"cannot read {amount.strip()!r} in the budget {text.strip()!r}; {_HELP}")
+    name, where = measure.strip(), glob.strip() or "*"
+    value, suffix = float(number["value"]), number["suffix"]
+    if suffix == "%":
+        if value > 100:
+            raise UsageError(f"the budget {text.strip()!r} is more than the whole network; {_HELP}")
+        return Limit(name, value * 0.01, where)
+    if not suffix and value <= 1:
+        return Limit(name, value, where)
+    return _absolute(name, value, suffix, where, text.strip())
+
+
+def _absolute(name: str, value: float, suffix: str, glob: str, text: str) -> Limit:
+    """A limit in the measure's own unit, from an amount that is no share."""
+    suffixes = kind_of(name).suffixes
+    if suffix not in suffixes:
+        units = ", ".join(f"{name}={value:g}{each}" for each in suffixes if each)
+        wrong = f"{suffix!r} is none of its units." if suffix else f"{value:g} of what?"
+        raise UsageError(
+            f"cannot read {value:g}{suffix} in the budget {text!r}: {wrong} Write {units}, or a "
+            f"share such as {name}=0.5"
+        )
+    unit = next(iter(suffixes))
+    amount = value * suffixes[suffix]
+    if not unit and suffix and amount < _FEWEST:
+        raise UsageError(
+            f"the budget {text!r} is {amount:g} {name}, fewer than a network has; {_HELP}"
+        )
+    return Limit(name, amount, glob, unit)
+
+
+_ROUNDING = 1e-9  # of a share of slots: 0.29 of 100 is 28.999…96
+
+
+class Bound:
+    """A limit on a network whose measure is known.
+
+    Attributes:
+        limit: as the user gave it.
+        measure: what it is about.
+        through: numbers of the axes that are meant; None for the whole network.
+        dense: the amount with all gates open.
+        most: the largest amount that is allowed.
+        share: the same as a share of the dense amount, at most 1.
+
+    Raises:
+        UsageError: no axis has such a name, or the network has nothing of it.
+    """
+
+    def __init__(self, limit: Limit, measure: Measure) -> None:
+        self.limit, self.measure = limit, measure
+        self.through = limit.axes(measure.plan)
+        self.dense = measure.dense(self.through)
+        if not self.dense > 0:
+            raise UsageError(
+                f"the budget {limit} limits nothing: the gates have no {measure.label} to remove "
+                "there"
+            )
+        self.most = limit.most(self.dense)
+        self.share = min(1.0, limit.share(self.dense))
+        if measure.each_axis:
+            self.most = float(max(1, floor(self.most + _ROUNDING)))
+            self.share = min(1.0, self.most / self.dense)
+
+    def actual(self, open_: Tensor) -> float:
+        """The amount in an export with these open gates, bool and flat."""
+        return self.measure.actual(open_, self.through)
+
+    def actual_share(self, open_: Tensor) -> float:
+        """The share that is left in an export with these open gates, bool and flat."""
+        return self.actual(open_) / self.dense
+
+    def expected_share(self, p: Tensor) -> Tensor:
+        """The expected share that is left; a scalar of p's dtype, differentiable in ``p``."""
+        return self.measure.expected(p, p.dtype, self.through) / self.dense
+
+    def gates(self) -> Tensor:
+        """Gates that take something away of it; bool, flat."""
+        axes, plan = self.measure.axes, self.measure.plan
+        wanted = axes if self.through is None else axes & self.through
+        result = torch.zeros(plan.size, dtype=torch.bool)
+        for number in wanted:
+            result[plan.axes[number].slice] = True
+        return result
+
+
+def bounds(
+    plan: Plan, wanted: Sequence[Limit], sources: Sequence[Source] = ()
+) -> tuple[Bound, ...]:
+    """These limits on a network with this plan.
+
+    Raises:
+        UsageError: one of them makes no sense there, or its measure takes a source that is not
+            among ``sources``.
+    """
+    names = dict.fromkeys(limit.measure for limit in wanted)
+    measures = {name: measure_of(plan, name, sources) for name in names}
+    found: dict[tuple[str, frozenset[int] | None], Bound] = {}
+    for limit in wanted:
+        measure = measures[limit.measure]
+        for each in _by_axis(limit, measure) if measure.each_axis else (limit,):
+            bound = Bound(each, measure)
+            key = limit.measure, bound.through
+            if key not in found or not measure.each_axis or bound.most < found[key].most:
+                found[key] = bound
+    return tuple(found.values())
+
+
+def _by_axis(limit: Limit, measure: Measure) -> Iterator[Limit]:
+    """The limit on each of the axes that it is about."""
+    names, meant = measure.plan.names, limit.axes(measure.plan)
+    numbers = sorted(measure.axes if meant is None else measure.axes & meant)
+    if not numbers:
+        raise UsageError(
+            f"the budget {limit} limits nothing: no axis that is gated there has {measure.label}"
+        )
+    yield from (replace(limit, glob=names[number]) for number in numbers)

@@ -1,0 +1,375 @@
+"""Measures that a budget can limit: params, MACs, slots, milliseconds, and the user's own.
+
+Measures: a network's cost as a function of its gates, for budgets to limit.
+
+Measures that are a sum of cost terms, each a product of open sizes.
+
+The measures that there are, by name.
+
+Parameters, multiply-accumulates and slots, counted exactly.
+
+Milliseconds on some runtime: what there is to know of them without a table of times.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.plan.branch import KIND
+from l0prune.plan.cost import Amounts, CostModel, cost_of
+from l0prune.plan.layout import Slots
+from l0prune.plan.plan import Cost, Plan
+
+Axes = frozenset[int] | None
+"""Numbers of the axes that a measure goes through, or None for everything."""
+
+
+class Measure(ABC):
+    """Something that a network has less of when slots are cut: parameters, time, memory.
+
+    A measure of your own is a subclass under ``@l0prune.measures.register`` that says what it
+    is called and what is expected of it. A budget may then be about it: ``"memory=0.5"``.
+
+    Attributes:
+        name: what a budget says: letters, digits, ``-`` and ``_``.
+        label: what people are shown.
+        suffixes: what may stand after an amount, and how much it is. The first is the unit in
+            which all amounts of this measure are, 1 of it; ``""`` where that has no name. Such as
+            ``{"ms": 1.0, "us": 1e-3, "s": 1e3}``.
+        each_axis: whether a limit is about each axis by itself, in whole slots of which one is
+            always allowed, instead of about all of them together.
+        plan: of the network.
+    """
+
+    name: ClassVar[str]
+    label: ClassVar[str]
+    suffixes: ClassVar[Mapping[str, float]]
+    each_axis: ClassVar[bool] = False
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @classmethod
+    def of(cls, plan: Plan) -> Measure:
+        """The measure of a network with this plan.
+
+        Raises:
+            UsageError: it takes more than a plan, or one that this is not.
+        """
+        return cls(plan)
+
+    @abstractmethod
+    def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
+        """Return the expected amount under independent gates, differentiable in ``p``.
+
+        Args:
+            p: P(z ≠ 0) of each gate, shape ``(plan.size,)``.
+            dtype: of the result; None for the most precise one.
+            through: count only what these axes could take away; None to count everything.
+
+        Returns:
+            A scalar that is differentiable in ``p``, smoothly enough to descend. A budget compares
+            it with a share of ``dense()``, which it should be where all gates are open.
+        """
+
+    def actual(self, open_: Tensor, through: Axes = None) -> float:
+        """The amount of the model that an export with these open gates makes.
+
+        It may go up and down in steps. By default it is what is expected of certain gates.
+
+        Args:
+            open_: bool per gate, shape ``(plan.size,)``.
+            through: as for ``expected``.
+        """
+        kept = self.plan.kept(open_).to(torch.float64)
+        return float(self.expected(kept, through=through))
+
+    def dense(self, through: Axes = None) -> float:
+        """The amount with all gates open; ``through`` as for ``expected``."""
+        return self.actual(torch.ones(self.plan.size, dtype=torch.bool), through)
+
+    def reachable(self) -> float:
+        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        nothing = torch.zeros(self.plan.size, dtype=torch.float64)
+        dense = self.dense()
+        return (dense - float(self.expected(nothing))) / dense if dense else 0.0
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """Numbers of the axes whose slots count; by default all."""
+        return frozenset(range(len(self.plan.axes)))
+
+    def by_owner(self, kept: Tensor) -> dict[str, float]:
+        """What each module has of it, by path, where it can be told apart; what is no module's,
+        such as an overhead that no gate removes, under a text of its own.
+
+        Args:
+            kept: 1 for each slot that stays, else 0; float64, shape ``(plan.size,)``.
+        """
+        return {}
+
+    def blocks(self) -> list[int] | None:
+        """For each axis in how many slots at once it is worth cutting; None: it does not matter."""
+        return None
+
+    def observed(self, model: nn.Module) -> float | None:
+        """The real amount of an export of this gated model, its gates as they stand now.
+
+        None where there is no more to observe than ``actual`` says. The model has to be left as it
+        is. Where several processes train together only the first is asked, and the others wait.
+        """
+        return None
+
+    @classmethod
+    def show(cls, amount: float) -> str:
+        """An amount for people, in messages."""
+        number = f"{amount:.3g}" if abs(amount) < 1000 else f"{amount:,.0f}"
+        return f"{number} {next(iter(cls.suffixes))}".strip()
+
+    @classmethod
+    def brief(cls, amount: float) -> str:
+        """An amount for people, in a line or a table: three digits or so."""
+        return cls.show(amount)
+
+
+class Source(Protocol):
+    """Factory of a measure that needs more than a plan, such as a table of times.
+
+    Its text (``str``) says which one it is: a run goes on only with the same.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the measure."""
+
+    def of(self, plan: Plan) -> Measure:
+        """The measure of a network with this plan.
+
+        Raises:
+            UsageError: it was made for another network.
+        """
+
+
+class SumOfTerms(Measure):
+    """``Σ scale × Π open size of dims``: exact under independent gates, in one evaluation.
+
+    A subclass may take the terms for what gates learn by only, and say itself what is ``actual``.
+
+    Attributes:
+        costs: the terms.
+
+    Args:
+        plan: of the network.
+        costs: terms whose unit is the measure's name; None for those of the plan.
+    """
+
+    def __init__(self, plan: Plan, costs: CostModel | None = None) -> None:
+        super().__init__(plan)
+        self.costs = cost_of(plan) if costs is None else costs
+
+    def expected(self, p: Tensor, dtype: torch.dtype | None = None, through: Axes = None) -> Tensor:
+        """The expected amount at open probabilities ``p``; see ``Measure``."""
+        return self.costs.expected(p, self.name, dtype=dtype, through=through)
+
+    def actual(self, open_: Tensor, through: Axes = None) -> float:
+        """The amount of the model that an export with these open gates makes."""
+        kept = self.plan.kept(open_).to(torch.float64)
+        return self.costs.amount(kept, self.name, through)
+
+    def dense(self, through: Axes = None) -> float:
+        """The amount with all gates open."""
+        return self.costs.dense_amount(self.name, through)
+
+    def reachable(self) -> float:
+        """The share of the dense amount that is gone once every gate is closed, from 0 to 1."""
+        return self.costs.reachable(self.name)
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """Numbers of the axes whose slots count."""
+        return self.costs.axes_in(self.name)
+
+    def by_owner(self, kept: Tensor) -> dict[str, float]:
+        """Return each module's amount, by path."""
+        return self.costs.by_owner(kept, self.name)
+
+
+M = TypeVar("M", bound=type[Measure])
+
+_kinds: dict[str, type[Measure]] = {}
+_NAME = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+_SUFFIX = re.compile(r"[^\W\d_]*")
+
+
+def register(kind: M) -> M:
+    """Class decorator: let budgets be about a measure.
+
+    Raises:
+        UsageError: it is no measure, or another one has its name.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Measure)):
+        raise UsageError(f"{kind!r} is no measure: register a subclass of l0prune.Measure")
+    missing = [a for a in ("name", "label", "suffixes") if not getattr(kind, a, None)]
+    if missing:
+        raise UsageError(f"the measure {kind.__qualname__} has no {' and no '.join(missing)}")
+    if not _NAME.fullmatch(kind.name):
+        raise UsageError(f"a measure cannot be called {kind.name!r}: use letters, digits, - and _")
+    if 1.0 not in list(kind.suffixes.values())[:1] or not all(
+        _SUFFIX.fullmatch(suffix) for suffix in kind.suffixes
+    ):
+        raise UsageError(
+            f"the suffixes of {kind.name} must be letters only, the first of them worth 1, "
+            f"such as {{'kB': 1.0, 'MB': 1e3}}, not {dict(kind.suffixes)!r}"
+        )
+    other = _kinds.get(kind.name)
+    if other is not None and other.__qualname__ != kind.__qualname__:  # a cell that is run again
+        raise UsageError(
+            f"there is another measure called {kind.name!r} ({other.__module__}."
+            f"{other.__qualname__}); give {kind.__qualname__} a name of its own"
+        )
+    _kinds[kind.name] = kind
+    return kind
+
+
+def names() -> tuple[str, ...]:
+    """The names of all measures, in the order in which they were registered."""
+    return tuple(_kinds)
+
+
+def kind_of(name: str) -> type[Measure]:
+    """The measure of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in _kinds:
+        raise UsageError(
+            f"a budget is about one of {', '.join(_kinds)}, not {name!r}; a measure of your own "
+            "takes a class under @l0prune.measures.register (docs/extending.md), and on the "
+            "command line --measure file.py:Class"
+        )
+    return _kinds[name]
+
+
+def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure:
+    """The measure of this name of a network with this plan.
+
+    Args:
+        plan: of the network.
+        name: of the measure.
+        sources: where measures come from that a plan alone does not make.
+
+    Raises:
+        UsageError: there is none, or it takes a source that is not there.
+    """
+    for source in sources:
+        if source.name == name:
+            return source.of(plan)
+    return kind_of(name).of(plan)
+
+
+_LARGE = ["", " k", " M", " G", " T"]
+
+
+class Count(SumOfTerms):
+    """A whole number of things that a network has."""
+
+    suffixes: ClassVar = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+    def actual(self, open_: Tensor, through: Axes = None) -> int:
+        """The count of the model that an export with these open gates makes."""
+        return self.costs.actual(open_, self.name, through)
+
+    def dense(self, through: Axes = None) -> int:
+        """The count with all gates open."""
+        return self.costs.dense(self.name, through)
+
+    @classmethod
+    def show(cls, amount: float) -> str:
+        """All digits: ``77,312``."""
+        return f"{round(amount):,}"
+
+    @classmethod
+    def brief(cls, amount: float) -> str:
+        """Three digits: ``77.3 k``."""
+        value, units = float(amount), list(_LARGE)
+        while value >= 999.5 and len(units) > 1:
+            value /= 1000
+            units.pop(0)
+        return f"{value:.3g}{units[0]}"
+
+
+@register
+class Params(Count):
+    """Parameters that an export has."""
+
+    name, label = "params", "params"
+
+
+@register
+class Macs(Count):
+    """Multiply-accumulates of one example; 1 MAC is 2 FLOPs."""
+
+    name, label = "macs", "MACs"
+
+
+@register
+class Width(Count):
+    """Slots of an axis: channels, neurons, heads; a branch has no width."""
+
+    name, label = "width", "slots"
+    suffixes: ClassVar = {"": 1.0}
+    each_axis = True
+
+    def __init__(self, plan: Plan) -> None:
+        slots = (
+            Cost(axis.name, self.name, 1.0, (Slots(number, 0, axis.size),))
+            for number, axis in enumerate(plan.axes)
+            if axis.kind != KIND
+        )
+        super().__init__(plan, CostModel(plan, [*slots]))
+
+
+@register
+class Latency(SumOfTerms):
+    """The time of one call in milliseconds. A table of times makes it (a ``Source``)."""
+
+    name, label = "latency", "latency"
+    suffixes: ClassVar = {"ms": 1.0, "us": 1e-3, "µs": 1e-3, "s": 1e3}
+
+    @classmethod
+    def of(cls, plan: Plan) -> Measure:
+        """Refused: a plan does not say how fast a machine is.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"a budget in {cls.name} needs the times of this network on the machine that will "
+            "serve it: `l0prune measure model.gated.pt` writes a table, to be given as "
+            f"--{cls.name} FILE; in Python, {cls.name}=l0prune.measure(model)"
+        )
+
+
+__all__ = [
+    "Amounts",
+    "Count",
+    "Latency",
+    "Macs",
+    "Measure",
+    "Params",
+    "Source",
+    "SumOfTerms",
+    "Width",
+    "kind_of",
+    "measure_of",
+    "names",
+    "register",
+]

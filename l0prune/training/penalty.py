@@ -1,0 +1,346 @@
+"""The penalty that makes gates close, and what the optimizer must know about them.
+
+The cost of the gates in the variational objective: what they say beyond a prior (eq. 21).
+
+Under a spike-and-slab prior over weights and gates the variational free energy is (eq. 20)
+
+    F = E_q(z)[−log p(D|θ, z)] + Σ KL(q(z)‖p(z)) + Σ q(z ≠ 0)·KL(q(θ|z ≠ 0)‖p(θ|z ≠ 0)),
+
+one divergence for each gate and one for each weight that is there. λ·E‖θ‖₀ stands for the last
+sum: with the weights at a point, each costs the same number of nats, λN where the loss is the
+mean over N examples (eq. 21; eq. 22 drops the gates' own divergence as well, as a bound). A
+Gaussian slab of variance τ² and a posterior of standard deviation r·τ around the weight W make
+it exact: KL = (r²−1)/2 − log r + W²/(2τ²), hence λ = ((r²−1)/2 − log r)/N and l2 = 1/(N·τ²).
+
+Here is the middle sum, with a prior that is a gate of the same kind (eq. 27 and 28).
+
+The expected L2 penalty of gated weights: Σ P(weight is there)·W² (eq. 15 and 17).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.bank import Gates
+from l0prune.gating.kinds.base import Gate
+from l0prune.plan.cost import cost_of, group_weights
+from l0prune.plan.expected import precision
+from l0prune.plan.globs import per_axis
+from l0prune.plan.layout import Layout, axes_of, distinct
+from l0prune.plan.plan import Plan
+from l0prune.running.processes import whole
+from l0prune.training.budget import Budget
+from l0prune.training.lambdas import Lambda, LambdaLike
+
+Prior = float | Mapping[str, float]
+"""P(z ≠ 0) before any data are seen: for all gates, or by globs over axis names."""
+
+
+@runtime_checkable
+class HasDivergence(Protocol):
+    """A gate whose divergence from another gate of its kind is known."""
+
+    def divergence(self, log_alpha: Tensor, prior: Tensor) -> Tensor:
+        """KL(q(z)‖p(z)) of each gate q from p at log α ``prior``, in nats; shape ``(gates,)``."""
+        ...
+
+
+class Divergence:
+    """Σ KL(q(z)‖p(z)) over the gates of one plan, with the priors worked out once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._priors: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+    def total(self, log_alpha: Tensor, gate: Gate, prior: Prior) -> Tensor:
+        """The sum in nats, a scalar of the dtype of ``log_alpha`` that autograd can differentiate.
+
+        Args:
+            log_alpha: flat, shape ``(plan.size,)``.
+            gate: the kind of all gates.
+            prior: P(z ≠ 0) under p; axes that no glob of a mapping matches have no prior, and
+                their gates add nothing.
+
+        Raises:
+            UsageError: the kind of gate has no divergence, a probability is not strictly between
+                0 and 1, or a glob matches no axis.
+        """
+        if not isinstance(gate, HasDivergence):
+            raise UsageError(
+                f"a prior needs gates whose divergence from it is known, and that of {gate.name} "
+                "gates is not; hard_concrete gates have one"
+            )
+        items = tuple(prior.items()) if isinstance(prior, Mapping) else (("*", prior),)
+        for _, probability in items:
+            if not (isinstance(probability, float | int) and 0 < probability < 1):
+                raise UsageError(
+                    "prior is the probability that a gate is open before any data are seen, "
+                    f"strictly between 0 and 1, not {probability!r}"
+                )
+        key = (gate, items, log_alpha.device)
+        if key not in self._priors:
+            chosen, at = self._worked_out(gate, prior)
+            device = log_alpha.device
+            self._priors[key] = chosen.to(device), at.to(device, precision(device))
+        chosen, at = self._priors[key]
+        own = log_alpha.to(at.dtype).index_select(0, chosen)
+        return gate.divergence(own, at).sum().to(log_alpha.dtype)
+
+    def _worked_out(self, gate: Gate, prior: Prior) -> tuple[Tensor, Tensor]:
+        """The gates that have a prior, and its log α for each of them."""
+        chosen: list[int] = []
+        at: list[float] = []
+        given = per_axis(self._plan, prior, None, "prior")
+        for axis, probability in zip(self._plan.axes, given, strict=True):
+            if probability is not None:
+                chosen += range(axis.slice.start, axis.slice.stop)
+                at += [gate.initial(probability)] * axis.size
+        return torch.tensor(chosen, dtype=torch.int64), torch.tensor(at, dtype=torch.float64)
+
+
+Counting = Literal["joint", "groups"]
+
+
+class ExpectedSquares:
+    """The sum over a model's parameters, with all that their values do not change worked out.
+
+    Args:
+        plan: of the model.
+        kept: the slots that are left of a model that is cut while it trains, bool, flat.
+    """
+
+    def __init__(self, plan: Plan, kept: Tensor | None = None) -> None:
+        self._plan, self._kept = plan, kept
+        self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
+
+    def total(self, root: nn.Module, gates: Tensor, p: Tensor, counting: Counting) -> Tensor:
+        """Σ P(weight is there)·W² over the trainable parameters of ``root``.
+
+        Args:
+            root: the module that was gated.
+            gates: the gates' own parameter, which is left out.
+            p: open probabilities, flat.
+            counting: whose gates decide: those on all sides (``"joint"``), or those that
+                multiply the weight (``"groups"``).
+        """
+        padded = torch.cat([p, p.new_ones(1)])
+        total = p.new_zeros(())
+        for name, parameter in root.named_parameters():
+            if parameter.requires_grad and parameter is not gates:
+                square = _numbers(parameter).to(p.device, p.dtype).square()
+                total = total + self._chance(name, counting, p.device).sum(square, padded)
+        return total
+
+    def _chance(self, name: str, counting: Counting, device: torch.device) -> _Chance:
+        key = (name, counting, device)
+        if key not in self._chances:
+            sides = self._sides(self._plan.aliases.get(name, name), counting)
+            tables = [(dim, self._table(name, dim, layout)) for dim, layout in sides]
+            self._chances[key] = _Chance(tables, self._plan.size, device)
+        return self._chances[key]
+
+    def _table(self, name: str, dim: int, layout: Layout) -> Tensor:
+        """The gates at each position that is left of a parameter's dim."""
+        table, kept = self._plan.gate_table(layout), self._kept
+        if kept is None:
+            return table
+        dims = self._plan.tensors[self._plan.aliases.get(name, name)]
+        return table[:, self._plan.mask(dims[dim], kept)]
+
+    def _sides(self, name: str, counting: Counting) -> list[tuple[int, Layout]]:
+        """The dims of a parameter whose gates decide whether its elements are there."""
+        if counting == "groups":
+            return [(site.dim, site.layout) for site in self._plan.sites if site.tensor == name]
+        dims = enumerate(self._plan.tensors.get(name, ()))
+        return [(dim, layout) for dim, layout in dims if axes_of(layout)]
+
+
+class _Chance:
+    """The probability that an element of one parameter is there: all its gates are open."""
+
+    def __init__(self, sides: Sequence[tuple[int, Tensor]], one: int, device: torch.device) -> None:
+        """From the dims with gates; ``one`` stands for no gate in their tables."""
+        self._dims = sorted({dim for dim, _ in sides})
+        tables = []
+        for dim, table in sides:
+            shape = [table.shape[0], *[1] * len(self._dims)]
+            shape[1 + self._dims.index(dim)] = table.shape[1]
+            tables.append(table.reshape(shape))
+        self._factors: list[Tensor] = []
+        for group in _sharing(tables, one):
+            shape = list(torch.broadcast_shapes(*(table.shape[1:] for table in group)))
+            rows = torch.cat([table.expand(table.shape[0], *shape) for table in group])
+            gates = distinct(rows.flatten(1).T, one)
+            self._factors.append(gates.T.reshape(-1, *shape).to(device))
+
+    def sum(self, square: Tensor, padded: Tensor) -> Tensor:
+        """Σ chance·square; ``padded`` holds the open probabilities and a 1 at the end."""
+        others = [dim for dim in range(square.dim()) if dim not in self._dims]
+        compact = whole(square.sum(others) if others else square)
+        for gates in self._factors:
+            chance = padded[gates[0]] if len(gates) == 1 else padded[gates].prod(0)
+            compact = compact * chance
+        return compact.sum()
+
+
+def _numbers(parameter: Tensor) -> Tensor:
+    """The parameter; a complex one with a last dim of real and imaginary parts."""
+    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
+
+
+def _sharing(tables: Sequence[Tensor], one: int) -> list[list[Tensor]]:
+    """The tables in groups that have no gate in common, so that chances multiply."""
+    groups: list[tuple[set[int], list[Tensor]]] = []
+    for table in tables:
+        gates = set(torch.unique(table).tolist()) - {one}
+        touching = [group for group in groups if group[0] & gates]
+        groups = [group for group in groups if not group[0] & gates]
+        merged = gates.union(*(g for g, _ in touching))
+        groups.append((merged, [t for _, ts in touching for t in ts] + [table]))
+    return [members for _, members in groups]
+
+
+def penalty(
+    model: nn.Module,
+    lam: LambdaLike | Budget,
+    *,
+    n: int | None = None,
+    counting: Counting = "joint",
+    l2: float = 0.0,
+    l2_detach: bool = False,
+    prior: Prior | None = None,
+) -> Tensor:
+    """λ·E‖θ‖₀, to add to the loss: what the model's parameters are expected to cost.
+
+    With ``counting="joint"`` a weight is there if the gates on all its sides are open, and the
+    expectation is exact. With ``"groups"`` each gate is charged for its own weights, ``|g|`` of
+    them, whatever the others do, as in the paper (eq. 16). Where λ differs between axes, a weight
+    that several axes share is charged, in joint counting, at the mean of their λs; in groups, each
+    axis is charged at its own.
+
+    With ``l2`` the expected L2 penalty of eq. 15 and 17 is added: ½·l2·Σ P(weight is there)·W²
+    over the model's trainable parameters, for the same meaning of "there". W is the plain
+    parameter, before the gates multiply it. It closes gates of large weights as well as
+    decaying weights; with ``l2_detach`` it only decays, at the rate of the gates' probabilities.
+
+    With ``prior`` it is the variational penalty of eq. 21: Σ KL(q(z)‖p(z))/N is added, over all
+    gates, for a prior p(z) that is a gate of the same kind which is open with that probability
+    (eq. 27, 28). λ·N is then the code length of a weight in nats; docs/objective.md has the
+    whole objective.
+
+    Args:
+        model: a gated model.
+        lam: a ``Budget``, whose Lagrangian this then is; or λ as a number, as text (``"0.1/N"``,
+            which needs ``n``; ``"convs.*=10/N, 0.1/N"``), or as a mapping from globs over axis
+            names to numbers or texts.
+        n: N, the number of training examples, over which the loss is a mean.
+        counting: ``"joint"`` or ``"groups"``.
+        l2: strength of the L2 term.
+        l2_detach: keep the L2 term from changing the gates.
+        prior: P(z ≠ 0) of the gates before any data are seen, strictly between 0 and 1, or a
+            mapping from globs over axis names to it, where axes that no glob matches have no
+            prior; needs ``n``.
+
+    Returns a scalar of the dtype and on the device of the gates' ``log_alpha``.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: λ, ``counting``, ``l2`` or ``prior`` makes no sense.
+    """
+    if counting not in ("joint", "groups"):
+        raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
+    if not l2 >= 0:
+        raise UsageError(f"l2 must be 0 or more, not {l2}")
+    root, gates = holder(model)
+    with _full_precision(gates.log_alpha.device.type):
+        p = gates.open_probability()
+        prices = _prices(gates)
+        if isinstance(lam, Budget):
+            total = lam.lagrangian(p)
+        else:
+            total = prices.penalty(p, Lambda.of(lam, n), counting)
+        if l2:
+            there = p.detach() if l2_detach else p
+            squares = prices.squares.total(root, gates.log_alpha, there, counting)
+            total = total + 0.5 * l2 * squares
+        if prior is not None:
+            if n is None or n < 1:
+                raise UsageError(f"prior needs n, the number of training examples, not {n}")
+            nats = prices.divergence.total(gates.log_alpha, gates.gate, prior)
+            total = total + nats / n
+    return total
+
+
+def param_groups(
+    model: nn.Module, lr: float = 1e-3, gate_lr: float = 0.1, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Parameter groups for any optimizer: weights with decay, gates at their own rate without.
+
+    The groups carry a ``"name"``: ``"weights"`` and ``"gates"``. Frozen parameters are left out.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gates = gates_of(model).log_alpha
+    weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+    groups: list[dict[str, Any]] = [
+        {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
+        {"name": "gates", "params": [gates], "lr": gate_lr, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if any(p.requires_grad for p in group["params"])]
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[None]:
+    """Keeps counts out of an autocast; where there is none, it costs nothing."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+class _Prices:
+    """The penalty of one plan, with all that does not change from step to step worked out."""
+
+    def __init__(self, plan: Plan, kept: Tensor | None) -> None:
+        self.plan, self.kept = plan, kept
+        self.squares = ExpectedSquares(plan, kept)
+        self.divergence = Divergence(plan)
+        self._cost = cost_of(plan)
+        self._per_axis: dict[Lambda, tuple[float, ...]] = {}
+        self._per_gate: dict[tuple[Lambda, torch.device], Tensor] = {}
+
+    def penalty(self, p: Tensor, lam: Lambda, counting: Counting) -> Tensor:
+        """λ·E‖θ‖₀ at open probabilities ``p``; a scalar of p's dtype."""
+        if counting == "groups":
+            return torch.dot(p, self._groups(lam, p))
+        return self._cost.expected(p, "params", self._axes(lam), p.dtype)
+
+    def _axes(self, lam: Lambda) -> tuple[float, ...]:
+        if lam not in self._per_axis:
+            self._per_axis[lam] = lam.for_axes(self.plan.names)
+        return self._per_axis[lam]
+
+    def _groups(self, lam: Lambda, p: Tensor) -> Tensor:
+        """λ·|g| of each gate."""
+        key = (lam, p.device)
+        if key not in self._per_gate:
+            self._per_gate[key] = group_weights(self.plan, self._axes(lam)).to(p)
+        return self._per_gate[key]
+
+
+# The compiled prices of each bank; they go with it, and are no part of what it saves.
+_of_bank: WeakKeyDictionary[Gates, _Prices] = WeakKeyDictionary()
+
+
+def _prices(gates: Gates) -> _Prices:
+    prices = _of_bank.get(gates)
+    if prices is None or prices.plan is not gates.plan or prices.kept is not gates.kept:
+        prices = _of_bank[gates] = _Prices(gates.plan, gates.kept)
+    return prices
