@@ -26,14 +26,14 @@ from torchvision.models import DenseNet, MobileNetV2, VisionTransformer
 import l0prune
 from benchmarks.isolation import ROOT, append
 from l0prune.data import Data, Tensors
-from l0prune.recipes.reading import BUILTIN
+from l0prune.files.consent import RECIPES
 
 BUDGETS = ("macs=0.5", "macs=0.3", "params=0.2")
 
 
 def _recipe(name: str) -> nn.Module:
     """A network of the recipes."""
-    return l0prune.load_model(f"{BUILTIN / 'models.py'}:{name}")
+    return l0prune.load_model(f"{RECIPES / 'models.py'}:{name}")
 
 
 def _vit() -> nn.Module:

@@ -68,7 +68,7 @@ from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.ways import ADAM, ALL_WAYS, SCHEDULES, SGD, WAYS, Job, macs
 from l0prune.data import Data
-from l0prune.recipes.reading import BUILTIN
+from l0prune.files.consent import RECIPES
 
 RUNS = ROOT / "runs"
 CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd9763.th"}
@@ -113,7 +113,7 @@ def vit() -> nn.Module:
 def start(network: str, shortcuts: str, epochs: int, job: Job) -> nn.Module:
     """The network that all ways start from: published or new, trained on this data, and kept."""
     if network in CHECKPOINTS:
-        source = f"{BUILTIN / 'models.py'}:{network}"
+        source = f"{RECIPES / 'models.py'}:{network}"
         weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
         model = l0prune.load_model(source, str(weights))
         if shortcuts == "conv":

@@ -40,9 +40,9 @@ import l0prune
 from benchmarks.isolation import ROOT, Row, append, rows
 from benchmarks.step import seconds, stepper
 from l0prune.data import Tensors
-from l0prune.recipes.builtin.models import digits_lenet, resnet56
 from l0prune.training.compaction import Compaction
 from l0prune.training.run import train_dense
+from recipes.vision import digits_lenet, resnet56
 
 PATH = ROOT / "runs" / "compaction.jsonl"
 CLASSES = 10

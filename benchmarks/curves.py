@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from l0prune.cli import recipe_run as recipes
 from l0prune.errors import FileError, L0pruneError
-from l0prune.recipes import run as recipes
 from l0prune.training.history import NAME
 
 Curve = dict[str, Any]

@@ -24,7 +24,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 import l0prune
 from l0prune.exporting.onnx.collect import typical
-from l0prune.recipes.builtin.models import resnet56
+from recipes.vision import resnet56
 
 
 def vit() -> nn.Module:

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import l0prune
 from l0prune.data import Data, Tensors
-from l0prune.recipes.builtin.models import lenet5, resnet20
 from l0prune.training.phases import watched
 from l0prune.training.run import train_dense
+from recipes.vision import lenet5, resnet20
 
 BATCH, CLASSES, LR = 100, 10, 1e-3
 PLAIN: dict[str, Any] = {

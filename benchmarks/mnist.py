@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT
-from l0prune.recipes.reading import load
-from l0prune.recipes.run import run
+from l0prune.cli.recipe_files import load
+from l0prune.cli.recipe_run import run
 
 
 def _mlp(inputs: int, first: int, second: int) -> int:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from vision import CifarResNet
 
 import l0prune
 from benchmarks import cifar, depgraph, mnist, ways
 from benchmarks.curves import seconds
+from l0prune.cli import recipe_files
 from l0prune.data import Data, Tensors
-from l0prune.recipes import reading
-from l0prune.recipes.builtin.models import CifarResNet
 from l0prune.running.sources import shifted_and_mirrored
 from l0prune.training.history import NAME
 
@@ -189,7 +189,7 @@ def test_published_weights():
 @pytest.mark.parametrize("row", mnist.ROWS)
 def test_mnist_rows_are_recipes(row):
     network, name, own = mnist.ROWS[row]
-    recipe = reading.load(name, own)
+    recipe = recipe_files.load(name, own)
     assert recipe.model.source.endswith(f":{network}")
     if row == "lenet5-10k":
         assert recipe.finetune["budget"] == "params=10k"

@@ -16,7 +16,7 @@ BENCHMARKS = ROOT.parent / "benchmarks"
 # From the ground up: a room imports itself and those before it.
 ROOMS = (
     "plan", "capture", "infer", "gating", "files", "data", "running", "selection", "exporting",
-    "training", "integrations", "timing", "report", "recipes", "cli",
+    "training", "integrations", "timing", "report", "cli",
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",

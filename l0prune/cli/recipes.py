@@ -45,10 +45,10 @@ def run(
             "a recipe runs in one process; torchrun goes with `l0prune finetune`, between "
             "`l0prune gate` and `l0prune export`"
         )
-    from l0prune.recipes import reading
-    from l0prune.recipes.run import run as carried_out  # loads torch
+    from l0prune.cli import recipe_files
+    from l0prune.cli.recipe_run import run as carried_out  # loads torch
 
-    loaded = reading.load(recipe, overrides or [])
+    loaded = recipe_files.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
     with announced(say):
@@ -87,9 +87,9 @@ def _table(result: dict) -> Table:
 @app.command("ls")
 def ls(json: Json = False) -> None:
     """List the recipes."""
-    from l0prune.recipes import reading  # loads torch
+    from l0prune.cli import recipe_files  # loads torch
 
-    found = reading.builtin()
+    found = recipe_files.builtin()
     table = Table("recipe", "what it does")
     for name, recipe in found.items():
         table.add_row(name, recipe.description)
@@ -106,8 +106,8 @@ def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
 
         l0prune run my.toml
     """
-    from l0prune.recipes import reading  # loads torch
+    from l0prune.cli import recipe_files  # loads torch
 
     sys.stdout.flush()
-    sys.stdout.buffer.write(reading.find(name).read_bytes())  # a console would wrap its lines
+    sys.stdout.buffer.write(recipe_files.find(name).read_bytes())  # a console would wrap its lines
     sys.stdout.buffer.flush()

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 from l0prune.errors import FileError
 
-_RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "builtin"
+_ROOT = Path(__file__).resolve().parents[1]
+# The recipes that come with l0prune: in an installed package, or at the top of the repository.
+RECIPES = next(p for p in (_ROOT / "recipes", _ROOT.parent / "recipes") if p.is_dir())
 # torchvision and timm build a network of a plain name without fetching anything.
 _HARMLESS = re.compile(r"[^:]*|(torchvision|timm):[\w.\-]+|imagefolder:.*", re.ASCII | re.DOTALL)
-_ROOT = "data root"
+_DATA_ROOT = "data root"
 
 
 class _Request(NamedTuple):
@@ -90,14 +92,16 @@ def _request(spec: str) -> _Request | None:
 
 def _is_of_a_recipe(path: Path, name: str) -> bool:
     """Return whether a recipe that comes with l0prune names this very function of ours."""
-    texts = (recipe.read_text(encoding="utf-8") for recipe in _RECIPES.glob("*.toml"))
+    texts = (recipe.read_text(encoding="utf-8") for recipe in RECIPES.glob("*.toml"))
     wanted = re.compile(rf"\b{re.escape(f'{path.name}:{name}')}\b")
-    return path.parent == _RECIPES and any(map(wanted.search, texts))
+    return path.parent == RECIPES and any(map(wanted.search, texts))
 
 
 def _root_request(folder: str | os.PathLike[str]) -> _Request:
     path = Path(folder).resolve()
-    return _Request(f"{_ROOT} {path}", f"keep data in {path}", "name it yourself (--data-root)")
+    return _Request(
+        f"{_DATA_ROOT} {path}", f"keep data in {path}", "name it yourself (--data-root)"
+    )
 
 
 def _check(request: _Request, file: Any) -> None:

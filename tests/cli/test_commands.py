@@ -14,8 +14,8 @@ from stairs import Stairs, registered
 from torch import nn
 
 import l0prune
+from l0prune.cli import recipe_files
 from l0prune.plan import measures
-from l0prune.recipes import reading
 from l0prune.selection import scores
 from l0prune.timing.runtimes import RUNTIMES
 
@@ -212,20 +212,20 @@ def test_recipes(command):
     assert "digits-lenet" in json.loads(out)
     code, out, _ = command("recipes", "show", "digits-lenet")
     assert code == 0
-    assert out == reading.find("digits-lenet").read_text(encoding="utf-8")
+    assert out == recipe_files.find("digits-lenet").read_text(encoding="utf-8")
 
 
 def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, theirs in reading.builtin().items():
-        (tmp_path / "my.toml").write_bytes(reading.find(name).read_bytes())
-        mine = reading.load("my.toml", [])
+    for name, theirs in recipe_files.builtin().items():
+        (tmp_path / "my.toml").write_bytes(recipe_files.find(name).read_bytes())
+        mine = recipe_files.load("my.toml", [])
         assert (mine.name, mine.description) == ("my", theirs.description)
         assert (mine.model, mine.data, mine.report) == (theirs.model, theirs.data, theirs.report)
     source, _, factory = mine.model.source.rpartition(":")
     own = (tmp_path / Path(source).name).resolve()
     own.touch()  # one's own comes first
-    assert reading.load("my.toml", []).model.source == f"{own}:{factory}"
+    assert recipe_files.load("my.toml", []).model.source == f"{own}:{factory}"
 
 
 @pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "evaluate", "run"])

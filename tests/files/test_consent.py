@@ -142,17 +142,15 @@ def test_where_nothing_can_be_noted_consent_is_asked_for_again(here, monkeypatch
 
 
 def test_of_l0prunes_own_code_the_functions_of_recipes_need_none():
-    check_consent(f"{consent._RECIPES}/models.py:lenet5", "a.pt")
-    check_consent(f"{consent._RECIPES}/crepe.py:little_data", "a.pt")
+    check_consent(f"{consent.RECIPES}/vision.py:lenet5", "a.pt")
+    check_consent(f"{consent.RECIPES}/crepe.py:little_data", "a.pt")
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "spec", ["models.py:nn", "crepe.py:torch", "../run.py:run", "../../cli/app.py:main"]
-)
+@pytest.mark.parametrize("spec", ["vision.py:nn", "crepe.py:torch", "../l0prune/cli/app.py:main"])
 def test_other_code_of_l0prune_is_code(spec):
     with pytest.raises(FileError, match="asks to run"):
-        check_consent(f"{consent._RECIPES}/{spec}", "a.pt")
+        check_consent(f"{consent.RECIPES}/{spec}", "a.pt")
 
 
 def test_the_three_commands_with_code_of_ones_own_ask_nothing(here, capfd):

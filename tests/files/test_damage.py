@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.cli import recipe_files
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files.checked_json import sealed
 from l0prune.files.pretrained.loading import MANIFEST, WEIGHTS
-from l0prune.recipes import reading
 from l0prune.report.report import Report
 from l0prune.report.trainings import training_in
 from l0prune.training import checkpoint
@@ -94,7 +94,7 @@ def written(tmp_path_factory):
     dense.save_pretrained(folder / "net")
     data = [(torch.randn(4, 4), torch.arange(4))] * 2
     l0prune.finetune(model, data, epochs=1, out=folder / "run", progress=False)
-    (folder / "recipe.toml").write_bytes(reading.find("digits-lenet").read_bytes())
+    (folder / "recipe.toml").write_bytes(recipe_files.find("digits-lenet").read_bytes())
     return folder
 
 
@@ -162,7 +162,7 @@ READ = {
     "run/report.json": (report, False),
     "run/metrics.jsonl": (lambda p: training_in(p.parent, "x"), False),
     "run/run.json": (lambda p: training_in(p.parent, "x"), False),
-    "recipe.toml": (lambda p: reading.load(str(p), []), False),
+    "recipe.toml": (lambda p: recipe_files.load(str(p), []), False),
 }
 
 

@@ -9,11 +9,11 @@ from plans import count, enumerate_expected, plan_of, plans, probabilities, whol
 from torch import nn
 
 import l0prune
+from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
 from l0prune.plan.cost import CostModel, cost_of, group_count
 from l0prune.plan.layout import Both, Cat, Const, Prod, Slots
 from l0prune.plan.plan import Cost
-from l0prune.recipes import reading
 
 UNITS = ("params", "macs")
 
@@ -72,7 +72,7 @@ def test_moments_of_a_shared_axis_in_closed_form():
 
 def test_expected_macs_are_the_mean_over_sampled_gates():
     """LeNet-5's MACs layer by layer, over gates drawn as in training (the paper's figure 3)."""
-    model = l0prune.load_model(reading.load("mnist-lenet5", []).model.source)
+    model = l0prune.load_model(recipe_files.load("mnist-lenet5", []).model.source)
     gates = l0prune.gates(l0prune.gate(model, torch.zeros(2, 1, 28, 28)))
     generator = torch.Generator().manual_seed(0)
     log_alpha = torch.randn(gates.plan.size, dtype=torch.float64, generator=generator) * 2

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import l0prune
+from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
 from l0prune.plan.numbers import check_number, check_whole, is_count, is_number
-from l0prune.recipes import reading
 from l0prune.training.lambdas import Lambda
 from l0prune.training.settings import Settings
 
@@ -69,7 +69,7 @@ def test_no_number_of_a_recipe_is_endless(override):
     section = override.partition(".")[0]
     more = ["fit.budget=macs=0.5"] if section == "fit" else []
     with pytest.raises(UsageError, match=override.partition("=")[0].rpartition(".")[2]):
-        reading.load("digits-lenet", [override, *more])
+        recipe_files.load("digits-lenet", [override, *more])
 
 
 def test_functions_refuse_what_no_machine_has():

@@ -4,17 +4,17 @@ import importlib.util
 import shutil
 import sys
 
+import crepe
 import pytest
 import torch
 from onnxruntime import InferenceSession
+from sounds import cents_of, tone, tones
 from torch import nn
 
+from l0prune.cli.recipe_files import load
+from l0prune.cli.recipe_run import run
 from l0prune.errors import UsageError
 from l0prune.plan.limits import limits
-from l0prune.recipes.builtin import crepe
-from l0prune.recipes.builtin.tones import cents_of, tone, tones
-from l0prune.recipes.reading import load
-from l0prune.recipes.run import run
 from l0prune.training.settings import Settings
 
 needs_the_package = pytest.mark.skipif(

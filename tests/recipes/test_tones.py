@@ -2,10 +2,20 @@ import math
 
 import pytest
 import torch
+from sounds import (
+    RATE,
+    WINDOW,
+    cents_of,
+    frequency_of,
+    is_installed,
+    resampled,
+    speech,
+    spoken,
+    tone,
+    tones,
+)
 
 from l0prune.errors import DataError
-from l0prune.recipes.builtin.speech import is_installed, resampled, speech, spoken
-from l0prune.recipes.builtin.tones import RATE, WINDOW, cents_of, frequency_of, tone, tones
 
 
 def still(frequency, amplitudes):

@@ -8,11 +8,11 @@ from small_task import CLASSES, FEATURES, clouds, data
 from torch import nn
 
 import l0prune
+from l0prune.cli.recipe_files import FitSection
+from l0prune.cli.recipe_run import _fit
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import switches_of
-from l0prune.recipes.run import _fit
-from l0prune.recipes.schema import FitSection
 from l0prune.running.task import Task
 from l0prune.selection.at_once import AtOnce, tried
 from l0prune.selection.fit import _told, blocks_for, unmet

@@ -6,13 +6,13 @@ from plans import enumerate_expected, plan_of, whole
 from torch import nn
 
 import l0prune
+from l0prune.cli import recipe_files
 from l0prune.errors import NotGated, UsageError
 from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.plan.cost import CostModel
 from l0prune.plan.plan import Cost, Plan, Site
-from l0prune.recipes import reading
 from l0prune.training.lambdas import Lambda
 from l0prune.training.penalty import param_groups, penalty
 
@@ -179,7 +179,7 @@ def test_lambda_per_axis():
 
 def test_lambda_per_layer_is_the_papers_objective_of_each_layer():
     """Each layer at its own λ: λ_l·Σ P(z_j ≠ 0)·(weights that gate j multiplies), eq. 16."""
-    recipe = reading.load("mnist-lenet5", [])
+    recipe = recipe_files.load("mnist-lenet5", [])
     model = l0prune.gate(l0prune.load_model(recipe.model.source), torch.zeros(2, 1, 28, 28))
     gates = l0prune.gates(model)
     with torch.no_grad():

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sounds import WINDOW, speech, tones
 from torch import Tensor, nn
 
 import l0prune
 from l0prune.data.dataset import Tensors
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.recipes.builtin.speech import speech
-from l0prune.recipes.builtin.tones import WINDOW, tones
 
 # The bins of the network's answer (Kim et al. 2018, arXiv 1802.06182, section 2.1).
 _BINS, _BIN = 360, 20.0  # cents
