@@ -41,7 +41,7 @@ from benchmarks.threads_page import summary as threads_summary
 from l0prune.capture.capture import capture
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.certificate import MODEL
-from l0prune.files.pretrained.layers import LAYERS
+from l0prune.files.cut_layers import LAYERS
 
 
 def steps(

@@ -13,10 +13,10 @@ for all ways alike, and timed in turns with the dense network's. The ways:
 - ``l0prune-8``: these with ``round_to=8``, where the table says what the runtime likes;
 - ``l0prune-macs-8``: these under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
-- ``l0prune-depth-first``: branches go at once by the score ``removal`` down to the square root of
+- ``l0prune-depth-first``: branches go at once by the score ``ablation`` down to the square root of
   the share; then gates learn as in ``l0prune``;
 - ``fisher``: our one-shot score, ``fit`` to the budget in latency; of whole branches alone
-  (``-branches``) or beside the widths (``-both``); ``removal-branches``: of these alone by that;
+  (``-branches``) or beside the widths (``-both``); ``ablation-branches``: of these alone by that;
 - ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
   network; ``fisher-per-ms-macs``: over their time for a MAC there;
 - ``fisher-macs-8``: the score's choice for a budget in MACs, with ``round_to=8``.
@@ -129,7 +129,7 @@ def measured(model: nn.Module, job: Job) -> l0prune.LatencyTable:
 
 
 def depth_first(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
-    (scores, spent), table = looked(model, job, "removal", BOTH), measured(model, job)
+    (scores, spent), table = looked(model, job, "ablation", BOTH), measured(model, job)
     l0prune.fit(model, f"latency={math.sqrt(share)}", scores, latency=table, kinds="branch")
     cut = with_gates(model, job, budget=f"latency={share}", latency=table, start="fisher")
     return replace(cut, spent=cut.spent + spent)
@@ -148,7 +148,7 @@ def looked(
     """Scores of a model that is gated by this, and what they cost in epochs of the dense one."""
     l0prune.gate(model, (job.example(),), **gates)
     looks, cost = job.looks, 1.0
-    if how == "removal":  # some forwards for each branch; a step takes three
+    if how == "ablation":  # some forwards for each branch; a step takes three
         looks |= {"batches": max(1, looks["batches"] // 50)}
         cost = FORWARDS * branches_of(model) / 3
     scores = l0prune.score(model, how, job.data, **looks)
@@ -228,7 +228,7 @@ WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "fisher": scored,
     "fisher-branches": partial(scored, gates=BRANCHES),
     "fisher-both": partial(scored, gates=BOTH),
-    "removal-branches": partial(scored, how="removal", gates=BRANCHES),
+    "ablation-branches": partial(scored, how="ablation", gates=BRANCHES),
     "fisher-per-ms": partial(scored, per="ms"),
     "fisher-per-ms-macs": partial(scored, per="ms-macs"),
     "fisher-macs-8": scored_in_macs,

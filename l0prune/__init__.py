@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from l0prune.exporting.result import Export
     from l0prune.files.artifact import load, read_info, save
     from l0prune.files.model_sources import load_model
-    from l0prune.files.pretrained.loading import from_pretrained, resize
+    from l0prune.files.smaller_model import from_pretrained, resize
     from l0prune.gating.bank import Gates
     from l0prune.gating.gate import gate, gates, ungate
     from l0prune.gating.kinds.base import Gate
@@ -64,7 +64,7 @@ _HOMES = {
     "export": "exporting.export",
     "finetune": "report.live",
     "fit": "selection.fit",
-    "from_pretrained": "files.pretrained.loading",
+    "from_pretrained": "files.smaller_model",
     "gate": "gating.gate",
     "gates": "gating.gate",
     "load": "files.artifact",
@@ -75,7 +75,7 @@ _HOMES = {
     "param_groups": "training.penalty",
     "penalty": "training.penalty",
     "read_info": "files.artifact",
-    "resize": "files.pretrained.loading",
+    "resize": "files.smaller_model",
     "save": "files.artifact",
     "score": "selection.scores",
     "scores": "selection",

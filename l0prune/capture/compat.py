@@ -21,8 +21,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# NormBase: class of all batch and instance norms, also of those of other packages.
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
 # have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
 # operator, the function that makes it of others; enable_python_dispatcher lets fake tensors run it.
@@ -33,6 +35,7 @@ __all__ = [
     "SIZE_ASKED",
     "SIZE_FIXED",
     "FakeTensor",
+    "NormBase",
     "OpOverload",
     "TorchDispatchMode",
     "average_",

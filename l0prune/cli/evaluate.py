@@ -87,7 +87,7 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
     from json import loads
 
     from l0prune.exporting.opened import OnnxFile  # loads torch, as do the next ones
-    from l0prune.files.pretrained.loading import is_smaller_model, read
+    from l0prune.files.smaller_model import is_smaller_model, read
     from l0prune.files.tensor_file import is_tensor_file, read_texts
 
     if file is None:

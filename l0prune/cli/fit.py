@@ -23,7 +23,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
-from l0prune.selection import fitted
+from l0prune.selection import correction
 from l0prune.training.gate_settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
@@ -42,7 +42,7 @@ def fit(
         str,
         typer.Option(
             help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-            "outputs, removal, random; gates, what they have learned; or auto: with data fisher, "
+            "outputs, ablation, random; gates, what they have learned; or auto: with data fisher, "
             "and branches by what the outputs and the loss do without them, else magnitude."
         ),
     ] = _AUTO,
@@ -92,8 +92,8 @@ def fit(
         )
     tells = score == _AUTO and budget and not kind  # how many branches go
     table = latency_table(latency, path, budget)
-    found: list[fitted.Fitted] = []
-    with shown(err), fitted.watched(found.append):
+    found: list[correction.Fitted] = []
+    with shown(err), correction.watched(found.append):
         counts = l0prune.fit(
             model,
             budget or None,

@@ -40,7 +40,7 @@ from l0prune.running.feed import example
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task
-from l0prune.selection import fitted
+from l0prune.selection import correction
 
 
 def write_page(
@@ -279,8 +279,8 @@ def _fit(
         scores = l0prune.score(
             model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
         )
-    found: list[fitted.Fitted] = []
-    with fitted.watched(found.append):
+    found: list[correction.Fitted] = []
+    with correction.watched(found.append):
         l0prune.fit(
             model,
             part.budget,

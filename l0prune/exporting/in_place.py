@@ -22,9 +22,8 @@ from l0prune.exporting.own_class.resizing import Changes
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import Place
 from l0prune.exporting.subject import Subject, subject_of, surveyed
-from l0prune.files.pretrained.cut_layers import PassedBy
-from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
-from l0prune.files.pretrained.layers import become, tensors_of
+from l0prune.files.cut_layers import SkippedModule, become, tensors_of
+from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
 from l0prune.gating.current import LINK
@@ -229,7 +228,7 @@ class Cut:
                 module.__class__ = own
                 become(module, layer.kind or GivenSizes.__name__)
                 own = type(module)
-            if own is not PassedBy:
+            if own is not SkippedModule:
                 self._gate_again(module, own, scales.get(path, {}))
             for name, value in attributes.items():
                 setattr(module, name, value)

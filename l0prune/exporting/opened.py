@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from l0prune.capture.quiet import quietly
 from l0prune.errors import DataError, FileError
 from l0prune.files.artifact import load
-from l0prune.files.loading import check_exists
 from l0prune.files.model_sources import load_model
-from l0prune.files.pretrained.loading import is_smaller_model
+from l0prune.files.pickles import check_exists
+from l0prune.files.smaller_model import is_smaller_model
 from l0prune.files.tensor_file import is_tensor_file, read_texts
 
 ONNX, PROGRAM = ".onnx", ".pt2"

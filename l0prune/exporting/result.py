@@ -42,8 +42,8 @@ from l0prune.exporting.own_class.writing import write_folder
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement
-from l0prune.files.pretrained.layers import LAYERS
-from l0prune.files.pretrained.loading import as_text
+from l0prune.files.cut_layers import LAYERS
+from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
-from l0prune.files.loading import load_pickle
-from l0prune.files.pretrained.loading import from_pretrained, is_smaller_model, resize
+from l0prune.files.pickles import load_pickle
+from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import GATED, is_tensor_file, read_tensors, read_texts
 from l0prune.files.user_code import (
     PACKAGES,

@@ -172,7 +172,7 @@ def gate(
         if branches:
             raise UsageError(
                 "branches need keep_class=True or False: where one is gone, its modules become a "
-                "layer that torch does not have (PassedBy)"
+                "layer that torch does not have (SkippedModule)"
             )
         branches = False
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude, branches)

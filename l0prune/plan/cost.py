@@ -26,9 +26,17 @@ from torch.autograd import Function
 
 from l0prune.errors import UsageError
 from l0prune.plan.activations import Activation
-from l0prune.plan.expected import SumPolynomial, SumTable, Terms, first_order, precision
+from l0prune.plan.expected import (
+    Monomial,
+    SumPolynomial,
+    Sums,
+    SumTable,
+    Terms,
+    first_order,
+    multiply,
+    precision,
+)
 from l0prune.plan.layout import Layouts, axes_of, constant_positions, size_of
-from l0prune.plan.moments import Monomial, Sums, multiply
 from l0prune.plan.plan import Cost, Plan
 
 Axes = frozenset[int] | None

@@ -5,11 +5,27 @@ flat vector of open probabilities. Sums are segment reductions in float64 over i
 order, so that a run repeats to the bit, on a GPU as well.
 
 Backward passes that can be differentiated no further, without a cost to those that are not.
+
+Exact moments of the number of open slots: from layouts to sums and products of sums.
+
+The size of a layout is a polynomial in *counts*: how many slots of a range are open, or how many
+positions of a ``Both``. Gates are independent, so the expectation of a product of counts of
+different ranges is the product of their expectations. Counts that share gates (a Linear that
+reads and writes one residual stream) are taken apart by the moment-cumulant formula
+
+    E[X₁ ⋯ Xₙ] = Σ over set partitions π of Π over blocks B of π of κ(B),
+
+and a joint cumulant κ of sums is the sum of the cumulants of those summands that hang together
+through common gates: all others vanish. For one count, κ(N, N) = Σ p(1−p), hence
+E[N²] = (Σp)² + Σ p(1−p).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise, product
+from math import factorial, prod
 from typing import Any
 
 import torch
@@ -17,7 +33,263 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from l0prune.plan.moments import Monomial, Sums
+from l0prune.plan.layout import (
+    Both,
+    Cat,
+    Const,
+    Layout,
+    Pick,
+    Prod,
+    Slots,
+    axes_of,
+    children,
+    distinct,
+    leaves,
+    size_of,
+)
+from l0prune.plan.plan import Plan
+
+Monomial = tuple[int, ...]
+"""Numbers of the sums that are multiplied with each other, in ascending order."""
+
+Polynomial = dict[Monomial, float]
+"""A coefficient for each monomial; the empty one is the constant."""
+
+
+class Sums:
+    """A growing table of sums over gates, in which expected sizes are polynomials.
+
+    Sum 0 is the constant 1; sums 1 to ``len(lengths)`` run over consecutive ranges of the flat
+    gate vector; the others are sums of products of open probabilities, given by ``rows``.
+
+    Attributes:
+        lengths: how many gates each range has; together they cover the flat vector.
+        rows: for each later sum, indices into the flat vector, shape ``(terms, factors)``, where
+            ``plan.size`` stands for 1, and the terms' coefficients, shape ``(terms,)``.
+    """
+
+    def __init__(self, plan: Plan, layouts: Iterable[Layout]) -> None:
+        self._plan = plan
+        self._cuts = _cuts(plan, layouts)
+        self._ranges: dict[tuple[int, int], int] = {}
+        self.lengths: list[int] = []
+        for axis, cuts in zip(plan.axes, self._cuts, strict=True):
+            for start, stop in pairwise(cuts):
+                self.lengths.append(stop - start)
+                self._ranges[axis.start + start, axis.start + stop] = len(self.lengths)
+        self.rows: list[tuple[Tensor, Tensor]] = []
+        self._axes: dict[int, frozenset[int]] = {}
+        self._positions: dict[int, Tensor] = {}
+        for (start, stop), number in self._ranges.items():
+            self._positions[number] = torch.arange(start, stop).unsqueeze(1)
+        for number, axis_number in enumerate(self._axis_of_each_range(), start=1):
+            self._axes[number] = frozenset([axis_number])
+        self._one_by_one: dict[Both | Pick, int] = {}
+        self._cumulants: dict[Monomial, int] = {}
+        self._expectations: dict[Monomial, Polynomial] = {}
+
+    def __len__(self) -> int:
+        return 1 + len(self.lengths) + len(self.rows)
+
+    def axes(self, monomial: Monomial) -> frozenset[int]:
+        """Numbers of the axes whose gates the counts of a monomial depend on."""
+        return frozenset(chain.from_iterable(self._axes[number] for number in monomial))
+
+    def size(self, layout: Layout) -> Polynomial:
+        """The open size of a layout as a polynomial in counts (not yet in expectations)."""
+        match layout:
+            case Const(size):
+                return {(): float(size)}
+            case Slots():
+                return {(number,): 1.0 for number in self._pieces(layout)}
+            case Cat(parts):
+                return _add(self.size(part) for part in parts)
+            case Prod(inner):
+                return multiply([self.size(factor) for factor in inner])
+            case Both(base, fine):
+                if not axes_of(fine):
+                    return self.size(base)
+                return self.size(fine) if not axes_of(base) else {(self._counted(layout),): 1.0}
+            case Pick(base, _):
+                return self.size(base) if _is_order(layout) else {(self._counted(layout),): 1.0}
+
+    def expectation(self, monomial: Monomial) -> Polynomial:
+        """The expected product of counts as a polynomial in the table's sums."""
+        found = self._expectations.get(monomial)
+        if found is None:
+            groups = self._dependent_groups(monomial)
+            found = multiply([self._moment(group) for group in groups])
+            self._expectations[monomial] = found
+        return found
+
+    def _axis_of_each_range(self) -> Iterator[int]:
+        for axis, cuts in enumerate(self._cuts):
+            yield from [axis] * (len(cuts) - 1)
+
+    def _pieces(self, slots: Slots) -> Iterator[int]:
+        """The ranges that make up ``slots``."""
+        offset = self._plan.axes[slots.axis].start
+        for start, stop in pairwise(self._cuts[slots.axis]):
+            if slots.start <= start and stop <= slots.stop:
+                yield self._ranges[offset + start, offset + stop]
+
+    def _counted(self, layout: Both | Pick) -> int:
+        """The number of open positions of a layout that is looked at position by position."""
+        number = self._one_by_one.get(layout)
+        if number is None:
+            positions = distinct(self._plan.gate_table(layout).T, self._plan.size)
+            number = self._append(positions, torch.ones(len(positions), dtype=torch.float64))
+            self._one_by_one[layout] = number
+            self._axes[number] = axes_of(layout)
+            self._positions[number] = positions
+        return number
+
+    def _append(self, indices: Tensor, coefficients: Tensor) -> int:
+        self.rows.append((indices, coefficients))
+        return len(self) - 1
+
+    def _dependent_groups(self, monomial: Monomial) -> list[Monomial]:
+        """The counts of a monomial, in groups that have no gate in common."""
+        groups: list[Monomial] = []
+        for number in monomial:
+            touching = [g for g in groups if any(self._share(number, other) for other in g)]
+            groups = [g for g in groups if g not in touching]
+            groups.append(tuple(sorted(chain([number], *touching))))
+        return groups
+
+    def _share(self, one: int, other: int) -> bool:
+        if max(one, other) <= len(self.lengths):
+            return one == other
+        return bool(self._axes[one] & self._axes[other])
+
+    def _moment(self, group: Monomial) -> Polynomial:
+        """The expected product of dependent counts: the moment-cumulant formula."""
+        result: Polynomial = defaultdict(float)
+        for blocks in set_partitions(range(len(group))):
+            members = (tuple(group[i] for i in block) for block in blocks)
+            result[tuple(sorted(map(self._cumulant, members)))] += 1.0
+        return result
+
+    def _cumulant(self, block: Monomial) -> int:
+        """The sum that holds the joint cumulant of the counts in ``block``."""
+        if len(block) == 1:
+            return block[0]
+        number = self._cumulants.get(block)
+        if number is None:
+            one = self._plan.size
+            tables = [self._positions[count] for count in block]
+            number = self._append(*_cumulant_terms(tables, _connected(tables, one), one))
+            self._cumulants[block] = number
+        return number
+
+
+def _cuts(plan: Plan, layouts: Iterable[Layout]) -> list[list[int]]:
+    """Divide each axis such that every range in use is a union of pieces."""
+    cuts = [{0, axis.size} for axis in plan.axes]
+    for slots in chain.from_iterable(map(_counted_leaves, layouts)):
+        cuts[slots.axis] |= {slots.start, slots.stop}
+    return [sorted(points) for points in cuts]
+
+
+def _counted_leaves(layout: Layout) -> Iterator[Slots]:
+    """The ranges of gates that are counted on their own; others count positions instead."""
+    if isinstance(layout, Pick) and not _is_order(layout):
+        return
+    if isinstance(layout, Both) and axes_of(layout.base) and axes_of(layout.fine):
+        return
+    if isinstance(layout, Slots):
+        yield from leaves(layout)
+    for child in children(layout):
+        yield from _counted_leaves(child)
+
+
+def _is_order(layout: Pick) -> bool:
+    """Return whether the pick only reorders: each position of its base occurs once."""
+    return sorted(layout.index) == list(range(size_of(layout.base)))
+
+
+def _add(polynomials: Iterable[Polynomial]) -> Polynomial:
+    result: Polynomial = defaultdict(float)
+    for polynomial in polynomials:
+        for monomial, coefficient in polynomial.items():
+            result[monomial] += coefficient
+    return result
+
+
+def multiply(polynomials: Sequence[Polynomial]) -> Polynomial:
+    """The product of polynomials; 1 if there are none."""
+    result: Polynomial = defaultdict(float)
+    for terms in product(*(polynomial.items() for polynomial in polynomials)):
+        monomial = tuple(sorted(chain.from_iterable(m for m, _ in terms)))
+        result[monomial] += prod(coefficient for _, coefficient in terms)
+    return result
+
+
+def set_partitions(items: Sequence[int]) -> Iterator[list[list[int]]]:
+    """Every way to divide ``items`` into non-empty blocks."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for blocks in set_partitions(rest):
+        yield [[first], *blocks]
+        for i, block in enumerate(blocks):
+            yield [*blocks[:i], [first, *block], *blocks[i + 1 :]]
+
+
+def _connected(tables: Sequence[Tensor], one: int) -> Tensor:
+    """Return the tuples of positions, one of each table, that are connected through common gates.
+
+    Args:
+        tables: the gates of each position, shape ``(positions, gates)``, filled up with ``one``.
+        one: index that stands for no gate.
+
+    Shape: ``(tuples, len(tables))``. A connected tuple stays connected without some member of
+    it, so that every one is found by joining each member in turn to what the others make.
+    """
+    count = len(tables)
+    if count == 1:
+        return torch.arange(len(tables[0])).unsqueeze(1)
+    found = []
+    for last in range(count):
+        others = [*tables[:last], *tables[last + 1 :]]
+        tuples = _connected(others, one)
+        gates = torch.cat([t[tuples[:, i]] for i, t in enumerate(others)], dim=1)
+        left, right = _matches(gates, tables[last], one)
+        joined = torch.cat([tuples[left], right.unsqueeze(1)], dim=1)
+        order = [*range(last), count - 1, *range(last, count - 1)]
+        found.append(joined[:, order])
+    once: Tensor = torch.unique(torch.cat(found), dim=0)
+    return once
+
+
+def _matches(left: Tensor, right: Tensor, one: int) -> tuple[Tensor, Tensor]:
+    """Rows of ``left`` and of ``right`` that have a gate in common, as two lists of row numbers."""
+    sorted_gates, order = right.flatten().sort()
+    begin = torch.searchsorted(sorted_gates, left.flatten())
+    end = torch.searchsorted(sorted_gates, left.flatten(), right=True)
+    counts = torch.where(left.flatten() == one, 0, end - begin)
+    owner = torch.arange(left.numel()).repeat_interleave(counts)
+    step = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    return owner // left.shape[1], order[begin[owner] + step] // right.shape[1]
+
+
+def _cumulant_terms(tables: Sequence[Tensor], tuples: Tensor, one: int) -> tuple[Tensor, Tensor]:
+    """The joint cumulant of products of gates, summed over ``tuples`` of them.
+
+    κ = Σ over set partitions π of (−1)^(|π|−1) (|π|−1)! Π over blocks of E[product of the block],
+    where that expectation is the product over the block's *distinct* gates of p, since z² = z.
+
+    Returns indices, shape ``(terms, factors)``, and coefficients, shape ``(terms,)``.
+    """
+    gates = [table[tuples[:, i]] for i, table in enumerate(tables)]
+    indices, coefficients = [], []
+    for blocks in set_partitions(range(len(tables))):
+        unions = [distinct(torch.cat([gates[i] for i in block], dim=1), one) for block in blocks]
+        indices.append(torch.cat(unions, dim=1).sort(dim=1).values)
+        sign = (-1) ** (len(blocks) - 1) * factorial(len(blocks) - 1)
+        coefficients.append(torch.full((len(tuples),), float(sign), dtype=torch.float64))
+    return torch.cat(indices), torch.cat(coefficients)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,19 @@
-"""Choices that are corrected by what is observed of them: a time is known once it is taken."""
+"""Correction of choices by observation: a time is known once it is taken.
+
+What a fit has come to is an event, for those who watch it:
+
+    with watched(print):
+        l0prune.fit(model, "latency=0.5", latency=table)
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +21,52 @@ from torch import Tensor, nn
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.plan.limits import Bound
 from l0prune.running.processes import of_first
-from l0prune.selection.fitted import Look
-from l0prune.selection.fitting import Chosen, Fitting
+from l0prune.running.stages import Happenings
+from l0prune.selection.fitting import Fitting, SlotChoice
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Observation of one choice of widths, for one budget; amounts in its measure's unit.
+
+    Attributes:
+        budget: its text.
+        dense: the dense network's amount.
+        allowed: the largest amount that the budget allows.
+        predicted: of this choice.
+        observed: of its export.
+        chosen: whether this choice is the one that was taken.
+    """
+
+    budget: str
+    dense: float
+    allowed: float
+    predicted: float
+    observed: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A choice of slots.
+
+    Attributes:
+        filling: by axis, how many slots stay only since its slots come in whole blocks; axes
+            without any are left out.
+        looks: in their order, at each choice that was looked at; empty where nothing was observed.
+    """
+
+    filling: dict[str, int]
+    looks: tuple[Observation, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"filling": self.filling, "looks": [asdict(look) for look in self.looks]}
+
+
+_fits: Happenings[Fitted] = Happenings("fits")
+watched, done = _fits.watched, _fits.tell
+
 
 # How many choices are looked at.
 _ROUNDS = 8
@@ -29,7 +80,7 @@ _STEP = 0.005
 
 
 @dataclass(frozen=True)
-class Choice:
+class ObservedChoice:
     """Slots, and what was observed of the export that keeps them.
 
     Attributes:
@@ -37,7 +88,7 @@ class Choice:
         seen: the real amounts, of those bounds whose measures can be observed.
     """
 
-    slots: Chosen
+    slots: SlotChoice
     seen: Mapping[Bound, float]
 
     @property
@@ -50,7 +101,7 @@ class Choice:
         """The largest part of what a bound allows that was seen; above 1 where it is not met."""
         return max((found / bound.most for bound, found in self.seen.items()), default=1.0)
 
-    def is_better(self, other: Choice) -> bool:
+    def is_better(self, other: ObservedChoice) -> bool:
         """Return whether this choice meets its bounds and uses more, or exceeds them by less."""
         if (self.fullest <= 1) != (other.fullest <= 1):
             return self.fullest <= 1
@@ -64,7 +115,7 @@ class _Between:
         self._bound = bound
         self._met, self._exceeded = 0.0, math.inf  # as predicted: the most, and the least
 
-    def next(self, last: Choice, allowed: float) -> float:
+    def next(self, last: ObservedChoice, allowed: float) -> float:
         """Return the amount to allow the next choice, after one that was allowed ``allowed``."""
         predicted, found = self._bound.actual(last.open_), last.seen[self._bound]
         if found > self._bound.most:
@@ -100,7 +151,7 @@ def corrected(
     observe: Callable[[Tensor], Mapping[Bound, float]],
     *,
     fill: bool,
-) -> tuple[Choice, list[Choice]]:
+) -> tuple[ObservedChoice, list[ObservedChoice]]:
     """The best of a few choices, and all of them: each is made in the light of the one before.
 
     What a bound allows is scaled by predicted over observed, between what was met and what was
@@ -115,7 +166,7 @@ def corrected(
     Raises:
         UsageError: no choice was found that is predicted to meet all bounds.
     """
-    best = last = _look(fitting.choose(start, fill=fill), observe)
+    best = last = _observed_choice(fitting.choose(start, fill=fill), observe)
     tried = [last]
     between = {bound: _Between(bound) for bound in last.seen}
     for _ in range(_ROUNDS - 1):
@@ -129,7 +180,7 @@ def corrected(
             break
         if torch.equal(slots.open_, last.open_):
             break
-        last = _look(slots, observe)
+        last = _observed_choice(slots, observe)
         tried.append(last)
         best = last if last.is_better(best) else best
     for bound, found in best.seen.items():
@@ -138,18 +189,22 @@ def corrected(
     return best, tried
 
 
-def _look(slots: Chosen, observe: Callable[[Tensor], Mapping[Bound, float]]) -> Choice:
-    choice = Choice(slots, observe(slots.open_))
+def _observed_choice(
+    slots: SlotChoice, observe: Callable[[Tensor], Mapping[Bound, float]]
+) -> ObservedChoice:
+    choice = ObservedChoice(slots, observe(slots.open_))
     if not choice.seen or choice.fullest > 1:
         return choice
     seen = [choice.seen, *(observe(slots.open_) for _ in range(_LOOKS - 1))]
-    return Choice(slots, {bound: median(each[bound] for each in seen) for bound in choice.seen})
+    return ObservedChoice(
+        slots, {bound: median(each[bound] for each in seen) for bound in choice.seen}
+    )
 
 
-def looks_at(tried: Sequence[Choice], best: Choice) -> tuple[Look, ...]:
+def observations(tried: Sequence[ObservedChoice], best: ObservedChoice) -> tuple[Observation, ...]:
     """Return the observations of each choice, in their order, for each observed bound."""
     return tuple(
-        Look(
+        Observation(
             budget=str(bound.limit),
             dense=bound.dense,
             allowed=bound.most,

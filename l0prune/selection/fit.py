@@ -3,12 +3,19 @@
 Expected amounts are what gates learn by. What a user gets is the real amount of the sliced model,
 and widths come in whole slots (or blocks of them): here the last few gates are opened and closed,
 in the order of their scores, until that amount is right.
+
+A score tells slots from each other, and another branches; how many branches are worth as much as
+which widths, neither says. So ``OneShot`` cuts the same part of the way in several ways, from
+widths alone to branches alone, and the loss decides. Half of the way tells best: where scores cut
+all of it the loss is far above chance, and does not say from where a network learns best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Any
 
 import torch
@@ -23,11 +30,112 @@ from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.task import Task
-from l0prune.selection import fitted
-from l0prune.selection.at_once import AtOnce
-from l0prune.selection.correction import corrected, looks_at, observed
+from l0prune.selection import correction
+from l0prune.selection.correction import corrected, observations, observed
 from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
-from l0prune.selection.subject import Subject
+from l0prune.selection.score_input import ScoreInput
+
+_TRIED = 12  # ways beside widths alone, at most: each costs a forward
+
+
+@dataclass(frozen=True)
+class OneShot:
+    """A part of the way to some limits, and what goes first.
+
+    Attributes:
+        wanted: the limits.
+        blocks: for each axis, how many slots close together.
+        scores: of slots and of branches, shape ``(plan.size,)``.
+        part: of the way, in factors: half of it to 0.36 is to 0.6.
+    """
+
+    wanted: Sequence[Bound]
+    blocks: Sequence[int]
+    scores: Tensor
+    part: float = 0.5
+
+    def left(self, subject: ScoreInput) -> tuple[Tensor, bool]:
+        """The gates that are open at its end, and whether a loss told how many branches are.
+
+        Ways from which widths alone can go all of the way come before others.
+
+        Args:
+            subject: the gated network, and a batch or more of data.
+
+        Returns:
+            bool, flat, on the CPU; and False where there is no loss in eval mode, so that widths
+            alone have gone, or where branches still have to go for the rest of the way.
+
+        Raises:
+            UsageError: nothing is as small as that.
+        """
+        plan, open_ = subject.plan, subject.gates.open().cpu()
+        ways = list(self.ways(plan, open_))
+        if not ways:
+            return self.in_widths(plan, open_ & ~switches_of(plan)), False
+        whole = replace(self, part=1.0)
+        last = [way for way in ways if whole.is_possible(plan, way)]
+        among = last or ways
+        if len(among) == 1:
+            return among[0], bool(last)
+        losses = subject.losses(among)
+        if losses is None:
+            return among[0], False
+        return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
+
+    def ways(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
+        """Open gates with ever more branches gone, those of lowest score first, and so fewer slots.
+
+        Args:
+            plan: of the network.
+            open_: the gates that are open now; bool, flat, on the CPU.
+        """
+        switches = (switches_of(plan) & open_).nonzero().flatten()
+        order = switches[self.scores[switches].argsort(stable=True)]
+        for count in range(0, len(order) + 1, _apart(len(order))):
+            start = open_.index_fill(0, order[:count], False)
+            try:
+                found = self.in_widths(plan, start)
+            except UsageError:  # more of the branches have to go
+                continue
+            yield found
+            if torch.equal(found, without_idle(plan, start)):  # no slot closes any more
+                return
+
+    def in_widths(self, plan: Plan, start: Tensor) -> Tensor:
+        """The gates that are open at its end where no more branches go than at the start.
+
+        Args:
+            plan: of the network.
+            start: the gates that are open now; bool, flat, on the CPU.
+
+        Raises:
+            UsageError: no choice of slots is as small as that.
+        """
+        movable = Movable.of(~switches_of(plan), start)
+        fitting = Fitting(plan, self.scores, self.wanted, self.blocks, movable)
+        for bound in self.wanted:
+            fitting.most[bound] = bound.dense * bound.share**self.part
+        return without_idle(plan, fitting.choose(start, fill=False).open_)
+
+    def is_possible(self, plan: Plan, start: Tensor) -> bool:
+        """Return whether widths alone can go this part of the way."""
+        try:
+            self.in_widths(plan, start)
+        except UsageError:
+            return False
+        return True
+
+
+def most_trials(branches: int) -> int:
+    """Return the largest number of cuts tried on a network with so many branches."""
+    return branches // _apart(branches) + 1
+
+
+def _apart(branches: int) -> int:
+    """Return the number of branches between one trial and the next."""
+    return max(1, ceil(branches / _TRIED))
+
 
 LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
 
@@ -110,14 +218,14 @@ def fit(
                 "data tells how many branches go when scores and a budget say what goes: give both "
                 "and no kinds, or no data"
             )
-        half = AtOnce(wanted, blocks(), worth)
-        open_, movable = _told(model, half, Task.of(data, loss), widths, blocks)
+        half = OneShot(wanted, blocks(), worth)
+        open_, movable = _without_branches(model, half, Task.of(data, loss), widths, blocks)
     return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
 
 
-def _told(
+def _without_branches(
     model: nn.Module,
-    half: AtOnce,
+    half: OneShot,
     task: Task,
     widths: Movable,
     blocks: Callable[[Movable], list[int]],
@@ -128,7 +236,7 @@ def _told(
         widths: all but branches, which move where the loss does not tell.
         blocks: raises UsageError where these gates alone cannot meet what is wanted.
     """
-    subject = Subject(*holder(model), task, *LOOKS, "auto", seed=0)
+    subject = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
     plan, open_ = subject.plan, subject.gates.open().cpu()
     left, is_told = half.left(subject)
     if is_told:
@@ -249,7 +357,7 @@ def meet(
         for axis in gates.plan.axes
         if (count := int(choice.slots.filling[axis.slice].sum()))
     }
-    fitted.done(fitted.Fitted(filling, looks_at(tried, choice)))
+    correction.done(correction.Fitted(filling, observations(tried, choice)))
     return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
 
 

@@ -33,7 +33,7 @@ _TURNS = 5
 _PROBES = 64
 
 
-class Chosen(NamedTuple):
+class SlotChoice(NamedTuple):
     """A choice of slots.
 
     Attributes:
@@ -99,7 +99,7 @@ class Fitting:
         """Open gates when a bound has closed all that it may: one block, the best, an axis."""
         return self._rounded((self._best_of_each() | ~bound.gates()) & self._moves | self._held)
 
-    def choose(self, open_: Tensor, *, fill: bool = True) -> Chosen:
+    def choose(self, open_: Tensor, *, fill: bool = True) -> SlotChoice:
         """Choose the gates to open, starting from those that are open.
 
         Args:
@@ -110,10 +110,10 @@ class Fitting:
             UsageError: no choice was found that meets all bounds.
         """
         asked = open_ | self._best_of_each() & self._moves
-        chosen = self._closed_for_all(Chosen(self._rounded(asked), asked))
+        chosen = self._closed_for_all(SlotChoice(self._rounded(asked), asked))
         return self._filled(chosen) if fill and self._bounds else chosen
 
-    def _closed_for_all(self, start: Chosen) -> Chosen:
+    def _closed_for_all(self, start: SlotChoice) -> SlotChoice:
         """Close gates for one bound after the other until all are met.
 
         Where amounts go in steps, what closes for one may be more for another: they take turns.
@@ -129,17 +129,17 @@ class Fitting:
                 raise self._refusal(bound)
         return chosen
 
-    def _meets(self, bound: Bound, chosen: Chosen) -> bool:
+    def _meets(self, bound: Bound, chosen: SlotChoice) -> bool:
         return bound.actual(chosen.open_) <= self.most[bound]
 
-    def _closed(self, chosen: Chosen, bound: Bound) -> Chosen:
+    def _closed(self, chosen: SlotChoice, bound: Bound) -> SlotChoice:
         """Gates close in ascending order of score until the bound is met."""
         order = self._ascending(chosen.open_ & ~self.least(bound))
 
-        def without(number: int) -> Chosen:
+        def without(number: int) -> SlotChoice:
             fewer = chosen.open_.clone()
             fewer[order[:number]] = False
-            return Chosen(self._rounded(fewer), chosen.asked & fewer)
+            return SlotChoice(self._rounded(fewer), chosen.asked & fewer)
 
         def meets(number: int) -> bool:
             return self._meets(bound, without(number))
@@ -161,7 +161,7 @@ class Fitting:
             "budgets, too. Give a larger one"
         )
 
-    def _filled(self, start: Chosen) -> Chosen:
+    def _filled(self, start: SlotChoice) -> SlotChoice:
         """Gates open in descending order of score, but for those that do not fit."""
         counted = torch.stack([bound.gates() for bound in self._bounds]).any(0)
         order = self._ascending(~start.open_ & counted & self._moves).flip(0)
@@ -176,19 +176,19 @@ class Fitting:
             order = order[fitting + 1 :]
         return chosen
 
-    def _fitting(self, chosen: Chosen, order: Tensor) -> int:
+    def _fitting(self, chosen: SlotChoice, order: Tensor) -> int:
         """Count the gates that can be opened, in this order, before a bound is exceeded."""
         return _first(len(order), lambda n: not self._all_met(self._with(chosen, order[: n + 1])))
 
-    def _with(self, chosen: Chosen, more: Tensor) -> Chosen:
+    def _with(self, chosen: SlotChoice, more: Tensor) -> SlotChoice:
         open_, asked = chosen.open_.clone(), chosen.asked.clone()
         open_[more] = asked[more] = True
-        return Chosen(self._rounded(open_), asked)
+        return SlotChoice(self._rounded(open_), asked)
 
-    def _all_met(self, chosen: Chosen) -> bool:
+    def _all_met(self, chosen: SlotChoice) -> bool:
         return all(self._meets(bound, chosen) for bound in self._bounds)
 
-    def _used_up(self, chosen: Chosen) -> Tensor | None:
+    def _used_up(self, chosen: SlotChoice) -> Tensor | None:
         """The gates of bounds that are nearly used up, bool and flat; None where there are none."""
         full = [
             torch.ones(self._plan.size, dtype=torch.bool) if b.through is None else b.gates()

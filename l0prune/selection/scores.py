@@ -1,25 +1,21 @@
-"""One-shot scores: estimates of each gated slot's importance.
+"""One-shot scores: estimates of each gated slot's importance, from weights or a look at data.
 
-Gates learn which slots can go; a score guesses it from the weights, or from one look at the data,
-as pruning without learning does. A new score is one function under ``@register``.
-
-Score of a branch: the change of the outputs without it, in the order in which branches may go.
-
-Where a network can spare either of two, it may need one: so they go in rounds, and those that are
-left are tried again without what is gone.
+Gates learn which slots can go; a score guesses it, as pruning without learning does. A new score is
+one function under ``@register``.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from l0prune.capture.compat import NormBase
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
@@ -29,61 +25,21 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import Task
-from l0prune.selection.subject import Subject, mean_over_examples, tensor_of
+from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
 
 FORWARDS = 5  # of a branch on each batch: in so many rounds, about, all have gone
+TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
 _ROUND = 0.25  # of the branches that are left go in a round
-
-
-def in_turns(of: Subject) -> Tensor:
-    """Return each switch's mean over the examples of ‖o − o'‖², o' the outputs without it.
-
-    They are given to switches in the order in which these may go, smallest first.
-
-    Shape: ``(plan.size,)``, float64; 0 but for switches.
-    """
-    switches = switches_of(of.plan)
-    result = torch.zeros_like(switches, dtype=torch.float64)
-    left: list[int] = switches.nonzero().flatten().tolist()
-    gone: list[int] = []
-    alone = _moved(of, gone, left)
-    moved = alone
-    while left:
-        left.sort(key=moved.__getitem__)
-        count = math.ceil(_ROUND * len(left))
-        gone, left = gone + left[:count], left[count:]
-        moved = _moved(of, gone, left) if len(left) > 1 else moved
-    result[gone] = alone[switches].sort().values
-    return result
-
-
-def _moved(of: Subject, gone: Sequence[int], switches: Sequence[int]) -> Tensor:
-    """‖o − o'‖² of each of these switches, o' without it and those that are gone.
-
-    Shape: ``(plan.size,)``, float64; 0 but for these switches.
-    """
-    open_ = torch.ones_like(of.gates.log_alpha)
-
-    def found() -> Iterator[tuple[Tensor, int]]:
-        for run, length in of.answers():
-            whole, values = run(open_), torch.zeros(of.plan.size, dtype=torch.float64)
-            for number in switches:
-                closed = torch.tensor([*gone, number], device=open_.device)
-                without = run(open_.index_fill(0, closed, 0))
-                values[number] = float((without - whole).square().sum()) / length
-            yield values, length
-
-    return mean_over_examples(found())
-
-
-Normalise = Literal["axis-mean", "none"]
-
 _AUTO = 100  # batches of ``auto``
 # A loss is at its least if its squared slope at z = 1 is less than this part of that nearby: of a
 # trained ResNet-20 it is 1.2, of its own answers 0, of those in bfloat16 0.001.
 _LEAST, _NEARBY = 0.01, 0.99
-TRIED = 10, 32  # batches, at most, and examples of each, on which ``auto`` tries branches
-_NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)  # _NormBase: Batch and Instance
+_NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_RENAMED = {"removal": "ablation"}
+
+Normalise = Literal["axis-mean", "none"]
+Score = TypeVar("Score", bound=Callable[[ScoreInput], Tensor])
+_scores: dict[str, Callable[[ScoreInput], Tensor]] = {}
 
 
 def score(
@@ -117,13 +73,13 @@ def score(
       estimated from one random direction: to first order the square of how far the outputs move
       when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
       learns its own answers (see ``answered``).
-    - ``"removal"``: of branches how far the outputs move without them, as the mean over the
+    - ``"ablation"``: of branches how far the outputs move without them, as the mean over the
       examples of ‖o − o'‖². They go in rounds, those first that move them least: where a network
       can spare either of two, it may need one. So of the k-th to go it is the k-th smallest of what
       one alone moves. Five forwards a branch and batch. Of the slots of other axes, which are too
       many for that, ``"outputs"``, which is the same to first order for one alone.
     - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, or ``"outputs"`` where
-      the loss is at its least, as where a network learns its own answers; and ``"removal"`` of
+      the loss is at its least, as where a network learns its own answers; and ``"ablation"`` of
       branches, from a few hundred examples: what gates start from under a budget.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
@@ -153,8 +109,7 @@ def score(
     """
     root, gates = holder(model)
     gates.make_whole()
-    if how not in _scores:
-        raise UsageError(f"there is no score {how!r}; there are {', '.join(names())}")
+    how = current_name(how)
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
     check_whole("seed", seed, 0, SEEDS)
@@ -162,12 +117,9 @@ def score(
     if batches is not None and batches < 1:
         raise UsageError(f"batches must be at least 1, not {batches}")
     task = None if data is None else Task.of(data, loss)
-    values = told(how, Subject(root, gates, task, batches, batch_size, device, seed)).values
+    of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
+    values = compute_score(how, of).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
-
-
-Score = TypeVar("Score", bound=Callable[[Subject], Tensor])
-_scores: dict[str, Callable[[Subject], Tensor]] = {}
 
 
 def names() -> list[str]:
@@ -175,10 +127,26 @@ def names() -> list[str]:
     return sorted(_scores)
 
 
+def current_name(name: str) -> str:
+    """Return the name of a registered score, of today for one that was renamed.
+
+    Raises:
+        UsageError: there is no such score.
+    """
+    if name in _RENAMED:
+        today = _RENAMED[name]
+        text = f"the score {name!r} is called {today!r} now"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        name = today
+    if name not in _scores:
+        raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
+    return name
+
+
 def register(name: str) -> Callable[[Score], Score]:
     """Decorator: make a function known to ``score``.
 
-    It takes a ``Subject`` and returns one number of 0 or more for each gate: float64, shape
+    It takes a ``ScoreInput`` and returns one number of 0 or more for each gate: float64, shape
     ``(plan.size,)``, on the CPU.
     """
 
@@ -189,38 +157,40 @@ def register(name: str) -> Callable[[Score], Score]:
     return known
 
 
-class Told(NamedTuple):
-    """Event of a score while it is computed.
+class ComputedScore(NamedTuple):
+    """Values of a score, with all that they were computed from.
 
     Attributes:
-        how: its name.
-        of: the network, and what of the data was looked at.
+        name: of the score.
+        input: the network, and the part of the data that was used.
         values: 0 or more, and finite; float64, shape ``(plan.size,)``, on the CPU.
     """
 
-    how: str
-    of: Subject
+    name: str
+    input: ScoreInput
     values: Tensor
 
 
-def told(how: str, of: Subject, by: Callable[[Subject], Tensor] | None = None) -> Told:
-    """Ask a score that is known, or this function in its place.
+def compute_score(
+    name: str, of: ScoreInput, by: Callable[[ScoreInput], Tensor] | None = None
+) -> ComputedScore:
+    """Compute a registered score, or this function in its place.
 
     Raises:
         UsageError: it needs data, or a loss.
         DataError: the data is empty, does not fit the model, or its loss is nan or inf.
     """
-    values = (by or _scores[how])(of)
+    values = (by or _scores[name])(of)
     if not bool(torch.isfinite(values).all()):
-        raise DataError(f"some {how} scores are nan or inf: look for that in the data and weights")
-    return Told(how, of, values)
+        raise DataError(f"some {name} scores are nan or inf: look for that in the data and weights")
+    return ComputedScore(name, of, values)
 
 
-def told_best(slots: Subject, branches: Subject) -> list[Told]:
-    """Ask for each kind of axis what tells it best: ``usual`` of slots, ``removal`` of branches.
+def compute_best_scores(slots: ScoreInput, branches: ScoreInput) -> list[ComputedScore]:
+    """Compute the score that suits each kind of axis best: ``ablation`` of branches.
 
     Args:
-        slots: the network, and what of the data is looked at for its slots.
+        slots: the network, with the data for its slots.
         branches: the same for its branches, of which a few examples tell more.
 
     Returns:
@@ -232,27 +202,27 @@ def told_best(slots: Subject, branches: Subject) -> list[Told]:
     """
     switches, found = switches_of(slots.plan), []
     if not switches.all():
-        how, of, values = told(usual(slots), slots)
-        found.append(Told(how, of, values.masked_fill(switches, 0)))
+        name, of, values = compute_score(_best_for_slots(slots), slots)
+        found.append(ComputedScore(name, of, values.masked_fill(switches, 0)))
     if switches.any():
-        found.append(told("removal", branches, in_turns))
+        found.append(compute_score("ablation", branches, _branch_ablation))
     return found
 
 
-def together(plan: Plan, found: Iterable[Told]) -> Tensor:
+def joined_scores(plan: Plan, found: Iterable[ComputedScore]) -> Tensor:
     """Join the scores of each kind of axis into one vector."""
     return sum((each.values for each in found), torch.zeros(plan.size, dtype=torch.float64))
 
 
 @register("magnitude")
-def magnitude(of: Subject) -> Tensor:
+def magnitude(of: ScoreInput) -> Tensor:
     """‖W − W⊙z‖₂ where this gate alone is closed, over all sites of the gate."""
     sites = ((gated_tensor(of.root, s).detach(), s.dim, s.layout) for s in of.plan.sites)
     return _sums(of.plan, ((_squares(t, dim), layout) for t, dim, layout in sites)).sqrt()
 
 
 @register("group-magnitude")
-def group_magnitude(of: Subject) -> Tensor:
+def group_magnitude(of: ScoreInput) -> Tensor:
     """The L2 norm of every parameter's slices along the slot."""
     parts = (
         (_squares(value, dim), layout)
@@ -265,7 +235,7 @@ def group_magnitude(of: Subject) -> Tensor:
 
 
 @register("bn-scale")
-def bn_scale(of: Subject) -> Tensor:
+def bn_scale(of: ScoreInput) -> Tensor:
     """The mean |γ| at the slot; over the axis mean, the magnitude of an axis without any."""
     tensors = of.tensors()
     names = {
@@ -289,25 +259,25 @@ def bn_scale(of: Subject) -> Tensor:
 
 
 @register("taylor")
-def taylor(of: Subject) -> Tensor:
+def taylor(of: ScoreInput) -> Tensor:
     """(dL/dz)² with L the mean loss over all examples."""
     return mean_over_examples(of.gradients()).square()
 
 
 @register("fisher")
-def fisher(of: Subject) -> Tensor:
+def fisher(of: ScoreInput) -> Tensor:
     """The mean over the examples of their batch's (dL/dz)²."""
     return mean_over_examples((slope.square(), length) for slope, length in of.gradients())
 
 
 @register("outputs")
-def outputs(of: Subject) -> Tensor:
+def outputs(of: ScoreInput) -> Tensor:
     """The mean over the examples of E (d⟨v, o⟩/dz)², v of independent N(0, 1), o the outputs."""
     generator = torch.Generator().manual_seed(of.seed)
 
     def along(outputs: Any, targets: Any) -> Tensor:
         """⟨v, o⟩ of all examples, so that its squared slope is the examples' mean."""
-        found = tensor_of(outputs)
+        found = output_tensor(outputs)
         direction = torch.randn(found.shape, generator=generator).to(found)
         return (found * direction).sum() / math.sqrt(len(found))
 
@@ -315,19 +285,65 @@ def outputs(of: Subject) -> Tensor:
     return fisher(replace(of, task=task))
 
 
-@register("removal")
-def removal(of: Subject) -> Tensor:
+@register("ablation")
+def ablation(of: ScoreInput) -> Tensor:
     """Score branches by the change of the outputs without them, smallest removed first."""
     switches = switches_of(of.plan)
-    moved = in_turns(of)
+    moved = _branch_ablation(of)
     return moved if switches.all() else torch.where(switches, moved, outputs(of))
 
 
-def usual(of: Subject) -> str:
-    """The name of the score by which slots are told best: ``"fisher"``, or ``"outputs"``.
+def _branch_ablation(of: ScoreInput) -> Tensor:
+    """Each switch's mean over the examples of ‖o − o'‖², o' the outputs without it.
 
-    Where a loss is at its least, its slope there is rounding, and far larger where all gates close
-    by a hundredth.
+    Where a network can spare either of two branches, it may need one. So they go in rounds, and
+    those that are left are tried again without what is gone. The values are given to switches in
+    the order in which these may go, smallest first.
+
+    Shape: ``(plan.size,)``, float64; 0 but for switches.
+    """
+    switches = switches_of(of.plan)
+    result = torch.zeros_like(switches, dtype=torch.float64)
+    left: list[int] = switches.nonzero().flatten().tolist()
+    gone: list[int] = []
+    alone = moved = _change_without(of, gone, left)
+    while left:
+        left.sort(key=moved.__getitem__)
+        count = math.ceil(_ROUND * len(left))
+        gone, left = gone + left[:count], left[count:]
+        moved = _change_without(of, gone, left) if len(left) > 1 else moved
+    result[gone] = alone[switches].sort().values
+    return result
+
+
+def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]) -> Tensor:
+    """‖o − o'‖² of each of these switches, o' without it and those that are gone."""
+    open_ = torch.ones_like(of.gates.log_alpha)
+
+    def found() -> Iterator[tuple[Tensor, int]]:
+        for run, length in of.forwards():
+            whole, values = run(open_), torch.zeros(of.plan.size, dtype=torch.float64)
+            for number in switches:
+                closed = torch.tensor([*gone, number], device=open_.device)
+                without = run(open_.index_fill(0, closed, 0))
+                values[number] = float((without - whole).square().sum()) / length
+            yield values, length
+
+    return mean_over_examples(found())
+
+
+@register("auto")
+def auto(of: ScoreInput) -> Tensor:
+    """Score each kind of axis by the score that suits it best."""
+    most = _AUTO if of.batches is None else of.batches
+    few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
+    return joined_scores(of.plan, compute_best_scores(replace(of, batches=most), few))
+
+
+def _best_for_slots(of: ScoreInput) -> str:
+    """``"fisher"``, or ``"outputs"`` where the loss is at its least.
+
+    Its slope there is rounding, and far larger where all gates close by a hundredth.
     """
 
     def slope(at: float) -> float:
@@ -337,16 +353,8 @@ def usual(of: Subject) -> str:
     return "outputs" if slope(1.0) <= _LEAST * slope(_NEARBY) else "fisher"
 
 
-@register("auto")
-def auto(of: Subject) -> Tensor:
-    """Score each kind of axis by the score that suits it best."""
-    most = _AUTO if of.batches is None else of.batches
-    few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
-    return together(of.plan, told_best(replace(of, batches=most), few))
-
-
 @register("random")
-def random(of: Subject) -> Tensor:
+def random(of: ScoreInput) -> Tensor:
     """Uniform between 0 and 1."""
     generator = torch.Generator().manual_seed(of.seed)
     return torch.rand(of.plan.size, dtype=torch.float64, generator=generator)
@@ -380,3 +388,10 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
         for gates in distinct(plan.gate_table(layout).T, plan.size).T:
             total.index_add_(0, gates, values)
     return total[:-1]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Subject":
+        warnings.warn("Subject is called ScoreInput now", DeprecationWarning, stacklevel=2)
+        return ScoreInput
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from l0prune.plan.expected import SumTable
+from l0prune.plan.expected import Polynomial, Sums, SumTable
 from l0prune.plan.layout import Layout, axes_of, from_json, to_json
-from l0prune.plan.moments import Polynomial, Sums
 from l0prune.plan.numbers import is_count, is_number
 from l0prune.plan.plan import Plan
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import FileError, UsageError
+from l0prune.files.artifact import named_tensors
 from l0prune.files.atomic import atomic_write
-from l0prune.files.loading import load_pickle
-from l0prune.files.structure import tensors_of
+from l0prune.files.pickles import load_pickle
 from l0prune.running.processes import shard_like, whole
 from l0prune.running.task import Task
 from l0prune.training.settings import Settings
@@ -125,7 +125,7 @@ def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
     chosen = dict(settings) | {"loss": task.loss, "metric": task.metric, "data": task.name}
     found = {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
     if (loss := task.loss_module) is not None:  # whose values are in the checkpoint
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(loss)}
+        shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(loss)}
         found["loss"] = f"{type(loss).__qualname__} {shapes}"
     return found
 
@@ -175,8 +175,10 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of ``tensors_of(model)`` on the CPU, whole where they are sharded."""
-    return {name: whole(value.detach()).to("cpu", copy=True) for name, value in tensors_of(model)}
+    """A copy of ``named_tensors(model)`` on the CPU, whole where they are sharded."""
+    return {
+        name: whole(value.detach()).to("cpu", copy=True) for name, value in named_tensors(model)
+    }
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
@@ -195,7 +197,7 @@ def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         FileError: they are those of another model.
     """
-    own = dict(tensors_of(model))
+    own = dict(named_tensors(model))
     shapes = {name: tuple(value.shape) for name, value in own.items()}
     if shapes != {name: tuple(value.shape) for name, value in tensors.items()}:
         differing = sorted(

@@ -19,7 +19,7 @@ from l0prune.plan.switches import idle, switches_of
 from l0prune.running.amounts import Amount
 from l0prune.running.processes import placed_as
 from l0prune.running.task import TAKEN
-from l0prune.selection import fitted
+from l0prune.selection import correction
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
 from l0prune.training.gate_settings import GateSettings
@@ -156,13 +156,13 @@ class GateTerms:
 
     def fit(self) -> None:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
-        with fitted.watched(self._note):
+        with correction.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=not self._priced)
             elif self._settings.rounds:
                 fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
 
-    def _note(self, found: fitted.Fitted) -> None:
+    def _note(self, found: correction.Fitted) -> None:
         self.fitted = found.to_dict() if found.filling or found.looks else {}
 
     def record(self) -> dict[str, Any]:

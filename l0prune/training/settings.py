@@ -130,7 +130,7 @@ class Settings(GateSettings):
         description="What the gates start from: alike, as they were put on, or a score such as "
         "fisher or outputs, told from a few batches: the more a slot matters the further open is "
         "its gate. auto for fisher (outputs where the loss has no gradient, as of a network's own "
-        "answers), and of branches for removal, where there is a budget and all gates stand alike; "
+        "answers), of branches for ablation, where there is a budget and all gates stand alike; "
         "else as they are, as with alike.",
     )
     at_once: float = Field(
@@ -227,11 +227,13 @@ class Settings(GateSettings):
     @classmethod
     def _is_a_start(cls, start: str) -> str:
         if start not in STARTS:
-            from l0prune.selection.scores import names
+            from l0prune.selection.scores import current_name, names
 
-            if start not in names():
+            try:
+                return current_name(start)
+            except UsageError:
                 known = ", ".join(dict.fromkeys((*STARTS, *names())))
-                raise UsageError(f"start must be one of {known}, not {start!r}")
+                raise UsageError(f"start must be one of {known}, not {start!r}") from None
         return start
 
     @field_validator("clip")

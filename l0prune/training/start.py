@@ -23,9 +23,16 @@ from l0prune.running.feed import Feed
 from l0prune.running.processes import World, is_sharded, joined
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
-from l0prune.selection.at_once import AtOnce, tried
-from l0prune.selection.scores import FORWARDS, Told, over_axis_mean, together, told, told_best
-from l0prune.selection.subject import Subject
+from l0prune.selection.fit import OneShot, most_trials
+from l0prune.selection.score_input import ScoreInput
+from l0prune.selection.scores import (
+    FORWARDS,
+    ComputedScore,
+    compute_best_scores,
+    compute_score,
+    joined_scores,
+    over_axis_mean,
+)
 from l0prune.training.budget import Budget
 from l0prune.training.settings import ALIKE, AUTO, Settings
 from l0prune.training.wrappers import agree_on_start
@@ -69,7 +76,7 @@ class Looks:
         bear = _TRIES * learning
         examples = bear * size / (FORWARDS * _FORWARD * branches)
         few = min(size, _within(_EXAMPLES, examples))
-        ways = _within(_OF_WAYS, bear / (tried(branches) * _FORWARD))
+        ways = _within(_OF_WAYS, bear / (most_trials(branches) * _FORWARD))
         return cls(slots, max(1, round(examples / few)), few, ways)
 
     def steps(self, size: int, branches: int) -> float:
@@ -80,7 +87,7 @@ class Looks:
             branches: how many there are.
         """
         trying = self.branches * self.few / size * branches * FORWARDS
-        return self.slots + (trying + tried(branches) * self.ways) * _FORWARD
+        return self.slots + (trying + most_trials(branches) * self.ways) * _FORWARD
 
 
 def _within(limits: range, number: float) -> int:
@@ -132,7 +139,7 @@ def begin(
         return Beginning()
     gates, size = gates_of(model), feed.length
     looks = Looks.of(learning, size, int(switches_of(gates.plan).sum()))
-    subject = Subject(*holder(model), feed.task, None, feed.batch_size, device, settings.seed)
+    subject = ScoreInput(*holder(model), feed.task, None, feed.batch_size, device, settings.seed)
     slots = replace(subject, batches=min(feed.steps, looks.slots))
     most = math.ceil(feed.steps * size / max(1, looks.few))
     branches = replace(subject, batches=min(most, looks.branches), batch_size=looks.few)
@@ -140,12 +147,14 @@ def begin(
 
     def lean() -> Beginning:
         try:
-            found = told_best(slots, branches) if how == AUTO else [told(how, slots)]
+            found = (
+                compute_best_scores(slots, branches) if how == AUTO else [compute_score(how, slots)]
+            )
         except (UsageError, DataError) as error:
             if how != AUTO:
                 raise
             return Beginning(f"start: the gates start alike: {error}")
-        scores = over_axis_mean(gates.plan, together(gates.plan, found))
+        scores = over_axis_mean(gates.plan, joined_scores(gates.plan, found))
         gates.lean(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
         if budget is None or not settings.at_once:
@@ -189,17 +198,17 @@ def begin_from(
         return begin(root, settings, learning, budget, feed, device, world)
 
 
-def _said(told: Told) -> str:
-    return f"{told.how} of {told.of.batches} batch{'es' * (told.of.batches != 1)}"
+def _said(found: ComputedScore) -> str:
+    return f"{found.name} of {found.input.batches} batch{'es' * (found.input.batches != 1)}"
 
 
-def _cut(subject: Subject, budget: Budget, part: float, scores: Tensor) -> Beginning:
+def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Beginning:
     """Close what goes at once, in place.
 
     Where the loss has told how many branches go, those that are left stand.
     """
     try:
-        open_, decided = AtOnce(budget.bounds, budget.blocks, scores, part).left(subject)
+        open_, decided = OneShot(budget.bounds, budget.blocks, scores, part).left(subject)
     except UsageError as error:
         return Beginning(f"nothing is cut at once: {error}")
     subject.gates.put(open_)

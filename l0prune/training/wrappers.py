@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from l0prune.capture.compat import leave_to_ddp
 from l0prune.capture.copying import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
-from l0prune.files.structure import tensors_of
+from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.running.device import device_of
 from l0prune.running.processes import World, is_sharded, whole
@@ -35,7 +35,7 @@ def agree_on_start(model: nn.Module, world: World) -> None:
             "this model is in DDP or FSDP already; give the plain one, the same in each process: "
             "finetune distributes it (distributed='ddp' or 'fsdp')"
         )
-    structure = repr([(name, t.dtype, tuple(t.shape)) for name, t in tensors_of(model)])
+    structure = repr([(name, t.dtype, tuple(t.shape)) for name, t in named_tensors(model)])
     digest = hashlib.blake2b(structure.encode(), digest_size=16).hexdigest()
     if len(set(world.gather(digest))) > 1:
         raise UsageError(
@@ -43,7 +43,7 @@ def agree_on_start(model: nn.Module, world: World) -> None:
             "each must be given the same model"
         )
     with torch.no_grad():
-        for _, tensor in tensors_of(model):
+        for _, tensor in named_tensors(model):
             world.copy_from_first(tensor)
 
 
@@ -169,7 +169,7 @@ def _owners(model: nn.Module) -> Counter[int]:
 
 @torch.no_grad()
 def _hand_back(shards: nn.Module, model: nn.Module) -> None:
-    for (_, own), (_, trained) in zip(tensors_of(model), tensors_of(shards), strict=True):
+    for (_, own), (_, trained) in zip(named_tensors(model), named_tensors(shards), strict=True):
         own.copy_(whole(trained))
     if _log_alpha(model) is not None:
         gates_of(model).gate = gates_of(shards).gate

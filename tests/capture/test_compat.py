@@ -216,3 +216,13 @@ def test_ddp_leaves_tensors_alone_and_the_first_process_to_set_a_key_wins(tmp_pa
         assert wrapped.parameters_to_ignore == {"bias"}
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm2d]
+)
+def test_norm_base(kind):
+    assert issubclass(kind, compat.NormBase)
+    assert {"weight", "running_mean"} <= vars(kind(3, affine=True, track_running_stats=True))[
+        "_parameters"
+    ].keys() | vars(kind(3, affine=True, track_running_stats=True))["_buffers"].keys()

@@ -9,7 +9,7 @@ from differences import difference
 from torch import nn
 
 import l0prune
-from l0prune.files.pretrained.cut_layers import CutAttention
+from l0prune.files.cut_layers import CutAttention
 
 
 class Around(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from l0prune.exporting.onnx.file import to_onnx
-from l0prune.files.pretrained import cut_layers
-from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm, PickedLinear
+from l0prune.files import cut_layers, given_sizes
+from l0prune.files.cut_layers import CutGroupNorm, CutLayerNorm, PickedLinear
 
 KEPT = torch.tensor([0, 2, 3, 6])
 
@@ -109,12 +110,13 @@ def test_picked_linear_is_a_linear_layer():
     assert set(layer.state_dict()) == {"weight", "bias", "kept"}
 
 
-def test_the_file_needs_torch_alone():
-    tree = ast.parse(Path(cut_layers.__file__).read_text())
-    named = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
-    modules = {
-        name.split(".")[0]
-        for n in named
-        for name in ([n.module] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names])
-    }
-    assert modules == {"torch"}
+def test_the_copied_files_need_torch_and_safetensors_alone():
+    for module in (given_sizes, cut_layers):
+        named = [
+            each.module if isinstance(each, ast.ImportFrom) else each.names[0].name
+            for each in ast.walk(ast.parse(Path(module.__file__).read_text()))
+            if isinstance(each, ast.Import | ast.ImportFrom)
+        ]
+        foreign = {name.split(".")[0] for name in named} - sys.stdlib_module_names
+        assert foreign <= {"torch", "safetensors", "l0prune"}
+        assert {n for n in named if n.startswith("l0prune")} <= {"l0prune.files.given_sizes"}

@@ -16,7 +16,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import FileError
 from l0prune.files.checked_json import sealed
-from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
+from l0prune.files.given_sizes import GIVEN, GivenSizes
 
 
 class Remembers(ReadsItsInput):

@@ -14,7 +14,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import FileError
-from l0prune.files.pretrained.cut_layers import CutGroupNorm, CutLayerNorm
+from l0prune.files.cut_layers import CutGroupNorm, CutLayerNorm
 
 
 class Rms(nn.Module):

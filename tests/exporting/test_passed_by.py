@@ -13,7 +13,7 @@ from torch import nn
 from with_branches import Block, Dense, Net, X, gated
 
 import l0prune
-from l0prune.files.pretrained.cut_layers import PassedBy
+from l0prune.files.cut_layers import SkippedModule
 
 
 def test_a_class_goes_on_without_them():
@@ -21,9 +21,9 @@ def test_a_class_goes_on_without_them():
     assert dense.rebuilt, dense.note
     assert type(dense.module) is Net
     # Of the last block nothing is left; the second still has its shortcut.
-    assert isinstance(dense.module.blocks[2], PassedBy)
+    assert isinstance(dense.module.blocks[2], SkippedModule)
     assert type(dense.module.blocks[1]) is Block
-    assert isinstance(dense.module.blocks[1].conv1, PassedBy)
+    assert isinstance(dense.module.blocks[1].conv1, SkippedModule)
     assert type(dense.module.blocks[0].conv1) is nn.Conv2d
 
 
@@ -94,7 +94,7 @@ def test_paths_side_by_side_halve_the_picture_once():
     model = gated(WithSelective(), "block")
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
-    assert isinstance(dense.module.block.last, PassedBy)
+    assert isinstance(dense.module.block.last, SkippedModule)
     for side in (8, 7, 13):
         x = torch.randn(2, 3, side, side)
         assert torch.allclose(model(x), dense.module(x), atol=1e-5)
@@ -129,7 +129,7 @@ def test_paths_side_by_side_both_give_zeros():
     model = gated(WithFused(), "fused.paths.0.0")  # of the sum of both
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
-    assert all(isinstance(path, PassedBy) for path in dense.module.fused.paths)
+    assert all(isinstance(path, SkippedModule) for path in dense.module.fused.paths)
     for side in (8, 12):
         x = torch.randn(2, 3, side, side)
         assert torch.allclose(model(x), dense.module(x), atol=1e-5)
@@ -161,7 +161,7 @@ def test_a_module_may_have_attributes_of_its_own_by_any_name(tmp_path):
     model = gated(WithNamed(), "named")
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
-    assert isinstance(dense.module.named, PassedBy)
+    assert isinstance(dense.module.named, SkippedModule)
     assert difference(model, dense, X) <= 1e-10
     dense.save_pretrained(tmp_path)
     again = l0prune.resize(WithNamed(), tmp_path).eval()
@@ -196,7 +196,7 @@ def test_a_module_that_is_given_nothing_has_nothing_to_pass_on():
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
     assert type(dense.module) is WithTable
-    assert isinstance(dense.module.inner, PassedBy)
+    assert isinstance(dense.module.inner, SkippedModule)
     assert type(dense.module.table) is Table
     assert difference(model, dense, X) <= 1e-10
 
@@ -230,7 +230,7 @@ def test_a_block_gives_back_what_it_would_have_added_to(block):
     model = gated(WithToken(), block)
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
-    assert isinstance(getattr(dense.module, block), PassedBy)
+    assert isinstance(getattr(dense.module, block), SkippedModule)
     assert difference(model, dense, X) <= 1e-10
 
 
@@ -268,7 +268,7 @@ def test_code_that_puts_windows_together_is_given_zeros_of_their_shape(block):
     assert dense.rebuilt, dense.note
     left = getattr(dense.module, block)
     assert isinstance(left, InWindows)
-    assert isinstance(left.mix, PassedBy)
+    assert isinstance(left.mix, SkippedModule)
     assert difference(model, dense, X) <= 1e-10
 
 
@@ -280,7 +280,7 @@ def test_files_bring_back_what_is_left(tmp_path):
     again = l0prune.resize(Net(), tmp_path / "small").eval()
     assert torch.equal(again(X), dense.module.eval()(X))
     assert sum(p.numel() for p in again.parameters()) == dense.params
-    assert "PassedBy" in (tmp_path / "small" / "l0prune_model.py").read_text()
+    assert "SkippedModule" in (tmp_path / "small" / "l0prune_model.py").read_text()
 
 
 @pytest.mark.slow
@@ -288,6 +288,6 @@ def test_a_class_goes_on_without_parts_of_concatenations():
     dense = l0prune.export(gated(Dense(), "layers.1", "wide.branch"))
     assert dense.rebuilt, dense.note
     assert type(dense.module) is Dense
-    assert isinstance(dense.module.layers[1], PassedBy)
-    assert isinstance(dense.module.wide, PassedBy)
+    assert isinstance(dense.module.layers[1], SkippedModule)
+    assert isinstance(dense.module.wide, SkippedModule)
     assert dense.module.layers[1]([torch.zeros(2, 5, 8, 8)]).shape == (0,)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from l0prune.exporting.own_class.zeros_instead import windows_to
-from l0prune.files.pretrained.cut_layers import PassedBy, are_windows, sizes_after
+from l0prune.files.cut_layers import SkippedModule, are_windows, sizes_after
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 MAXIMA = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -86,7 +86,7 @@ def test_what_rounds_up_is_not_known(module):
 
 def test_zeros_of_another_shape():
     passed = nn.Conv2d(4, 6, 3, 2, 1)
-    passed.__class__ = PassedBy
+    passed.__class__ = SkippedModule
     passed.gives, passed.at, passed.results = "zeros", 0, 0
     passed.windows, passed.dim, passed.channels = (), 0, 0
     x = torch.randn(2, 4, 9, 8)

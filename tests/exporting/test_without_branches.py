@@ -13,7 +13,7 @@ from with_branches import Dense, Net, X, branches_of, gated, randomised
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.files.pretrained.cut_layers import PassedBy
+from l0prune.files.cut_layers import SkippedModule
 from l0prune.infer.nodes import operator_name
 from l0prune.plan.plan import Plan
 
@@ -164,7 +164,7 @@ def test_by_name_or_glob_and_beside_axes():
     assert all(name.startswith("blocks") for name in kinds)
     for wrong, text in (
         ({"branches": ["layer9"]}, "no branch of this model"),
-        ({"branches": True, "keep_class": "native"}, "PassedBy"),
+        ({"branches": True, "keep_class": "native"}, "SkippedModule"),
     ):
         with pytest.raises(UsageError, match=text):
             l0prune.gate(Net().eval(), X, **wrong)
@@ -263,7 +263,7 @@ def test_branches_of_parts(tmp_path):
     dense = l0prune.export(model)
     assert dense.gone == tuple(names[1:])
     assert difference(model, dense, X) <= 1e-10
-    assert isinstance(dense.module.body.blocks[2], PassedBy)
+    assert isinstance(dense.module.body.blocks[2], SkippedModule)
     counted = sum(p.numel() for p in dense.module.parameters())
     assert counted == dense.params < sum(p.numel() for p in InParts().parameters())
     dense.save_onnx(tmp_path / "model.onnx")

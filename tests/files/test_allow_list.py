@@ -16,8 +16,8 @@ from hostile import Call, Touch
 from torch import nn
 
 from l0prune.errors import FileError
-from l0prune.files.loading import load_pickle
-from l0prune.files.ordinary import ModulePartial, allowed, check_ordinary
+from l0prune.files.allow_list import ModulePartial, allowed, check_ordinary
+from l0prune.files.pickles import load_pickle
 
 # One small network of each family, by the module that defines it.
 FAMILIES = {

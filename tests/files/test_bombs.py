@@ -15,8 +15,8 @@ from torch import nn
 from torchvision.models.feature_extraction import DualGraphModule
 
 from l0prune.errors import FileError
-from l0prune.files.loading import load_bytes, load_pickle
-from l0prune.files.ordinary import allowed, check_ordinary
+from l0prune.files.allow_list import allowed, check_ordinary
+from l0prune.files.pickles import load_bytes, load_pickle
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import l0prune
 from l0prune.cli import recipe_files
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files.checked_json import sealed
-from l0prune.files.pretrained.loading import MANIFEST, WEIGHTS
+from l0prune.files.smaller_model import MANIFEST, WEIGHTS
 from l0prune.report.report import Report
 from l0prune.report.trainings import training_in
 from l0prune.training import checkpoint

@@ -19,7 +19,7 @@ from torch import nn
 
 from l0prune.errors import FileError
 from l0prune.files.atomic import atomic_write, check_writable
-from l0prune.files.loading import load_bytes, load_pickle
+from l0prune.files.pickles import load_bytes, load_pickle
 
 
 def test_the_allow_list_is_scoped(tmp_path):

@@ -88,12 +88,12 @@ def test_only_what_takes_something_stands_in_the_way():
         l0prune.fit(model, "params=0.01", scores)
 
 
-def test_removal_takes_branches_out_in_rounds():
+def test_ablation_takes_branches_out_in_rounds():
     """Of the k-th to go it is the k-th smallest of what the network does without a single one."""
     model, plain = gated(), Nested()
     plain.load_state_dict({n: v for n, v in model.state_dict().items() if "l0prune" not in n})
     data = l0prune.Task([(X[:5], torch.zeros(5).long()), (X[5:], torch.zeros(7).long())])
-    found = l0prune.score(model, "removal", data, normalise="none")
+    found = l0prune.score(model, "ablation", data, normalise="none")
     first_order = l0prune.score(model, "outputs", data, normalise="none")
     with torch.no_grad():
         x = plain.stem(X)
@@ -138,10 +138,10 @@ class Either(nn.Module):
         return (x + self.one(x) + self.other(x)).clamp(max=4) + self.little(x)
 
 
-def test_removal_keeps_one_of_two_that_can_stand_in_for_each_other():
+def test_ablation_keeps_one_of_two_that_can_stand_in_for_each_other():
     x = torch.rand(12, 6, generator=torch.Generator().manual_seed(0)) + 1
     model = l0prune.gate(Either(), x[:2], include=[], branches=True)
-    scores = l0prune.score(model, "removal", l0prune.Task([(x, torch.zeros(12).long())]))
+    scores = l0prune.score(model, "ablation", l0prune.Task([(x, torch.zeros(12).long())]))
     names = [axis.name for axis in l0prune.gates(model).plan.axes]
     found = dict(zip(names, scores.tolist(), strict=True))
     assert found["one"] == found["little"] == 0 < found["other"]

@@ -11,8 +11,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.files.pretrained.given_sizes import GivenSizes
-from l0prune.files.pretrained.layers import LAYERS
+from l0prune.files.cut_layers import LAYERS
+from l0prune.files.given_sizes import GivenSizes
 
 
 class Block(nn.Module):

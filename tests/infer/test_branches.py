@@ -245,7 +245,7 @@ def test_a_size_that_many_branches_go_by_takes_none_away():
         bank.log_alpha[last.slice] = -5.0
     dense = l0prune.export(model)
     assert dense.gone == (last.name,)
-    assert "for PassedBy: save_pretrained" in dense.note
+    assert "for SkippedModule: save_pretrained" in dense.note
     three = torch.randn(3, 4, 6)
     torch.testing.assert_close(dense.program.module()(three), model(three))
 

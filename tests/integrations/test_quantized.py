@@ -11,7 +11,7 @@ from torch import nn
 
 import l0prune
 from benchmarks.quantization import WAYS, off, size
-from l0prune.files.pretrained.layers import PickedLinear
+from l0prune.files.cut_layers import PickedLinear
 
 PAGE = Path(__file__).parents[2] / "docs/quantization.md"
 

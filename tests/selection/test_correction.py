@@ -7,9 +7,9 @@ from stairs import Stairs, registered
 
 import l0prune
 from l0prune.errors import L0pruneWarning
-from l0prune.selection import fitted
+from l0prune.selection import correction
 from l0prune.selection.correction import corrected
-from l0prune.selection.fitting import Chosen
+from l0prune.selection.fitting import SlotChoice
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_what_is_observed_meets_the_budget(observed, factor, overhead, round_to)
     model = gated(random_scores(2, SIZE))
     measure = Stairs(l0prune.gates(model).plan)
     told = []
-    with fitted.watched(told.append):
+    with correction.watched(told.append):
         ((_, seen),) = l0prune.fit(model, "stairs=0.5", round_to=round_to).items()
     assert seen == measure.observed(model) <= 0.5 * measure.dense()
     if round_to == "auto":  # one slot after the other finds no way past a step up
@@ -80,7 +80,7 @@ def test_who_watches_is_told_of_each_look(observed):
     observed(1.3)
     model, told = gated(random_scores(2, SIZE)), []
     measure = Stairs(l0prune.gates(model).plan)
-    with fitted.watched(told.append):
+    with correction.watched(told.append):
         ((_, seen),) = l0prune.fit(model, "stairs=0.5").items()
     (found,) = told
     met = sum(look.observed <= look.allowed for look in found.looks)
@@ -113,7 +113,7 @@ class Counting:
 
     def choose(self, start, *, fill):
         open_ = torch.arange(len(start)) < int(self.most[self.bound])
-        return Chosen(open_, open_)
+        return SlotChoice(open_, open_)
 
 
 def test_a_step_that_was_not_predicted_is_found_from_both_sides():

@@ -155,13 +155,13 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
     model = l0prune.gate(Residual(), (clouds().inputs[:2],), **settings)
     gates, looks = l0prune.gates(model), {"batch_size": 8, "batches": 1}
     before, switches = gates.log_alpha.detach().clone(), switches_of(gates.plan)
-    scores = l0prune.score(model, "removal", data(), **looks)
+    scores = l0prune.score(model, "ablation", data(), **looks)
     if not only:
         others = l0prune.score(model, "fisher", data(), batch_size=40, batches=6)
         scores = torch.where(switches, scores, others)
     found = start_of(model, monkeypatch, budget="params=0.7", at_once=0.0)
     torch.testing.assert_close(found, leaned(scores, before))
-    told = "removal of 1 batch" if only else "fisher of 6 batches, removal of 1 batch"
+    told = "ablation of 1 batch" if only else "fisher of 6 batches, ablation of 1 batch"
     assert f"gates as their scores say: {told}" in capsys.readouterr().err
 
 
@@ -171,14 +171,14 @@ def test_branches_are_told_from_a_few_examples_of_each_batch_of_a_loader():
     loader = DataLoader(TensorDataset(clouds().inputs, clouds().targets), batch_size=48)
     seen = []
     handle = model.stem.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    found = l0prune.score(model, "removal", loader, batch_size=8, batches=2)
+    found = l0prune.score(model, "ablation", loader, batch_size=8, batches=2)
     handle.remove()
     switches = switches_of(l0prune.gates(model).plan)
     tried = [length for length in seen if length != 48]  # slots are told from whole batches
     assert set(tried) == {8}
     few = [(clouds().inputs[start : start + 8], clouds().targets[:8]) for start in (0, 48)]
     torch.testing.assert_close(
-        found[switches], l0prune.score(model, "removal", few, batch_size=8)[switches]
+        found[switches], l0prune.score(model, "ablation", few, batch_size=8)[switches]
     )
 
 
@@ -265,7 +265,7 @@ def test_an_unknown_score_leaves_the_model_as_it_was():
     model = gated()
     before = tensors(model)
     with pytest.raises(
-        UsageError, match=r"start must be one of auto, alike, bn-scale, .*, not 'best'"
+        UsageError, match=r"start must be one of auto, alike, ablation, bn-scale, .*, not 'best'"
     ):
         l0prune.finetune(model, data(), budget="params=0.5", start="best", progress=False)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -287,7 +287,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     said = pruner.start_from(data(), batch_size=40)
     gates = l0prune.gates(model)
     assert torch.equal(gates.log_alpha, expected)
-    assert "removal of 1 batch; cut at once, a part of the way to the budget: " in said
+    assert "ablation of 1 batch; cut at once, a part of the way to the budget: " in said
     p = gates.open_probability().detach()[switches_of(gates.plan)]
     assert bool(stand(p).all())
     assert [group["name"] for group in params] == ["weights"]

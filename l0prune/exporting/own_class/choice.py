@@ -43,8 +43,8 @@ from l0prune.exporting.own_class.resizing import (
 )
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import flush, stored_in, under_all_names
-from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
-from l0prune.files.pretrained.layers import drop
+from l0prune.files.cut_layers import drop
+from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.gated_class import original_class
 from l0prune.plan.branch import Branch
 from l0prune.running.stages import stage

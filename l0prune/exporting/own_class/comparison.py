@@ -35,7 +35,7 @@ from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent
-from l0prune.files.pretrained.cut_layers import PassedBy
+from l0prune.files.cut_layers import SkippedModule
 from l0prune.gating.bank import Gates
 
 # In float64; a step with a cache adds up in another order than one without.
@@ -308,7 +308,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """By path, what the modules hold beside parameters, but for those that are passed by."""
     gone: list[str] = []
     for path, each in module.named_modules():
-        if isinstance(each, PassedBy):
+        if isinstance(each, SkippedModule):
             gone.append(path)
         if any(is_within(path, passed) for passed in gone):
             continue

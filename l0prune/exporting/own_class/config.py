@@ -24,10 +24,9 @@ from l0prune.errors import L0pruneError
 from l0prune.exporting.own_class.origin import Trials, fault_of, tensors_of
 from l0prune.exporting.own_class.passed_by import numbers_of, renumbered
 from l0prune.exporting.own_class.resizing import Changes, joined
-from l0prune.files.pretrained.cut_layers import PassedBy
-from l0prune.files.pretrained.manifest import Manifest, Origin
-from l0prune.files.pretrained.origin import built
-from l0prune.files.pretrained.resizing import put_on
+from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.manifest import Manifest, Origin, built
+from l0prune.files.smaller_model import put_on
 
 Field = tuple[str, ...]  # the keys that lead to a number of the configuration
 Dim = tuple[str, int]  # name of a tensor, and which of its dims
@@ -278,7 +277,7 @@ def _lists(module: nn.Module) -> Iterator[tuple[str, int, list[int]]]:
             left = [
                 number
                 for number, layer in enumerate(layers)
-                if not (isinstance(layer, PassedBy) and layer.gives == "input")
+                if not (isinstance(layer, SkippedModule) and layer.gives == "input")
             ]
             if 0 < len(left) < len(layers):
                 yield path, len(layers), left
@@ -348,5 +347,5 @@ def _attributes(fresh: nn.Module, manifest: Manifest) -> Changes:
         path: {name: value for name, value in of.items() if (path, name) not in numbers}
         for path, of in manifest.attributes.items()
     }
-    passed = [path for path, kind in manifest.layers.items() if kind == PassedBy.__name__]
+    passed = [path for path, kind in manifest.layers.items() if kind == SkippedModule.__name__]
     return joined({path: of for path, of in others.items() if of}, renumbered(fresh, passed))

@@ -27,9 +27,8 @@ from l0prune.exporting.own_class.remembered_sizes import given_sizes
 from l0prune.exporting.own_class.resizing import changed_attributes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
-from l0prune.files.pretrained.cut_layers import PickedLinear
-from l0prune.files.pretrained.given_sizes import PADDED, GivenSizes, PaddedNorm
-from l0prune.files.pretrained.layers import become
+from l0prune.files.cut_layers import PickedLinear, become
+from l0prune.files.given_sizes import PADDED, GivenSizes, PaddedNorm
 from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
 
 _ROUNDING = 1e-10

@@ -20,9 +20,16 @@ from l0prune.exporting.certify.certificate import TOLERANCE
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent
 from l0prune.files.checked_json import sealed
-from l0prune.files.pretrained.manifest import FORMAT, Manifest, Origin, Sizes, parsed
-from l0prune.files.pretrained.origin import built, class_of_transformers
-from l0prune.files.pretrained.resizing import put_on, tensors_held
+from l0prune.files.manifest import (
+    FORMAT,
+    Manifest,
+    Origin,
+    Sizes,
+    built,
+    class_of_transformers,
+    parsed,
+)
+from l0prune.files.smaller_model import put_on, tensors_held
 from l0prune.files.user_code import is_rebuildable
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given

@@ -107,7 +107,7 @@ def _settings(module: nn.Module, apart_from: Collection[str]) -> list[tuple[str,
     )
 
 
-_KIND = "PassedBy"
+_KIND = "SkippedModule"
 _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
 _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.files.pretrained.given_sizes import GIVEN
+from l0prune.files.given_sizes import GIVEN
 from l0prune.infer.own_code import SCALED
 from l0prune.plan.code import PARTS, ReusedSize, SizedCall
 from l0prune.plan.layout import axes_of, size_of

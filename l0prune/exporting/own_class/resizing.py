@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import within
 from l0prune.exporting.slicing.tensors import stored_in
-from l0prune.files.pretrained.given_sizes import GIVEN, GivenSizes
-from l0prune.files.pretrained.layers import become
+from l0prune.files.cut_layers import become
+from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.plan.layout import outer
 from l0prune.plan.plan import Plan
 

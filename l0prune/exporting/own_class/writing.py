@@ -23,20 +23,27 @@ from torch import Tensor, nn
 from l0prune.capture.quiet import quietly
 from l0prune.exporting.own_class.config import configurations
 from l0prune.exporting.own_class.origin import Trials, fault_of, tensors_of
+from l0prune.files import cut_layers, given_sizes
 from l0prune.files.atomic import PathLike, replaced_folder
-from l0prune.files.pretrained import cut_layers, given_sizes, layers, standalone
-from l0prune.files.pretrained.loading import MANIFEST, WEIGHTS, as_text
-from l0prune.files.pretrained.manifest import Manifest
-from l0prune.files.pretrained.origin import GENERATION
+from l0prune.files.manifest import GENERATION, Manifest
+from l0prune.files.smaller_model import MANIFEST, WEIGHTS, as_text
 from l0prune.files.tensor_file import SAVE, each_once, write_tensors
 
 NAME = "l0prune_model.py"
 
 
+_USAGE = """Give a model that your own code built the new sizes and weights of its smaller self.
+
+    from l0prune_model import resize
+    model = resize(MyModel(), "folder")
+
+MyModel() is the model as it was before it was cut. This needs torch and safetensors.
+"""
+
+
 def loading_code() -> str:
-    """What ``standalone`` is, with all that it takes from the package written into it."""
-    parts = "\n\n".join(_body(each) for each in (cut_layers, given_sizes, layers, standalone))
-    return f'"""{standalone.__doc__}"""\n\n{parts}\n'
+    """Return one file of plain torch with ``resize`` and all the layers that a cut model has."""
+    return "\n\n".join([f'"""{_USAGE}"""', _body(given_sizes), _body(cut_layers)]) + "\n"
 
 
 def _body(module: ModuleType) -> str:

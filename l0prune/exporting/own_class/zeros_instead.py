@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.recording import Call, record
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.files.pretrained.cut_layers import Window, sizes_after
+from l0prune.files.cut_layers import Window, sizes_after
 from l0prune.infer.nodes import arguments, operator_name, shape_of
 from l0prune.infer.parts import Part
 from l0prune.infer.regions import Ending

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from l0prune.files.pretrained.cut_layers import layer_norm
-
 GIVEN = "given_sizes"  # the attribute
 PADDED = "whole_sizes"  # that of the other one
 _mixed: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
@@ -222,3 +220,17 @@ def _normed(
 ) -> Tensor:
     """What ``F.layer_norm`` takes, over ``before`` values of which some are gone."""
     return layer_norm(input, before, eps, weight, bias)
+
+
+def layer_norm(
+    x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Of what is left, over the last dim, of which ``before`` values were there, the others zero.
+
+    This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
+    """
+    left = x.shape[-1]
+    gone = [0, before - left]
+    weight = weight if weight is None else F.pad(weight, gone)
+    bias = bias if bias is None else F.pad(bias, gone)
+    return F.layer_norm(F.pad(x, gone), [before], weight, bias, eps)[..., :left].contiguous()

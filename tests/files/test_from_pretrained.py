@@ -16,7 +16,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import AlreadyGated, FileError
 from l0prune.files.checked_json import sealed
-from l0prune.files.pretrained.loading import MANIFEST, WEIGHTS
+from l0prune.files.smaller_model import MANIFEST, WEIGHTS
 from l0prune.files.tensor_file import write_tensors
 
 X = torch.randn(3, 2, 6, 6, generator=torch.Generator().manual_seed(0))

@@ -14,10 +14,9 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import switches_of
 from l0prune.running.task import Task
-from l0prune.selection.at_once import AtOnce, tried
-from l0prune.selection.fit import _told, blocks_for, unmet
+from l0prune.selection.fit import OneShot, _without_branches, blocks_for, most_trials, unmet
 from l0prune.selection.fitting import Movable
-from l0prune.selection.subject import Subject
+from l0prune.selection.score_input import ScoreInput
 from l0prune.training.budget import Budget
 
 
@@ -45,17 +44,17 @@ def gated(model):
 
 
 def subject(model, batches=1):
-    return Subject(*holder(model), Task.of(data()), batches, 40, "cpu", 0)
+    return ScoreInput(*holder(model), Task.of(data()), batches, 40, "cpu", 0)
 
 
 def at_once(model, wanted, scores, part=0.5):
     budget = Budget(model, wanted, steps=10)
-    return AtOnce(budget.bounds, budget.blocks, scores, part)
+    return OneShot(budget.bounds, budget.blocks, scores, part)
 
 
 def scores_of(model):
     gates = l0prune.gates(model)
-    parts = [l0prune.score(model, how, data(), batches=2) for how in ("removal", "fisher")]
+    parts = [l0prune.score(model, how, data(), batches=2) for how in ("ablation", "fisher")]
     return torch.where(switches_of(gates.plan), *parts)
 
 
@@ -119,7 +118,7 @@ def test_without_a_loss_widths_go_alone():
         [(part.inputs, part.targets) for part in [clouds()]], lambda outputs, y: outputs[0]
     )
     half = at_once(model, "params=0.16", torch.rand(model.l0prune_gates.plan.size))
-    found, is_told = half.left(Subject(*holder(model), task, 1, 40, "cpu", 0))
+    found, is_told = half.left(ScoreInput(*holder(model), task, 1, 40, "cpu", 0))
     assert not is_told
     assert bool(found[switches_of(model.l0prune_gates.plan)].all())
 
@@ -137,7 +136,7 @@ def test_a_part_of_the_way_to_a_number_of_parameters():
 
 
 def test_so_many_ways_at_most():
-    assert [tried(branches) for branches in (1, 9, 12, 13, 24, 100)] == [2, 10, 13, 7, 13, 12]
+    assert [most_trials(branches) for branches in (1, 9, 12, 13, 24, 100)] == [2, 10, 13, 7, 13, 12]
 
 
 def batches():
@@ -161,7 +160,7 @@ def test_norms_have_the_statistics_of_the_batch_and_gather_none():
 def test_fit_lets_as_many_branches_go_as_the_loss_of_some_data_says():
     wanted, model = "params=0.05", gated(trained())
     scores, switches = scores_of(model), switches_of(model.l0prune_gates.plan)
-    looked = Subject(*holder(model), Task.of(data()), 8, 128, "cpu", 0)
+    looked = ScoreInput(*holder(model), Task.of(data()), 8, 128, "cpu", 0)
     left, is_told = at_once(model, wanted, scores).left(looked)
     assert is_told
     assert int((~left)[switches].sum()) == 1
@@ -218,8 +217,8 @@ def test_auto_is_the_best_score_of_each_kind_of_axis():
     switches = switches_of(model.l0prune_gates.plan)
     found = l0prune.score(model, "auto", data(), batches=3, batch_size=40)
     fisher = l0prune.score(model, "fisher", data(), batches=3, batch_size=40)
-    removal = l0prune.score(model, "removal", data(), batches=3, batch_size=32)
-    torch.testing.assert_close(found, torch.where(switches, removal, fisher))
+    ablation = l0prune.score(model, "ablation", data(), batches=3, batch_size=32)
+    torch.testing.assert_close(found, torch.where(switches, ablation, fisher))
     widths = l0prune.gate(trained(), (clouds().inputs[:2],), branches=False)
     assert torch.equal(
         l0prune.score(widths, "auto", data()), l0prune.score(widths, "fisher", data())
@@ -252,12 +251,12 @@ def test_branches_stay_where_widths_alone_meet_a_budget_in_smaller_blocks():
     plan = l0prune.gates(model).plan
     task = Task.of([(clouds().inputs, clouds().targets)], lambda outputs, y: None)
     budget = Budget(model, "params=0.5", steps=10)
-    coarse = AtOnce(budget.bounds, [12] * len(plan.axes), torch.rand(plan.size))
+    coarse = OneShot(budget.bounds, [12] * len(plan.axes), torch.rand(plan.size))
     open_ = l0prune.gates(model).open().cpu()
     widths = Movable.of(~switches_of(plan), open_)
     blocks = partial(blocks_for, plan, budget.bounds, 1, None)
     assert unmet(plan, budget.bounds, coarse.blocks, widths) is not None
     assert unmet(plan, budget.bounds, blocks(widths), widths) is None
-    start, movable = _told(model, coarse, task, widths, blocks)
+    start, movable = _without_branches(model, coarse, task, widths, blocks)
     assert movable is widths
     assert torch.equal(start, open_)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from l0prune.files.pretrained.given_sizes import (
+from l0prune.files.given_sizes import (
     GIVEN,
     PADDED,
     GivenSizes,

@@ -2,11 +2,28 @@
 
 Plain torch and nothing else: this file can be copied beside the weights of a cut model. TorchScript
 reads its annotations, which are therefore no strings.
+
+What a module of a cut model may become, by name.
+
+Gives a model that your own code built the new sizes and weights of its smaller self.
+
+    from l0prune_model import resize
+    model = resize(MyModel(), "folder")
+
+MyModel() is the model as it was before it was cut. This needs torch and safetensors.
 """
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from l0prune.files.given_sizes import GivenSizes, MixedIn, PaddedNorm, layer_norm
 
 # Of a convolution or a pool: kernel, stride, padding and dilation, a number for each dim.
 Window = tuple[tuple[int, ...], ...]
@@ -178,7 +195,7 @@ class PickedAttention(CutAttention):
         return given.index_select(-1, self.kept)
 
 
-class PassedBy(nn.Module):
+class SkippedModule(nn.Module):
     """What is left of a module that nothing needs any more.
 
     Attributes:
@@ -244,20 +261,6 @@ def sizes_after(sizes: list[int], windows: tuple[Window, ...]) -> list[int]:
     return left
 
 
-def layer_norm(
-    x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
-) -> Tensor:
-    """Of what is left, over the last dim, of which ``before`` values were there, the others zero.
-
-    This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
-    """
-    left = x.shape[-1]
-    gone = [0, before - left]
-    weight = weight if weight is None else F.pad(weight, gone)
-    bias = bias if bias is None else F.pad(bias, gone)
-    return F.layer_norm(F.pad(x, gone), [before], weight, bias, eps)[..., :left].contiguous()
-
-
 def _normalised(
     x: Tensor,
     dims: list[int],
@@ -295,3 +298,108 @@ def _before(tensor: Tensor, dims: int) -> Tensor:
     for _ in range(dims):
         tensor = tensor.unsqueeze(-1)
     return tensor
+
+
+_KINDS = (
+    CutLayerNorm,
+    CutGroupNorm,
+    PickedLinear,
+    CutAttention,
+    PickedAttention,
+    SkippedModule,
+    GivenSizes,
+    PaddedNorm,
+)
+LAYERS: dict[str, type[nn.Module]] = {each.__name__: each for each in _KINDS}
+
+
+def become(module: nn.Module, name: str) -> None:
+    """Let a module be the layer of this name, in place; what that needs has to be given to it."""
+    kind = LAYERS[name]
+    module.__class__ = kind.mixed_into(type(module)) if issubclass(kind, MixedIn) else kind
+
+
+def change(
+    model: nn.Module,
+    layers: Mapping[str, str],
+    attributes: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+    dropped: Sequence[str] = (),
+) -> None:
+    """Let a model's modules be what a manifest says, in place, but for the sizes of its tensors.
+
+    Args:
+        model: with its tensors at the new sizes.
+        layers: by path, what modules become.
+        attributes: by path, those that change.
+        tensors: among others those that layers gain, by name.
+        dropped: parameters in whose place are zeros.
+    """
+    drop(model, dropped)
+    for path, name in layers.items():
+        module = model.get_submodule(path)
+        become(module, name)
+        kept = tensors.get(f"{path}.kept" if path else "kept")
+        if kept is not None and hasattr(LAYERS[name], "reads_by"):
+            module.register_buffer("kept", kept.to(next(module.parameters()).device))
+    for path, changed in attributes.items():
+        module = model.get_submodule(path)
+        for name, value in changed.items():
+            setattr(module, name, tuple(value) if isinstance(value, list) else value)
+
+
+def drop(model: nn.Module, names: Sequence[str]) -> None:
+    """Let zeros stand in place of these parameters: nothing trains them, and no file has them."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    gone = {id(held[name]) for name in names}
+    for name, old in held.items():
+        if id(old) in gone:
+            path, _, leaf = name.rpartition(".")
+            module, zero = model.get_submodule(path), old.detach().new_zeros([1] * old.ndim)
+            delattr(module, leaf)
+            module.register_buffer(leaf, zero, persistent=False)
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and plain attributes of this very module that are tensors."""
+    for table in (module._parameters, module._buffers, vars(module)):
+        for leaf, value in table.items():
+            if isinstance(value, Tensor):
+                yield leaf, value
+
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def resize(model: Model, folder: str | Path) -> Model:
+    """The same object with the sizes and weights in the folder.
+
+    Raises:
+        ValueError: the folder is of another model, or from a newer version; the model is then as
+            it was.
+    """
+    manifest = json.loads((Path(folder) / "l0prune.json").read_text(encoding="utf-8"))
+    if manifest["version"] != 1:
+        raise ValueError(f"{folder} was written by a newer l0prune")
+    tensors = load_file(Path(folder) / "model.safetensors")
+    tensors |= {name: tensors[first] for name, first in manifest["tied"].items()}
+    held = {
+        f"{path}.{leaf}" if path else leaf: old
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, old in tensors_of(module)
+    }
+    new: dict[int, Tensor] = {}
+    for name, sizes in {**manifest["shapes"], **manifest["constants"]}.items():
+        old = held.get(name)
+        if old is None or list(old.shape) != sizes["old"]:
+            raise ValueError(f"{folder} is of another model: {name} is not {sizes['old']} in this")
+        tensor = tensors[name].to(old.device)
+        if isinstance(old, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        new.setdefault(id(old), tensor)
+    for module in model.modules():
+        for leaf, old in list(tensors_of(module)):
+            if id(old) in new:
+                setattr(module, leaf, new[id(old)])
+    change(model, manifest["layers"], manifest["attributes"], tensors, manifest["dropped"])
+    return model

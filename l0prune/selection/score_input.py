@@ -1,4 +1,4 @@
-"""Subject of a score: a gated network, and its outputs and gradients on some batches."""
+"""Input of a score: a gated network, and its outputs, losses and gradients on some batches."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from l0prune.running.task import Task, batch_length
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A gated network with data that a score is computed from.
+class ScoreInput:
+    """A gated network with the data that a score is computed from.
 
     Attributes:
         root: the module that was gated.
@@ -50,12 +50,12 @@ class Subject:
         return self.gates.plan
 
     def tensors(self) -> dict[str, Tensor]:
-        """The plain parameters, without gates, by the names that the plan has for them."""
+        """Return the plain parameters, without gates, by the names that the plan has for them."""
         named = self.root.named_parameters()
         return {self.plan.aliases.get(name, name): value.detach() for name, value in named}
 
     def gradients(self, at: float = 1.0) -> Iterator[tuple[Tensor, int]]:
-        """dL/dz of each batch's mean loss, in eval mode, and its number of examples.
+        """Yield dL/dz of each batch's mean loss, in eval mode, and the batch's length.
 
         Args:
             at: z of all gates.
@@ -63,10 +63,10 @@ class Subject:
         Shape: ``(plan.size,)``, float64 on the CPU.
 
         Raises:
-            UsageError: there is no data.
+            UsageError: there is no data, or no loss that depends on the gates.
             DataError: the data is empty or does not fit the model.
         """
-        with self._looking() as (task, batches):
+        with self._evaluating() as (task, batches):
             z = torch.full_like(self.gates.log_alpha, at, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
                 for inputs, targets in batches:
@@ -85,26 +85,26 @@ class Subject:
                     (slope,) = torch.autograd.grad(loss, z)
                     yield slope.to("cpu", torch.float64), batch_length(inputs, targets)
 
-    def answers(self) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
-        """For each batch what gives the outputs under gates of these values, and its length.
+    def forwards(self) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
+        """Yield for each batch a function from gate values to outputs, and the batch's length.
 
-        Of a batch that the source made, no more than ``batch_size`` examples are looked at.
+        A batch that the source made is cut to ``batch_size`` examples.
 
         Raises:
             UsageError: there is no data, or the outputs hold no tensor.
             DataError: the data is empty or does not fit the model.
         """
-        with self._looking() as (_, batches), torch.no_grad():
+        with self._evaluating() as (_, batches), torch.no_grad():
             for inputs, targets, _ in (Batch(*each).begin(self.batch_size) for each in batches):
 
                 def under(z: Tensor, inputs: Any = inputs) -> Tensor:
                     with self.gates.using(z):
-                        return tensor_of(call(self.root, inputs)).double()
+                        return output_tensor(call(self.root, inputs)).double()
 
                 yield under, batch_length(inputs, targets)
 
     def losses(self, choices: Sequence[Tensor]) -> Tensor | None:
-        """The mean loss with each choice of open gates; None where there is none in eval mode.
+        """Return the mean loss with each choice of open gates; None without a loss in eval mode.
 
         Norms have the statistics of each batch, as after some steps of training: those from before
         are of a network that is no longer there.
@@ -120,7 +120,7 @@ class Subject:
             DataError: the data is empty or does not fit the model.
         """
         found = []
-        with self._looking() as (task, batches), batch_statistics(self.root), torch.no_grad():
+        with self._evaluating() as (task, batches), batch_statistics(self.root), torch.no_grad():
             for inputs, targets in batches:
                 if batch_length(inputs, targets) < 2:  # which have no statistics
                     continue
@@ -135,8 +135,8 @@ class Subject:
         return torch.tensor(found, dtype=torch.float64).mean(0) if found else None
 
     @contextmanager
-    def _looking(self) -> Iterator[tuple[Task, Iterator[tuple[Any, Any]]]]:
-        """The task and the batches of its data, with the model on its device and in eval mode."""
+    def _evaluating(self) -> Iterator[tuple[Task, Iterator[tuple[Any, Any]]]]:
+        """Yield the task and the batches, with the model on its device and in eval mode."""
         if self.task is None:
             raise UsageError(
                 "this score looks at data: give it (data=…, --data mnist), as for finetune"
@@ -155,13 +155,13 @@ class Subject:
             yield self.task, ((inputs, targets) for inputs, targets, _ in batches)
 
 
-def tensor_of(outputs: Any) -> Tensor:
-    """The tensor of a model's outputs that a score is of: its scores, or all numbers of a row.
+def output_tensor(outputs: Any) -> Tensor:
+    """Return a model's scores, or all numbers that it gives for an example in one row.
 
     Shape: of several tensors ``(examples, numbers)``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the outputs hold no tensor, or some of different lengths.
     """
     found = tensor_in(outputs)
     if found is not None:
@@ -180,7 +180,7 @@ def tensor_of(outputs: Any) -> Tensor:
 
 
 def mean_over_examples(batches: Iterable[tuple[Tensor, int]]) -> Tensor:
-    """The mean of what is given for each batch, weighted by its number of examples.
+    """Return the mean over batches, each weighted by its number of examples.
 
     Raises:
         UsageError: there is no batch.

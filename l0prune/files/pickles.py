@@ -21,8 +21,8 @@ import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
 from l0prune.errors import FileError
+from l0prune.files.allow_list import allowed, check_ordinary
 from l0prune.files.atomic import PathLike
-from l0prune.files.ordinary import allowed, check_ordinary
 
 # A pickle names a few objects a layer; what it makes of one byte is at most some 200.
 _MAX_PICKLE = 32 * 2**20

@@ -1,1 +1,0 @@
-"""Smaller models in files: read without a pickle, put on the class that they are of."""
