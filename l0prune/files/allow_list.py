@@ -1,6 +1,4 @@
-"""What an ordinary model looks like inside, once it is unpickled.
-
-What the pickle of an ordinary model may name.
+"""Allow list of pickled models: the names that one may hold, and the checks once it is read.
 
 Whoever made the file chooses what is called and with which arguments. So the list holds classes
 that only compute (nn.Modules of torch and torchvision), activations, and nothing that reaches an
@@ -65,7 +63,7 @@ class StandIn:
 
 
 def resolved(value: Any) -> Any:
-    """The value with every stand-in in it, also deep in tuples, replaced by what it stands for."""
+    """Replace every stand-in in a value, also deep in tuples, by the thing it stands for."""
     if isinstance(value, StandIn):
         return value.real
     if type(value) is tuple and value:
@@ -100,7 +98,7 @@ class ModulePartial(functools.partial):
     """
 
     def __new__(cls, func: Any, /, *args: Any, **keywords: Any) -> ModulePartial:
-        """As for ``functools.partial``."""
+        """Make one as ``functools.partial`` would."""
         return super().__new__(cls, _module_class(func), *resolved(args), **_values(keywords))
 
     def __setstate__(self, state: Any) -> None:
@@ -125,7 +123,7 @@ def _values(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def allowed(name: str) -> Any | None:
-    """The object that stands for the global ``name`` of a pickle; None where it is not allowed."""
+    """Return the object for the global ``name`` of a pickle; None where it is not allowed."""
     if name in _helpers():
         return _helpers()[name]
     for package in _PACKAGES:
@@ -217,7 +215,7 @@ def _resolve(value: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """What the value takes, or would take once it is copied; in bytes."""
+    """Bytes that the value takes, or would take once it is copied."""
     if isinstance(value, Tensor):
         is_dense = value.layout == torch.strided and not value.is_meta
         return value.numel() * value.element_size() if is_dense else 0
@@ -232,13 +230,8 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, ModulePartial):
         return (*value.args, *value.keywords.values(), *vars(value).values())
     if isinstance(value, dict):
-        return (*value, *value.values(), *_attributes(value).values())
+        return (*value, *value.values(), *getattr(value, "__dict__", {}).values())
     return value if isinstance(value, list | tuple | set) else ()
-
-
-def _attributes(value: Any) -> dict[Any, Any]:
-    """Return what an object holds under names; a dict of its own class can, too."""
-    return getattr(value, "__dict__", {})
 
 
 def _check_names(value: Any) -> None:
@@ -248,7 +241,7 @@ def _check_names(value: Any) -> None:
     """
     if not isinstance(value, nn.Module | Tensor | ModulePartial | dict | list | set):
         return  # functions and classes, which come from here
-    for name, own in _attributes(value).items():
+    for name, own in getattr(value, "__dict__", {}).items():
         is_taken = hasattr(type(value), str(name))
         if is_taken and (callable(own) or callable(getattr(type(value), str(name)))):
             raise UnpicklingError(f"a {type(value).__name__} with a {name} of its own")

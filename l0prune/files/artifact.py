@@ -1,15 +1,9 @@
-"""Our own files: a gated model with its plan, gates and information, as tensors plus JSON.
+"""Gated models in one file: tensors, and JSON with the plan, the gates and all else.
 
 A file of safetensors: the state_dict under its own names, the example inputs, and one JSON text
 with the rest. The module's structure is in it as the bytes of a pickle without weights, which is
 only read where its classes can be trusted; where they cannot, the information may name the code
 that builds the module.
-
-The JSON part of our own files: what it holds, and that it does.
-
-Plain data with tensors in it, as JSON beside a set of tensors.
-
-A module without its weights: the pickled structure that an artifact carries beside the state.
 """
 
 from __future__ import annotations
@@ -17,7 +11,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -39,12 +32,14 @@ from l0prune.files.pickles import check_exists, check_whole, load_bytes
 from l0prune.files.plan_check import check_plan
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
 from l0prune.files.tensor_file import (
-    DTYPES,
     GATED,
-    each_once,
+    Stored,
+    decode,
+    encode,
     is_tensor_file,
     read_tensors,
     read_texts,
+    storable,
     write_tensors,
 )
 from l0prune.files.user_code import is_rebuildable
@@ -188,7 +183,7 @@ def _hollow(tensor: Tensor) -> Tensor:
 
 
 def _is_ordinary(content: bytes, room: int) -> bool:
-    """Can anybody load it without running foreign code?"""
+    """Check that anybody can load it without running foreign code."""
     try:
         load_bytes(content, "", room=room)
     except FileError:
@@ -207,7 +202,7 @@ class GatesContent(Strict):
 
 
 class StructureContent(Strict):
-    """Of the pickled module: whether anybody may read it, and the names of its empty tensors."""
+    """The pickled module: whether anybody may read it, and the names of its empty tensors."""
 
     is_ordinary: bool
     hollow: list[str]
@@ -236,130 +231,6 @@ class Content(Strict):
     notes: dict[str, dict[str, Any]] = Field(default_factory=dict)
     gates: GatesContent | None = None
     structure: StructureContent | None = None
-
-
-def parsed(text: str, version: int, path: PathLike) -> Content:
-    """The content that the text of a file says.
-
-    Raises:
-        FileError: it is damaged, or of another version.
-    """
-    return checked(text, Content, version, path)
-
-
-class Stored(NamedTuple):
-    """Tensors as a tensor file holds them: each once, of its dtypes, with notes on the rest.
-
-    Attributes:
-        tensors: by name, as they are stored.
-        ties: further names of tensors that are stored under another one.
-        notes: for a tensor that is stored in another way, what it really is: ``dtype`` and
-            ``shape`` where it is stored as bytes, ``order`` where its dims are permuted.
-    """
-
-    tensors: dict[str, Tensor]
-    ties: dict[str, str]
-    notes: dict[str, dict[str, Any]]
-
-    @staticmethod
-    def of(given: Mapping[str, Tensor]) -> Stored:
-        """These tensors, which must be ``storable``."""
-        tensors, ties = each_once(given)
-        stored, notes = {}, {}
-        for name, tensor in tensors.items():
-            stored[name], note = _noted(tensor.detach())
-            if note:
-                notes[name] = note
-        return Stored(stored, ties, notes)
-
-    def opened(self) -> dict[str, Tensor]:
-        """The tensors by all their names, as they were given; tied ones are one object.
-
-        Raises:
-            KeyError, RuntimeError, TypeError, ValueError: notes or ties do not fit the tensors.
-        """
-        found = {name: _as_noted(t, self.notes.get(name, {})) for name, t in self.tensors.items()}
-        return {**found, **{name: found[other] for name, other in self.ties.items()}}
-
-
-def storable(tensor: Tensor) -> Tensor:
-    """The tensor; TypeError where it has no entries that a file could hold."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        raise TypeError("a tensor without ordinary entries (on the meta device, sparse, …)")
-    return tensor
-
-
-def _noted(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    note: dict[str, Any] = {}
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
-        note["order"] = order
-        tensor = tensor.permute(order)
-    if tensor.dtype not in DTYPES:
-        note |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        tensor = tensor.cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-    return tensor, note
-
-
-def _as_noted(tensor: Tensor, note: Mapping[str, Any]) -> Tensor:
-    if "dtype" in note:
-        dtype = getattr(torch, note["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{note['dtype']!r} is no dtype")
-        tensor = tensor.view(dtype).reshape(note["shape"])
-    if "order" in note:
-        order = note["order"]
-        tensor = tensor.permute([order.index(dim) for dim in range(len(order))])
-    return tensor
-
-
-def encode(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """The value as JSON; tensors in it go into ``tensors``, under names that begin with ``name``.
-
-    Raises:
-        TypeError: it holds anything but tensors, numbers and text in tuples, lists and dicts.
-    """
-    if isinstance(value, Tensor) and type(value) in (Tensor, nn.Parameter):
-        tensors[name] = storable(value)
-        return {"tensor": name}
-    if type(value) in (tuple, list):
-        parts = [encode(part, tensors, f"{name}.{number}") for number, part in enumerate(value)]
-        return parts if type(value) is list else {"tuple": parts}
-    if type(value) is dict:
-        pairs = list(value.items())
-        return {"dict": [encode(list(p), tensors, f"{name}.{n}") for n, p in enumerate(pairs)]}
-    if type(value) is complex:
-        return {"complex": [repr(value.real), repr(value.imag)]}
-    if type(value) is float and not math.isfinite(value):
-        return {"float": repr(value)}
-    if type(value) in (int, float, bool, str, type(None)):
-        return value
-    raise TypeError(f"a {type(value).__name__}")
-
-
-def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of ``encode``.
-
-    Raises:
-        KeyError, TypeError, ValueError: the data is not what ``encode`` makes.
-    """
-    match data:
-        case list(parts):
-            return [decode(part, tensors) for part in parts]
-        case {"tensor": str(name)}:
-            return tensors[name]
-        case {"tuple": list(parts)}:
-            return tuple(decode(part, tensors) for part in parts)
-        case {"dict": list(pairs)}:
-            return dict(decode(pair, tensors) for pair in pairs)
-        case {"complex": [str(real), str(imaginary)]}:
-            return complex(float(real), float(imaginary))
-        case {"float": str(text)}:
-            return float(text)
-        case int() | float() | str() | None:
-            return data
-    raise ValueError(f"{data!r} stands for nothing")
 
 
 FORMAT = 2  # raised when older versions cannot read what this one writes
@@ -425,7 +296,7 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
 def load(
     path: PathLike, model: nn.Module | None = None, *, trust_pickle: bool = False
 ) -> nn.Module:
-    """The model that ``save`` wrote, on the CPU, with its gates on; or a smaller one.
+    """Return the model that ``save`` wrote, on the CPU, with its gates on; or a smaller one.
 
     Args:
         path: the file; or what ``Export`` wrote, a folder or a state: see ``from_pretrained``, and
@@ -480,7 +351,7 @@ def load(
 
 
 def read_info(path: PathLike) -> dict[str, Any]:
-    """The information that was given to ``save``; no model is built and no weights are read.
+    """Return the information that was given to ``save``; no model is built and no weights are read.
 
     Raises:
         FileError: the file is missing, damaged, or none of ours.
@@ -515,7 +386,7 @@ def _read(path: PathLike) -> Content:
             f"{path} holds tensors, but no gated model. `l0prune gate --model path.py:factory "
             f"--weights {path} --input …` makes one."
         )
-    return parsed(text, FORMAT, path)
+    return checked(text, Content, FORMAT, path)
 
 
 def _built(

@@ -1,7 +1,4 @@
-"""Files written whole or not at all.
-
-Folders written whole or not at all; folders of one run at a time.
-"""
+"""Files and folders written whole or not at all, and folders that one run has for itself."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from l0prune.files.atomic import PathLike
 
 
 class Strict(BaseModel):
-    """Data that are what they say: no text for a number."""
+    """Base of checked data: no text stands for a number."""
 
     model_config = ConfigDict(strict=True)
 
@@ -36,31 +36,31 @@ def read_text(path: PathLike) -> str:
 
 
 def read_json(path: PathLike, way_on: str = "Write it anew.") -> Any:
-    """Return what a file of JSON says.
+    """Return the data in a file of JSON.
 
     Raises:
         FileError: it is missing, cannot be read, or is no JSON; ends with the ``way_on``.
     """
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (RecursionError, ValueError) as error:
-        reason = "it is nested without end" if isinstance(error, RecursionError) else error
-        raise FileError(f"{path} is damaged, it is no JSON: {reason}. {way_on}") from error
+    return _parsed(path, json.loads, f"{path} is damaged, it is no JSON", way_on)
 
 
 def read_toml(path: PathLike) -> dict[str, Any]:
-    """Return what a file of TOML says.
+    """Return the data in a file of TOML.
 
     Raises:
         FileError: it is missing, cannot be read, or is no TOML.
     """
+    found: dict[str, Any] = _parsed(path, tomllib.loads, f"{path} is no TOML", "Correct it there.")
+    return found
+
+
+def _parsed(path: PathLike, parse: Callable[[str], Any], wrong: str, way_on: str) -> Any:
     text = read_text(path)
     try:
-        return tomllib.loads(text)
+        return parse(text)
     except (RecursionError, ValueError) as error:
         reason = "it is nested without end" if isinstance(error, RecursionError) else error
-        raise FileError(f"{path} is no TOML: {reason}. Correct it there.") from error
+        raise FileError(f"{wrong}: {reason}. {way_on}") from error
 
 
 _Checked = TypeVar("_Checked", bound=Strict)
@@ -70,7 +70,7 @@ _SHOWN = 3  # of the entries that are wrong
 def checked(
     content: Any, kind: type[_Checked], newest: int, where: object, or_else: str = ""
 ) -> _Checked:
-    """Return the data of a file, which have a ``version``; a field ``digest`` must be right.
+    """Return the data of a file as ``kind``, with the ``version`` and any ``digest`` checked.
 
     Args:
         content: JSON as text, or what it says.

@@ -1,4 +1,4 @@
-"""What a file may ask for: code to run, or something to fetch, only with the user's consent.
+"""Consent of the user to code that a file names, and to what it would fetch.
 
 Whoever made a model file chose what it asks for, so that asking proves nothing. What the user has
 named by hand, on the command line or in Python, is remembered on this machine, outside all model
@@ -26,7 +26,7 @@ _DATA_ROOT = "data root"
 
 
 class _Request(NamedTuple):
-    """What has to be agreed to: a text that says exactly what, and the words for a person."""
+    """A thing to agree to: an exact text, and the words for a person."""
 
     exact: str
     what: str
@@ -70,13 +70,13 @@ def check_root_consent(folder: str | os.PathLike[str], file: Any) -> None:
 
 
 def is_code(spec: str) -> bool:
-    """Does the spec have the form ``file.py:name``?"""
+    """Return whether the spec has the form ``file.py:name``."""
     path, _, name = spec.rpartition(":")
     return path.endswith(".py") and bool(name)
 
 
 def _request(spec: str) -> _Request | None:
-    """What has to be agreed to before the spec is followed; None for nothing."""
+    """The thing to agree to before the spec is followed; None for nothing."""
     by_hand = f'name it yourself (l0prune.load(path, model=l0prune.load_model("{spec}")))'
     if is_code(spec):
         path = Path(spec.rpartition(":")[0]).resolve()

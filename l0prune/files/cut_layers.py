@@ -1,16 +1,7 @@
-"""Layers that torch does not have: what is left of one of its own when some inputs are gone.
+"""Layers that torch does not have, and the change of a model into one with such layers.
 
-Plain torch and nothing else: this file can be copied beside the weights of a cut model. TorchScript
-reads its annotations, which are therefore no strings.
-
-What a module of a cut model may become, by name.
-
-Gives a model that your own code built the new sizes and weights of its smaller self.
-
-    from l0prune_model import resize
-    model = resize(MyModel(), "folder")
-
-MyModel() is the model as it was before it was cut. This needs torch and safetensors.
+Plain torch and safetensors: the code is copied beside the weights of a cut model, after that of
+``given_sizes``. TorchScript reads its annotations, which are therefore no strings.
 """
 
 import json
@@ -43,14 +34,14 @@ class CutLayerNorm(nn.LayerNorm):
     dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """The norm of what is left, by the averages over all. Shape: as the input."""
+        """Normalise by the averages over all inputs. Shape: as the input."""
         if self.dim == -1:
             return layer_norm(input, self.inputs, self.eps, self.weight, self.bias)
         dims = [1] if self.dim == 1 else list(range(self.dim, 0))
         return _normalised(input, dims, self.inputs, self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """What it was, too."""
+        """Add the sizes before the cut."""
         return f"{super().extra_repr()}, inputs={self.inputs}, dim={self.dim}"
 
 
@@ -65,13 +56,13 @@ class CutGroupNorm(nn.GroupNorm):
     inputs: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """The norm of what is left, by the averages over all. Shape: as the input."""
+        """Normalise by the averages over all channels. Shape: as the input."""
         values = self.inputs * input[0, 0].numel()
         dims = list(range(1, input.ndim))
         return _normalised(input, dims, values, self.eps, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """What it was, too."""
+        """Add the number of channels before the cut."""
         return f"{super().extra_repr()}, inputs={self.inputs}"
 
 
@@ -104,8 +95,7 @@ class CutAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """It is not, or an encoder layer around it takes a way of its own."""
-        return False
+        return False  # or an encoder layer around it takes a way of its own
 
     def forward(  # type: ignore[override]
         self,
@@ -118,7 +108,7 @@ class CutAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """What torch's own takes and gives, but that ``is_causal`` needs its mask as well."""
+        """Attend as torch's own does, but that ``is_causal`` needs its mask as well."""
         given = [self._read(each) for each in (query, key, value)]
         is_single = query.ndim == 2
         if is_single:
@@ -148,7 +138,6 @@ class CutAttention(nn.MultiheadAttention):
         return result.squeeze(0 if self.batch_first else 1) if is_single else result, weights
 
     def _read(self, given: Tensor) -> Tensor:
-        """What of its inputs it reads."""
         return given
 
     def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -196,7 +185,7 @@ class PickedAttention(CutAttention):
 
 
 class SkippedModule(nn.Module):
-    """What is left of a module that nothing needs any more.
+    """Stand-in of a module that nothing needs any more.
 
     Attributes:
         gives: ``input``, one of them, as it came; ``zeros`` of its shape, but for what follows;
@@ -215,7 +204,7 @@ class SkippedModule(nn.Module):
     results: int
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Takes what the module took. Shape: of that input, or what that becomes."""
+        """Take the inputs of the module. Shape: of one of them, or what that becomes."""
         first = (*args, *kwargs.values())[self.at]
         if self.gives != "input":
             while isinstance(first, list | tuple):
@@ -229,17 +218,17 @@ class SkippedModule(nn.Module):
         return (first,) + (None,) * (self.results - 1) if self.results else first
 
     def extra_repr(self) -> str:
-        """What it gives."""
+        """Name the kind of result."""
         return self.gives
 
 
 def are_windows(value: object) -> bool:
-    """Is this what ``windows`` may be?"""
+    """Return whether this may be the ``windows`` of a SkippedModule."""
     return isinstance(value, list | tuple) and all(map(_is_window, value))
 
 
 def _is_window(value: object) -> bool:
-    """Are these four numbers for every dim that it slides over, of which there is one at least?"""
+    # Four numbers for every dim that it slides over, of which there is one at least.
     if not isinstance(value, list | tuple) or len(value) != 4:
         return False
     if not all(isinstance(each, list | tuple) and len(each) == len(value[0]) for each in value):
@@ -251,7 +240,7 @@ def _is_window(value: object) -> bool:
 
 
 def sizes_after(sizes: list[int], windows: tuple[Window, ...]) -> list[int]:
-    """What comes of a tensor of these sizes when windows slide over its last dims."""
+    """Return the sizes of a tensor after windows have slid over its last dims."""
     left = list(sizes)
     for kernel, stride, padding, dilation in windows:
         first = len(left) - len(kernel)
@@ -293,8 +282,7 @@ def _normalised(
     return result.to(x.dtype)
 
 
-def _before(tensor: Tensor, dims: int) -> Tensor:
-    """With so many dims of one behind its own. No size is given: see ``GivenSizes``."""
+def _before(tensor: Tensor, dims: int) -> Tensor:  # without sizes: see GivenSizes
     for _ in range(dims):
         tensor = tensor.unsqueeze(-1)
     return tensor
@@ -361,18 +349,41 @@ def drop(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and plain attributes of this very module that are tensors."""
+    """Yield parameters, buffers and plain attributes of this very module that are tensors."""
     for table in (module._parameters, module._buffers, vars(module)):
         for leaf, value in table.items():
             if isinstance(value, Tensor):
                 yield leaf, value
 
 
+def tensors_held(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter, buffer and plain attribute that is a tensor, under all its names."""
+    return {
+        f"{path}.{leaf}" if path else leaf: tensor
+        for path, module in model.named_modules(remove_duplicate=False)
+        for leaf, tensor in tensors_of(module)
+    }
+
+
+def put_tensors(model: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Put new tensors in the place of old ones, on their devices; parameters stay parameters."""
+    put: dict[int, Tensor] = {}
+    for old, new in pairs.values():
+        tensor = new if old.is_meta else new.to(old.device)
+        if isinstance(old, nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+        put.setdefault(id(old), tensor)
+    for module in model.modules():
+        for leaf, old in list(tensors_of(module)):
+            if id(old) in put:
+                setattr(module, leaf, put[id(old)])
+
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def resize(model: Model, folder: str | Path) -> Model:
-    """The same object with the sizes and weights in the folder.
+    """Give a model the sizes and weights in the folder, in place.
 
     Raises:
         ValueError: the folder is of another model, or from a newer version; the model is then as
@@ -383,23 +394,11 @@ def resize(model: Model, folder: str | Path) -> Model:
         raise ValueError(f"{folder} was written by a newer l0prune")
     tensors = load_file(Path(folder) / "model.safetensors")
     tensors |= {name: tensors[first] for name, first in manifest["tied"].items()}
-    held = {
-        f"{path}.{leaf}" if path else leaf: old
-        for path, module in model.named_modules(remove_duplicate=False)
-        for leaf, old in tensors_of(module)
-    }
-    new: dict[int, Tensor] = {}
+    held = tensors_held(model)
     for name, sizes in {**manifest["shapes"], **manifest["constants"]}.items():
-        old = held.get(name)
-        if old is None or list(old.shape) != sizes["old"]:
+        if name not in held or list(held[name].shape) != sizes["old"]:
             raise ValueError(f"{folder} is of another model: {name} is not {sizes['old']} in this")
-        tensor = tensors[name].to(old.device)
-        if isinstance(old, nn.Parameter):
-            tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
-        new.setdefault(id(old), tensor)
-    for module in model.modules():
-        for leaf, old in list(tensors_of(module)):
-            if id(old) in new:
-                setattr(module, leaf, new[id(old)])
+    wanted = (*manifest["shapes"], *manifest["constants"])
+    put_tensors(model, {name: (held[name], tensors[name]) for name in wanted})
     change(model, manifest["layers"], manifest["attributes"], tensors, manifest["dropped"])
     return model

@@ -142,7 +142,7 @@ def are_whole_sizes(data: Any) -> bool:
 
 
 def are_sizes_of_calls(data: Any) -> bool:
-    """Is this what ``given_sizes`` may be?"""
+    """Return whether this may be the ``given_sizes`` of a GivenSizes."""
     return isinstance(data, (tuple, list)) and all(
         isinstance(call, (tuple, list))
         and len(call) == 3
@@ -218,14 +218,13 @@ def _normed(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """What ``F.layer_norm`` takes, over ``before`` values of which some are gone."""
     return layer_norm(input, before, eps, weight, bias)
 
 
 def layer_norm(
     x: Tensor, before: int, eps: float, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Of what is left, over the last dim, of which ``before`` values were there, the others zero.
+    """Normalise over the last dim, of which ``before`` values were there, those gone all zero.
 
     This takes a fraction of the time of averages and arithmetic, as the operator is one pass.
     """

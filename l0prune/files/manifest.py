@@ -1,7 +1,4 @@
-"""What has to be known of a smaller model beside its tensors, as JSON.
-
-The code that builds a smaller model at its old sizes: a class of transformers, or a name.
-"""
+"""Manifest of a smaller model: all but its tensors, with the code that builds it."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ class Sizes(Strict):
 
 
 class Origin(Strict):
-    """What builds the model at its old sizes.
+    """Code that builds the model at its old sizes.
 
     Attributes:
         kind: the class, for people: module and name.
@@ -50,12 +47,12 @@ class Origin(Strict):
 
     @property
     def is_known(self) -> bool:
-        """Whether anything but the user's own code can build it."""
+        """Return whether anything but the user's own code can build it."""
         return bool(self.transformers or self.spec)
 
 
 class Rebuild(Strict):
-    """Whether the class, resized like this, computes the same; if not, why."""
+    """Proof that the class, resized like this, computes the same; if not, the reason."""
 
     verified: bool
     reason: str = ""
@@ -106,7 +103,7 @@ class Manifest(Strict):
 
 
 def parsed(content: Any, where: object) -> Manifest:
-    """The manifest that a text or data say.
+    """Return the manifest that a text or data say.
 
     Args:
         content: JSON as text, or what it says.
@@ -124,7 +121,7 @@ _UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|
 
 
 def class_of_transformers(kind: Any) -> str:
-    """The name under which transformers itself has this class of models; empty for any other."""
+    """Return the name of this class of models in transformers; empty for any other class."""
     is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
     if not is_class or not kind.__module__.startswith("transformers.models."):
         return ""
@@ -136,7 +133,7 @@ def class_of_transformers(kind: Any) -> str:
 
 
 def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
-    """The model at its old sizes; its weights are anything.
+    """Build the model at its old sizes; its weights are anything.
 
     Args:
         origin: one that is known.
@@ -220,7 +217,7 @@ def _without_init() -> Iterator[None]:
 
 
 def settled(model: nn.Module, folder: PathLike) -> nn.Module:
-    """The model in eval mode, with the settings for generation that lie in its folder."""
+    """Return the model in eval mode, with the settings for generation that lie in its folder."""
     if hasattr(model, "generation_config") and (Path(folder) / GENERATION).is_file():
         transformers = importlib.import_module("transformers")
         try:

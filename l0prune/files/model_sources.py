@@ -68,7 +68,7 @@ def _build(spec: str, trust_pickle: bool) -> Any:
 
 
 def _read(path: str, trust_pickle: bool) -> Any:
-    """What lies in a file of torch or of safetensors; a gated model has its mark beside tensors."""
+    """Read a file of torch or of safetensors; a gated model has its mark beside tensors."""
     if not is_tensor_file(path):
         return load_pickle(path, trust=trust_pickle)
     mark = {GATED: True} if GATED in read_texts(path) else {}
@@ -136,7 +136,7 @@ def _no_module(spec: str, found: Any) -> str:
 
 
 def _states_in(found: Any) -> dict[str, Mapping[str, Any]]:
-    """The state_dicts in a file, by the key under which they lie; "" for the file as a whole."""
+    """The state_dicts in a file, by their key; "" for the file as a whole."""
     if not isinstance(found, Mapping):
         return {}
     if _is_state(found):
@@ -191,7 +191,7 @@ def _unwrapped(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def parse_input(text: str, seed: int = 0) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Example inputs from ``"1x3x224x224"``; several by comma; a dtype after a colon.
+    """Return example inputs from ``"1x3x224x224"``; several by comma; a dtype after a colon.
 
     With a name before them (``"input_ids=2x16:int64"``) they are keyword arguments. Floats are
     drawn from a normal distribution, integers (``"2x16:int64"``) are zeros and ones.

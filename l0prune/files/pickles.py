@@ -1,7 +1,4 @@
-"""Pickled models, read as if somebody hostile had made them.
-
-The archives of ``torch.save``: what they must look like before anything in them is read.
-"""
+"""Pickled models and the archives that hold them, read as if somebody hostile had made them."""
 
 from __future__ import annotations
 
@@ -148,7 +145,7 @@ def _check_pickles(archive: zipfile.ZipFile, name: str) -> None:
             )
 
 
-WAYS_ON = (
+_WAYS_ON = (
     "Two ways on: give the code and the weights apart (--model path.py:factory --weights "
     "state.pt), or, if you trust whoever made the file, add --trust-pickle (trust_pickle=True)."
 )
@@ -156,7 +153,7 @@ _BEFORE_1_6 = pickle.dumps(MAGIC_NUMBER, protocol=2)  # how files of torch befor
 
 
 def load_pickle(path: PathLike, *, trust: bool = False) -> Any:
-    """What ``torch.save`` wrote, without running code from the file; tensors are on the CPU.
+    """Load a file of ``torch.save`` onto the CPU, without running code from it.
 
     Classes of torch.nn and torchvision.models are allowed besides tensors and plain data, and
     what the user allowed by ``torch.serialization.add_safe_globals``. With ``trust`` anything is
@@ -180,19 +177,15 @@ def load_bytes(content: bytes, name: str, *, trust: bool = False, room: int = 0)
     return _load(file, name, trust, room)
 
 
-def _is_name(source: Path) -> bool:
-    """Is it the name of a network, as in ``torchvision:resnet18``?"""
-    before, colon, name = str(source).partition(":")
-    return bool(colon and name) and len(before) > 1  # one letter is a drive
-
-
 def check_exists(source: Path) -> None:
     """Raise FileError where there is no ordinary file, which alone can be read without waiting."""
     if source.is_dir():
         raise FileError(f"{source} is a folder, not a model file.")
     if not source.exists():
-        way_on = f" Of a network by name, `l0prune gate {source}` makes a file."
-        raise FileError(f"{source} does not exist.{way_on if _is_name(source) else ''}")
+        before, _, name = str(source).partition(":")
+        is_name = name and len(before) > 1  # torchvision:resnet18; one letter is a drive
+        way_on = f" Of a network by name, `l0prune gate {source}` makes a file." if is_name else ""
+        raise FileError(f"{source} does not exist.{way_on}")
     if not source.is_file():
         raise FileError(f"{source} is a pipe or a device, not a model file.")
 
@@ -239,8 +232,7 @@ def _length(file: str | io.BytesIO) -> int:
     return os.path.getsize(file) if isinstance(file, str) else file.getbuffer().nbytes
 
 
-def _is_old(file: str | io.BytesIO) -> bool:
-    """Is it in the format of torch before 1.6?"""
+def _is_old(file: str | io.BytesIO) -> bool:  # as torch before 1.6 wrote it
     return isinstance(file, str) and not zipfile.is_zipfile(file)
 
 
@@ -268,7 +260,7 @@ def _needed(file: str | io.BytesIO, name: str) -> list[Any]:
         raise FileError(
             f"{name} was not loaded: it names {shown}, which {'is' if len(refused) == 1 else 'are'}"
             " not among the classes of torch.nn and torchvision.models, and unpickling it would "
-            f"run that code. {WAYS_ON}"
+            f"run that code. {_WAYS_ON}"
         )
     return [(value, global_) for global_, value in found.items()]
 
@@ -307,7 +299,7 @@ def _refusal(name: str, is_old: bool, error: pickle.UnpicklingError) -> str:
         if is_old
         else "it is damaged, or made to do harm"
     )
-    return f"{name} was not loaded: {what} ({short}). {WAYS_ON}"
+    return f"{name} was not loaded: {what} ({short}). {_WAYS_ON}"
 
 
 def _first_line(error: object) -> str:

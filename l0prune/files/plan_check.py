@@ -1,4 +1,4 @@
-"""Is a plan out of a file one that a survey could have made? Else a short text could ask for much.
+"""Check of a plan out of a file, so that a short text cannot ask for endless work.
 
 Gates, costs and masks make a vector for each layout, as long as the layout says it is. So nothing
 in a plan may be much larger than the model that it speaks of, whose tensors stand in the file.

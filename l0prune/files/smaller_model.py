@@ -1,9 +1,4 @@
-"""The public way back to a smaller model: of its own class, with its tensors.
-
-Where a smaller model lies: a folder, or a file with its manifest in it.
-
-New sizes and tensors for a model at its old sizes, after all of them were checked.
-"""
+"""Smaller models in folders and files: the way back to a module of its own class."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from l0prune.capture.provenance import within
 from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import read_text, sealed
-from l0prune.files.cut_layers import LAYERS, are_windows, change, tensors_of
+from l0prune.files.cut_layers import LAYERS, are_windows, change, put_tensors, tensors_held
 from l0prune.files.given_sizes import GIVEN, PADDED, MixedIn, are_sizes_of_calls, are_whole_sizes
 from l0prune.files.manifest import Manifest, Sizes, built, parsed, settled
 from l0prune.files.pickles import check_exists, load_pickle
@@ -74,32 +69,9 @@ def put_on(
         _check_tensors(manifest, tensors, held, where)
         _check_ties(manifest, tensors, held, where)
 
-    new = {
-        id(held[name]): _in_place_of(held[name], tensors[name])
-        for name in {**manifest.shapes, **manifest.constants}
-    }
-    for module in model.modules():
-        for leaf, old in list(tensors_of(module)):
-            if id(old) in new:
-                setattr(module, leaf, new[id(old)])
+    wanted = (*manifest.shapes, *manifest.constants)
+    put_tensors(model, {name: (held[name], tensors[name]) for name in wanted})
     change(model, manifest.layers, manifest.attributes, tensors, manifest.dropped)
-
-
-def tensors_held(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, buffer and plain attribute that is a tensor, under all of its names."""
-    return {
-        within(path, leaf): tensor
-        for path, module in model.named_modules(remove_duplicate=False)
-        for leaf, tensor in tensors_of(module)
-    }
-
-
-def _in_place_of(old: Tensor, new: Tensor) -> Tensor:
-    """What the model holds from now on: on the device of the old one, a parameter if that was."""
-    tensor = new if old.is_meta else new.to(old.device)
-    if not isinstance(old, nn.Parameter):
-        return tensor
-    return nn.Parameter(tensor, requires_grad=old.requires_grad)
 
 
 def _nothing(old: Tensor) -> float:
@@ -273,7 +245,7 @@ class Stored(NamedTuple):
 
 
 def is_smaller_model(path: PathLike) -> bool:
-    """Is it a folder or a file that ``Export`` wrote? Nothing is unpickled to see that."""
+    """Return whether ``Export`` wrote this folder or file; nothing is unpickled for that."""
     if Path(path).is_dir():
         return (Path(path) / MANIFEST).is_file()
     if is_tensor_file(path):
@@ -282,7 +254,7 @@ def is_smaller_model(path: PathLike) -> bool:
 
 
 def _has_keys(path: PathLike) -> bool:
-    """Does the pickle in an archive of torch begin with what ``Export.save`` puts there?"""
+    """Check for an archive whose pickle begins with the key that ``Export.save`` puts first."""
     try:
         with zipfile.ZipFile(path) as archive:
             pickle = next(e for e in archive.infolist() if e.filename.endswith("data.pkl"))
@@ -293,7 +265,7 @@ def _has_keys(path: PathLike) -> bool:
 
 
 def read(source: PathLike | Mapping[str, Any]) -> Stored:
-    """The smaller model in a folder or a file, or a manifest alone.
+    """Read the smaller model in a folder or a file, or a manifest alone.
 
     Args:
         source: a folder of ``Export.save_pretrained``, a file of ``Export.save``, a manifest as
@@ -362,7 +334,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def from_pretrained(folder: PathLike, *, trust_pickle: bool = False) -> nn.Module:
-    """The smaller model that ``Export.save_pretrained`` or ``Export.save`` wrote.
+    """Load the smaller model that ``Export.save_pretrained`` or ``Export.save`` wrote.
 
     It is of its own class, on the CPU, in eval mode. Nothing is unpickled from a folder. A model
     of transformers is built by its configuration, another by the code that its folder names:

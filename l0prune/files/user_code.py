@@ -1,7 +1,4 @@
-"""The user's own Python files: ``file.py:name`` names what one of them defines.
-
-Models that code makes: packages know them by name, or a Python file of the user's does.
-"""
+"""Models made by code: a Python file of the user (``file.py:name``), or a package by a name."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from l0prune.gating.gated_class import CHILD
 
 
 def named(spec: str) -> Any:
-    """What ``file.py:name`` names. The file is run, once as long as it does not change.
+    """Return the object named by ``file.py:name``; the file is run, once until it changes.
 
     Its folder is put at the front of ``sys.path``, as Python does for a script. Files may name
     this code from now on, as long as it does not change.
@@ -46,7 +43,7 @@ def named(spec: str) -> Any:
 
 
 def called(function: Any, spec: str) -> Any:
-    """What the user's function returns when it is called without arguments.
+    """Call the user's function without arguments.
 
     Raises:
         UsageError: it is no function, or fails.
@@ -112,13 +109,13 @@ def _place(error: BaseException, path: str) -> str:
 
 
 def is_rebuildable(spec: str) -> bool:
-    """Whether the spec names code (a package or a Python file), not a pickled file."""
+    """Return whether the spec names code (a package or a Python file), not a pickled file."""
     kind, _, name = spec.partition(":")
     return is_code(spec) or (kind in PACKAGES and bool(name))
 
 
 def from_code(spec: str) -> Any:
-    """What the code makes that a spec names for which ``is_rebuildable`` holds.
+    """Run the code that a spec names for which ``is_rebuildable`` holds.
 
     Raises:
         FileError: there is no such file, or it fails while it runs.
@@ -133,7 +130,7 @@ def from_code(spec: str) -> Any:
 
 
 def torchvision_model(name: str, weights: str | None = None) -> nn.Module:
-    """A network of torchvision, with published weights if they are named.
+    """Build a network of torchvision, with published weights if they are named.
 
     Raises:
         UsageError: there is none of that name.

@@ -4,8 +4,6 @@ A weight is there if the gates on all its sides are open, so a layer's expected 
 expectation of a product of counts: with gates that are independent, Π over its dims of
 E[open size], and exact moments where one axis meets two dims. That is E‖θ‖₀ of the paper for
 coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_count``.
-
-Many expected sizes at once, each on its own: what a sum of all of them does not tell.
 """
 
 from __future__ import annotations

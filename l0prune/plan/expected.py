@@ -1,12 +1,4 @@
-"""A sum of products of sums over gates, with its gradient, in a fixed handful of tensor operations.
-
-However many layers a model has, one evaluation costs the same number of operations, all on one
-flat vector of open probabilities. Sums are segment reductions in float64 over indices in a fixed
-order, so that a run repeats to the bit, on a GPU as well.
-
-Backward passes that can be differentiated no further, without a cost to those that are not.
-
-Exact moments of the number of open slots: from layouts to sums and products of sums.
+"""Expected sizes under independent gates: exact, as polynomials in sums over gates, with gradients.
 
 The size of a layout is a polynomial in *counts*: how many slots of a range are open, or how many
 positions of a ``Both``. Gates are independent, so the expectation of a product of counts of
@@ -18,6 +10,10 @@ reads and writes one residual stream) are taken apart by the moment-cumulant for
 and a joint cumulant κ of sums is the sum of the cumulants of those summands that hang together
 through common gates: all others vanish. For one count, κ(N, N) = Σ p(1−p), hence
 E[N²] = (Σp)² + Σ p(1−p).
+
+However many layers a model has, one evaluation costs the same number of operations, all on one
+flat vector of open probabilities. Sums are segment reductions in float64 over indices in a fixed
+order, so that a run repeats to the bit, on a GPU as well.
 """
 
 from __future__ import annotations
@@ -103,7 +99,7 @@ class Sums:
             case Slots():
                 return {(number,): 1.0 for number in self._pieces(layout)}
             case Cat(parts):
-                return _add(self.size(part) for part in parts)
+                return _sum(self.size(part) for part in parts)
             case Prod(inner):
                 return multiply([self.size(factor) for factor in inner])
             case Both(base, fine):
@@ -208,7 +204,7 @@ def _is_order(layout: Pick) -> bool:
     return sorted(layout.index) == list(range(size_of(layout.base)))
 
 
-def _add(polynomials: Iterable[Polynomial]) -> Polynomial:
+def _sum(polynomials: Iterable[Polynomial]) -> Polynomial:
     result: Polynomial = defaultdict(float)
     for polynomial in polynomials:
         for monomial, coefficient in polynomial.items():

@@ -1,13 +1,13 @@
-"""Limits: what a network may cost at most, in all or through some of its axes.
+"""Limits: the most that a network may cost, in all or through some of its axes.
 
-macs=0.5                        half of the multiply-accumulates
-params=10k                      ten thousand parameters
-latency=12ms                    twelve milliseconds
-macs=50%, params=0.1            both at once
-layer3.*: params=0.3            axes named layer3.…: what goes through them, to 30 %
-layer3.*: width=0.5             half of the slots of each of these axes
+    macs=0.5                        half of the multiply-accumulates
+    params=10k                      ten thousand parameters
+    latency=12ms                    twelve milliseconds
+    macs=50%, params=0.1            both at once
+    layer3.*: params=0.3            axes named layer3.…: all that goes through them, to 30 %
+    layer3.*: width=0.5             half of the slots of each of these axes
 
-Limits on one network: what each is about there, and how much that may be.
+A ``Bound`` is a limit on one network: the measure there, and the amount that is allowed.
 """
 
 from __future__ import annotations

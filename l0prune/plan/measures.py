@@ -1,14 +1,7 @@
-"""Measures that a budget can limit: params, MACs, slots, milliseconds, and the user's own.
+"""Measures: a network's cost as a function of its gates, for budgets to limit.
 
-Measures: a network's cost as a function of its gates, for budgets to limit.
-
-Measures that are a sum of cost terms, each a product of open sizes.
-
-The measures that there are, by name.
-
-Parameters, multiply-accumulates and slots, counted exactly.
-
-Milliseconds on some runtime: what there is to know of them without a table of times.
+Params, MACs and slots are counted exactly; milliseconds come from a table of times; a measure of
+your own is a class under ``@register``.
 """
 
 from __future__ import annotations
@@ -23,12 +16,9 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
-from l0prune.plan.cost import Amounts, CostModel, cost_of
+from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
 from l0prune.plan.plan import Cost, Plan
-
-Axes = frozenset[int] | None
-"""Numbers of the axes that a measure goes through, or None for everything."""
 
 
 class Measure(ABC):
@@ -58,7 +48,7 @@ class Measure(ABC):
 
     @classmethod
     def of(cls, plan: Plan) -> Measure:
-        """The measure of a network with this plan.
+        """Return the measure of a network with this plan.
 
         Raises:
             UsageError: it takes more than a plan, or one that this is not.
@@ -107,8 +97,9 @@ class Measure(ABC):
         return frozenset(range(len(self.plan.axes)))
 
     def by_owner(self, kept: Tensor) -> dict[str, float]:
-        """What each module has of it, by path, where it can be told apart; what is no module's,
-        such as an overhead that no gate removes, under a text of its own.
+        """Return each module's amount, by path, where it can be told apart.
+
+        An amount of no module, such as an overhead that no gate removes, has a text of its own.
 
         Args:
             kept: 1 for each slot that stays, else 0; float64, shape ``(plan.size,)``.

@@ -54,13 +54,13 @@ class OneShot:
     scores: Tensor
     part: float = 0.5
 
-    def left(self, subject: ScoreInput) -> tuple[Tensor, bool]:
+    def choose(self, of: ScoreInput) -> tuple[Tensor, bool]:
         """The gates that are open at its end, and whether a loss told how many branches are.
 
         Ways from which widths alone can go all of the way come before others.
 
         Args:
-            subject: the gated network, and a batch or more of data.
+            of: the gated network, and a batch or more of data.
 
         Returns:
             bool, flat, on the CPU; and False where there is no loss in eval mode, so that widths
@@ -69,21 +69,21 @@ class OneShot:
         Raises:
             UsageError: nothing is as small as that.
         """
-        plan, open_ = subject.plan, subject.gates.open().cpu()
-        ways = list(self.ways(plan, open_))
+        plan, open_ = of.plan, of.gates.open().cpu()
+        ways = list(self.candidates(plan, open_))
         if not ways:
-            return self.in_widths(plan, open_ & ~switches_of(plan)), False
+            return self.cut_widths(plan, open_ & ~switches_of(plan)), False
         whole = replace(self, part=1.0)
         last = [way for way in ways if whole.is_possible(plan, way)]
         among = last or ways
         if len(among) == 1:
             return among[0], bool(last)
-        losses = subject.losses(among)
+        losses = of.losses(among)
         if losses is None:
             return among[0], False
         return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
 
-    def ways(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
+    def candidates(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
         """Open gates with ever more branches gone, those of lowest score first, and so fewer slots.
 
         Args:
@@ -95,14 +95,14 @@ class OneShot:
         for count in range(0, len(order) + 1, _apart(len(order))):
             start = open_.index_fill(0, order[:count], False)
             try:
-                found = self.in_widths(plan, start)
+                found = self.cut_widths(plan, start)
             except UsageError:  # more of the branches have to go
                 continue
             yield found
             if torch.equal(found, without_idle(plan, start)):  # no slot closes any more
                 return
 
-    def in_widths(self, plan: Plan, start: Tensor) -> Tensor:
+    def cut_widths(self, plan: Plan, start: Tensor) -> Tensor:
         """The gates that are open at its end where no more branches go than at the start.
 
         Args:
@@ -121,7 +121,7 @@ class OneShot:
     def is_possible(self, plan: Plan, start: Tensor) -> bool:
         """Return whether widths alone can go this part of the way."""
         try:
-            self.in_widths(plan, start)
+            self.cut_widths(plan, start)
         except UsageError:
             return False
         return True
@@ -218,14 +218,14 @@ def fit(
                 "data tells how many branches go when scores and a budget say what goes: give both "
                 "and no kinds, or no data"
             )
-        half = OneShot(wanted, blocks(), worth)
-        open_, movable = _without_branches(model, half, Task.of(data, loss), widths, blocks)
+        oneshot = OneShot(wanted, blocks(), worth)
+        open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
     return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
 
 
 def _without_branches(
     model: nn.Module,
-    half: OneShot,
+    oneshot: OneShot,
     task: Task,
     widths: Movable,
     blocks: Callable[[Movable], list[int]],
@@ -236,12 +236,12 @@ def _without_branches(
         widths: all but branches, which move where the loss does not tell.
         blocks: raises UsageError where these gates alone cannot meet what is wanted.
     """
-    subject = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
-    plan, open_ = subject.plan, subject.gates.open().cpu()
-    left, is_told = half.left(subject)
-    if is_told:
-        told = torch.where(switches_of(plan), left, open_)
-        return told, Movable.of(~switches_of(plan), told)
+    of = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
+    plan, open_ = of.plan, of.gates.open().cpu()
+    left, is_settled = oneshot.choose(of)
+    if is_settled:
+        start = torch.where(switches_of(plan), left, open_)
+        return start, Movable.of(~switches_of(plan), start)
     try:
         blocks(widths)
     except UsageError:

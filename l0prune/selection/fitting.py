@@ -1,10 +1,9 @@
-"""The choice of slots that just meets some bounds: those of highest score, in whole blocks.
+"""Choice of the slots that just meet some bounds: those of highest score, in whole blocks.
 
-An amount need not fall with every gate that closes: what a runtime takes for a layer goes in steps,
-and a width that fits its blocks may be faster than one that is smaller. So whatever is handed out
-was looked at as a whole, and meets every bound.
-
-Blocks: slots of an axis that open and close together, for widths in whole multiples.
+An amount need not fall with every gate that closes: a runtime's time for a layer goes in steps,
+and a width that fits its blocks may be faster than one that is smaller. So a choice that is handed
+out was checked as a whole, and meets every bound. A block is some slots of an axis that open and
+close together, for widths in whole multiples.
 """
 
 from __future__ import annotations

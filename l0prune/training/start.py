@@ -208,7 +208,7 @@ def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Be
     Where the loss has told how many branches go, those that are left stand.
     """
     try:
-        open_, decided = OneShot(budget.bounds, budget.blocks, scores, part).left(subject)
+        open_, decided = OneShot(budget.bounds, budget.blocks, scores, part).choose(subject)
     except UsageError as error:
         return Beginning(f"nothing is cut at once: {error}")
     subject.gates.put(open_)

@@ -75,21 +75,21 @@ def test_of_all_ways_the_one_of_least_loss_is_taken():
     for count in range(3):
         start = torch.ones(len(scores), dtype=torch.bool)
         start[order[:count]] = False
-        ways.append(half.in_widths(model.l0prune_gates.plan, start))
+        ways.append(half.cut_widths(model.l0prune_gates.plan, start))
         z = ways[-1].to(model.l0prune_gates.log_alpha)
         inputs, targets = next(iter(batches()))
         with model.l0prune_gates.using(z), torch.no_grad():
             losses.append(float(nn.functional.cross_entropy(model.eval()(inputs), targets)))
     assert len(set(losses)) == 3
-    found, is_told = half.left(subject(model))
-    assert is_told
+    found, is_settled = half.choose(subject(model))
+    assert is_settled
     assert torch.equal(found, ways[losses.index(min(losses))])
 
 
 def test_no_more_branches_go_than_are_as_small_as_that():
     model = gated(trained())
     half, plan = at_once(model, "params=0.5", scores_of(model)), model.l0prune_gates.plan
-    ways = list(half.ways(plan, torch.ones(plan.size, dtype=torch.bool)))
+    ways = list(half.candidates(plan, torch.ones(plan.size, dtype=torch.bool)))
     shares = [half.wanted[0].actual_share(open_) for open_ in ways]
     switches = switches_of(plan)
     assert [int((~open_)[switches].sum()) for open_ in ways] == [0, 1]
@@ -102,7 +102,7 @@ def test_a_branch_that_is_gone_already_does_not_come_back():
     open_ = torch.ones(plan.size, dtype=torch.bool)
     gone = switches_of(plan).nonzero().flatten()[scores[switches_of(plan)].argmax()]
     open_[gone] = False
-    ways = list(at_once(model, "params=0.16", scores).ways(plan, open_))
+    ways = list(at_once(model, "params=0.16", scores).candidates(plan, open_))
     assert len(ways) == 3
     assert not any(way[gone] for way in ways)
 
@@ -118,8 +118,8 @@ def test_without_a_loss_widths_go_alone():
         [(part.inputs, part.targets) for part in [clouds()]], lambda outputs, y: outputs[0]
     )
     half = at_once(model, "params=0.16", torch.rand(model.l0prune_gates.plan.size))
-    found, is_told = half.left(ScoreInput(*holder(model), task, 1, 40, "cpu", 0))
-    assert not is_told
+    found, is_settled = half.choose(ScoreInput(*holder(model), task, 1, 40, "cpu", 0))
+    assert not is_settled
     assert bool(found[switches_of(model.l0prune_gates.plan)].all())
 
 
@@ -131,7 +131,7 @@ def test_a_part_of_the_way_to_a_number_of_parameters():
     half, plan = at_once(model, "params=0.4", scores), model.l0prune_gates.plan
     dense = 8 * 3 + 8 + 8 * 2 + 2
     left = int((dense * 0.4**0.5 - 2) // 6)  # slots of six parameters, beside two of the last bias
-    open_ = half.in_widths(plan, torch.ones(8, dtype=torch.bool))
+    open_ = half.cut_widths(plan, torch.ones(8, dtype=torch.bool))
     assert torch.equal(open_, scores >= scores.sort()[0][-left])
 
 
@@ -161,8 +161,8 @@ def test_fit_lets_as_many_branches_go_as_the_loss_of_some_data_says():
     wanted, model = "params=0.05", gated(trained())
     scores, switches = scores_of(model), switches_of(model.l0prune_gates.plan)
     looked = ScoreInput(*holder(model), Task.of(data()), 8, 128, "cpu", 0)
-    left, is_told = at_once(model, wanted, scores).left(looked)
-    assert is_told
+    left, is_settled = at_once(model, wanted, scores).choose(looked)
+    assert is_settled
     assert int((~left)[switches].sum()) == 1
     counts = l0prune.fit(model, wanted, scores, data=data())
     open_ = model.l0prune_gates.open()
@@ -190,8 +190,8 @@ def test_so_it_does_in_a_round_of_a_recipe():
 def test_where_branches_alone_have_gates_scores_say_how_many_go():
     model = l0prune.gate(trained(), (clouds().inputs[:2],), branches=True, exclude="*")
     scores = l0prune.score(model, "auto", data())
-    _, is_told = at_once(model, "params=0.5", scores).left(subject(model))
-    assert not is_told
+    _, is_settled = at_once(model, "params=0.5", scores).choose(subject(model))
+    assert not is_settled
     l0prune.fit(model, "params=0.5", scores, data=data())
     assert torch.equal(model.l0prune_gates.open(), scores >= scores.max())
 

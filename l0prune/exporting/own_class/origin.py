@@ -20,6 +20,7 @@ from l0prune.exporting.certify.certificate import TOLERANCE
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import lent
 from l0prune.files.checked_json import sealed
+from l0prune.files.cut_layers import tensors_held
 from l0prune.files.manifest import (
     FORMAT,
     Manifest,
@@ -29,7 +30,7 @@ from l0prune.files.manifest import (
     class_of_transformers,
     parsed,
 )
-from l0prune.files.smaller_model import put_on, tensors_held
+from l0prune.files.smaller_model import put_on
 from l0prune.files.user_code import is_rebuildable
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
