@@ -109,7 +109,7 @@ def _after(note: Any, method: Any) -> Any:
 
 def _place() -> _Line | None:
     """The line of the user's code that is running."""
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(3)  # beyond the note and the method that it precedes
     while frame is not None and frame.f_code.co_filename != _CAPTURE:
         file = frame.f_code.co_filename
         if not _is_library(file):

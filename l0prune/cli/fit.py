@@ -23,7 +23,6 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
-from l0prune.selection import correction
 from l0prune.training.gate_settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
@@ -92,6 +91,8 @@ def fit(
         )
     tells = score == _AUTO and budget and not kind  # how many branches go
     table = latency_table(latency, path, budget)
+    from l0prune.selection import correction  # loads torch
+
     found: list[correction.Fitted] = []
     with shown(err), correction.watched(found.append):
         counts = l0prune.fit(

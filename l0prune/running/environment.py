@@ -14,12 +14,14 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console, RenderableType
 
 from l0prune import __version__
+
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "numpy")
 
@@ -47,6 +49,8 @@ def command(arguments: list[str]) -> str:
 
 def device_name(device: torch.device) -> str:
     """Return a device's name by its maker, or its kind."""
+    import torch  # takes seconds, and the command line's help needs this file
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

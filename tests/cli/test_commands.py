@@ -128,7 +128,7 @@ def test_a_budget_in_a_measure_of_ones_own(command, tmp_path):
         assert found["counts"] == {"slots=0.5": sum(found["open"].values())}
         assert "slots=0.5: 164 sl" in command(*budget, "--measure", "peak.py:Slots")[1]
     finally:
-        measures.registry._kinds.pop("slots", None)
+        measures._kinds.pop("slots", None)
 
 
 MEASURE = """
