@@ -24,8 +24,8 @@ from l0prune.exporting.certify.proof import Proven, check_own_dtypes, prove, pro
 from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
 from l0prune.exporting.own_class.choice import constants, manifest, own_class
 from l0prune.exporting.own_class.comparison import note_on
-from l0prune.exporting.own_class.passed_by import around, ways_around
-from l0prune.exporting.own_class.remembered_sizes import told_sizes
+from l0prune.exporting.own_class.sizes import unread_sizes
+from l0prune.exporting.own_class.skipped_modules import around, ways_around
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.slicing.chosen import Chosen, chosen_on, chosen_slots
@@ -204,7 +204,7 @@ def _note_on_wrapper(model: nn.Module, gated: nn.Module) -> str:
 
 def _note_on_old_sizes(plain: nn.Module, cut: _Cut) -> str:
     """Name the attributes of the smaller model that may tell sizes from before the cut."""
-    told, names = told_sizes(plain, cut.chosen.plan, cut.chosen.kept)
+    told, names = unread_sizes(plain, cut.chosen.plan, cut.chosen.kept)
     names += [within(path, name) for path, of in told.items() for name in of]
     changes, layers, old = cut.proven.changes, cut.proven.layers, []
     for name in names:

@@ -18,7 +18,7 @@ from l0prune.capture.provenance import within
 from l0prune.errors import UsageError
 from l0prune.exporting.export import cut_class
 from l0prune.exporting.own_class.layers import Layer
-from l0prune.exporting.own_class.resizing import Changes
+from l0prune.exporting.own_class.sizes import Changes
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import Place
 from l0prune.exporting.subject import Subject, subject_of, surveyed

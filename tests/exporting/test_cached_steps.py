@@ -9,10 +9,10 @@ from decoders import TOKENS, gated, generated, gpt2, llama
 from torch import nn
 
 import l0prune
-from l0prune.exporting.own_class import passed_by
+from l0prune.exporting.own_class import skipped_modules
 from l0prune.exporting.own_class.comparison import OTHER_STEPS as SOMETHING_ELSE
 from l0prune.exporting.own_class.comparison import CachedStep
-from l0prune.exporting.own_class.passed_by import renumbered
+from l0prune.exporting.own_class.skipped_modules import renumbered
 
 
 def name_of_cache(model):
@@ -58,7 +58,7 @@ def test_a_class_that_would_go_on_otherwise_is_not_handed_out(monkeypatch):
     for number, layer in enumerate(dense.module.model.layers):
         layer.self_attn.layer_idx = number
     assert right.fault_of(dense.module) == SOMETHING_ELSE
-    monkeypatch.setattr(passed_by, "renumbered", lambda plain, passed: {})
+    monkeypatch.setattr(skipped_modules, "renumbered", lambda plain, passed: {})
     dense = l0prune.export(model)
     assert not dense.rebuilt
     assert f"its code computes that; without that, {SOMETHING_ELSE}" in dense.note

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from l0prune.exporting.own_class.zeros_instead import windows_to
+from l0prune.exporting.own_class.skipped_modules import windows_to
 from l0prune.files.cut_layers import SkippedModule, are_windows, sizes_after
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -30,7 +30,7 @@ from l0prune.exporting.own_class.choice import OwnClass, Reference, choose, firs
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.replacement import replace_part
-from l0prune.exporting.own_class.resizing import Changes
+from l0prune.exporting.own_class.sizes import Changes
 from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage

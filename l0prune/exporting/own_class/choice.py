@@ -27,19 +27,17 @@ from l0prune.exporting.own_class.comparison import (
     has_gates,
 )
 from l0prune.exporting.own_class.layers import Layer, layers_for, query_scales
-from l0prune.exporting.own_class.remembered_sizes import (
-    given_sizes,
-    known_cause,
-    remembered_sizes,
-    sizes_in_code,
-    told_sizes,
-)
-from l0prune.exporting.own_class.resizing import (
+from l0prune.exporting.own_class.sizes import (
     Changes,
     changed_attributes,
+    given_sizes,
     groups_left,
+    guessed_sizes,
     joined,
+    known_cause,
     resized,
+    sizes_in_code,
+    unread_sizes,
 )
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import flush, stored_in, under_all_names
@@ -118,7 +116,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
     )
     candidates = [joined(surest, by_tensors), joined(in_code, by_tensors)]
     for largest in (False, True):
-        guessed = remembered_sizes(plain, chosen.plan, chosen.kept, largest=largest)
+        guessed = guessed_sizes(plain, chosen.plan, chosen.kept, largest=largest)
         candidates += [joined(guessed, in_code, by_tensors), joined(guessed, by_tensors)]
     layers = layers_for(plain, chosen)
     given = given_sizes(plain, chosen.plan, chosen.kept)
@@ -130,7 +128,7 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    told, _ = told_sizes(plain, chosen.plan, chosen.kept)
+    told, _ = unread_sizes(plain, chosen.plan, chosen.kept)
     told = {path: attributes for path, attributes in told.items() if path not in layers}
     cause = known_cause(chosen)
     return OwnClass(plain, tensors, distinct, layers, scales, cause, chosen.gone, told)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import L0pruneError
 from l0prune.exporting.own_class.origin import Trials, fault_of, tensors_of
-from l0prune.exporting.own_class.passed_by import numbers_of, renumbered
-from l0prune.exporting.own_class.resizing import Changes, joined
+from l0prune.exporting.own_class.sizes import Changes, joined
+from l0prune.exporting.own_class.skipped_modules import numbers_of, renumbered
 from l0prune.files.cut_layers import SkippedModule
 from l0prune.files.manifest import Manifest, Origin, built
 from l0prune.files.smaller_model import put_on

@@ -23,8 +23,7 @@ from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype
-from l0prune.exporting.own_class.remembered_sizes import given_sizes
-from l0prune.exporting.own_class.resizing import changed_attributes, resized
+from l0prune.exporting.own_class.sizes import changed_attributes, given_sizes, resized
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.cut_layers import PickedLinear, become

@@ -27,7 +27,7 @@ def test_a_class_goes_on_without_them():
     assert type(dense.module.blocks[0].conv1) is nn.Conv2d
 
 
-def test_a_module_whose_hook_makes_its_weight_is_not_passed_by():
+def test_a_module_whose_hook_makes_its_weight_is_not_skipped():
     """The hook would divide nothing by its norm, for which torch ends the process."""
     module, shape, _ = MADE_WEIGHTS["weight_normed_stream_with_hooks"]
     dense = l0prune.export(gated(copy.deepcopy(module), "blocks.0", x=torch.randn(shape)))
