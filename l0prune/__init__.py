@@ -3,6 +3,7 @@
 Names are loaded when they are first used: ``import l0prune`` itself costs next to nothing.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from l0prune.report.report import Report
     from l0prune.report.survey import Survey, survey
     from l0prune.running.evaluate import evaluate
-    from l0prune.running.sources import answered, load_data
+    from l0prune.running.sources import load_data, with_pseudo_labels
     from l0prune.running.task import Task
     from l0prune.selection import scores
     from l0prune.selection.fit import fit
@@ -59,7 +60,6 @@ _HOMES = {
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
-    "answered": "running.sources",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
     "finetune": "report.live",
@@ -82,7 +82,11 @@ _HOMES = {
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",
+    "with_pseudo_labels": "running.sources",
 }
+
+# Former names, which this version still knows.
+_RENAMED = {"answered": "with_pseudo_labels"}
 
 __all__ = [
     "BinaryConcrete",
@@ -103,7 +107,6 @@ __all__ = [
     "Survey",
     "Task",
     "__version__",
-    "answered",
     "evaluate",
     "export",
     "finetune",
@@ -126,12 +129,20 @@ __all__ = [
     "survey",
     "train_dense",
     "ungate",
+    "with_pseudo_labels",
 ]
 
 
 if not TYPE_CHECKING:  # mypy is to know which names there are
 
     def __getattr__(name: str) -> Any:
+        if name in _RENAMED:
+            new = _RENAMED[name]
+            message = (
+                f"l0prune.{name} is now l0prune.{new}; the old name goes with the next version"
+            )
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return __getattr__(new)
         if name not in _HOMES:
             raise AttributeError(f"module 'l0prune' has no attribute {name!r}")
         home = import_module(f"l0prune.{_HOMES[name]}")

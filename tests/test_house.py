@@ -22,9 +22,10 @@ NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
     "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Report",
     "Settings", "Survey", "Task",
-    "__version__", "answered", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
+    "__version__", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
     "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups", "penalty",
     "read_info", "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
+    "with_pseudo_labels",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -49,6 +50,11 @@ def test_every_public_name_can_be_reached(name):
 def test_what_is_not_there_is_said_as_python_says_it():
     with pytest.raises(AttributeError, match="has no attribute 'prune'"):
         _ = l0prune.prune
+
+
+def test_a_former_name_still_works_and_says_the_new_one():
+    with pytest.warns(DeprecationWarning, match=r"is now l0prune\.with_pseudo_labels"):
+        assert l0prune.answered is l0prune.with_pseudo_labels
 
 
 def test_documented_modules_have_an_import_path():

@@ -114,12 +114,12 @@ def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
 @contextmanager
 def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
     """Within the context, say once where a model has more outputs than the data has classes."""
-    from l0prune.running.criteria import tensor_in  # loads torch
+    from l0prune.running.criteria import tensor_output  # loads torch
 
     seen: list[int] = []
 
     def look(_: Any, __: Any, outputs: Any) -> None:
-        scores = tensor_in(outputs)
+        scores = tensor_output(outputs)
         if classes and scores is not None and scores.dim() > 1:
             seen.append(scores.shape[1])
 

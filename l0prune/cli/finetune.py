@@ -79,9 +79,9 @@ def finetune(
     target = output_path(out, str(path), ".tuned.pt")
     check_writable(target)
     from l0prune.report.live import live_page  # loads torch, as does the next one
-    from l0prune.running.processes import joined
+    from l0prune.running.processes import process_group
 
-    with joined() as world:
+    with process_group() as world:
         info = l0prune.read_info(path)
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         if spec is None:

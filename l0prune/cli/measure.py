@@ -78,7 +78,7 @@ def measure(
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
     if results:
-        from l0prune.timing.results import read_results, table_of
+        from l0prune.timing.measure import read_results, table_of
 
         table = table_of(l0prune.gates(model).plan, read_results(results))
     else:
@@ -98,7 +98,7 @@ _SHOWN = ("setting", "dense", "quality")
 def _write_bundle(
     model: object, folder: Path, batch: int, samples: int, seed: int, json: bool
 ) -> None:
-    from l0prune.timing.bundle import write_bundle
+    from l0prune.timing.network_files import write_bundle
 
     with shown(err):
         write_bundle(model, folder, batch=batch, samples=samples, seed=seed)  # type: ignore[arg-type]

@@ -142,10 +142,10 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
             "or --data NAME."
         )
     from l0prune.data.dataset import as_arguments  # loads torch, as do the next ones
-    from l0prune.running.feed import example
+    from l0prune.running.batches import example_inputs
     from l0prune.running.task import Task
 
-    return as_arguments(example(Task.of(data), 2))
+    return as_arguments(example_inputs(Task.of(data), 2))
 
 
 def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:

@@ -47,7 +47,7 @@ def _checked(given: str | None, kind: str) -> str | None:
 class DataSection(_Section):
     """Data, loss and metric; paths are relative to the recipe.
 
-    With ``answers`` the targets are what the dense network answers (``l0prune.answered``), in the
+    With ``answers`` the targets are what the dense network answers (``with_pseudo_labels``), in the
     precision in which the gates learn (``finetune.autocast``).
     """
 

@@ -36,7 +36,7 @@ from l0prune.report.gathered import of_export, repeated, with_time, with_trainin
 from l0prune.report.live import live_page
 from l0prune.report.report import HTML, Report
 from l0prune.report.run_folder import trainings_in
-from l0prune.running.feed import example
+from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task
@@ -140,7 +140,7 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
     dense = network = _dense(recipe, data, folder, data_root)
     if recipe.data.answers:
         with stage("asking the dense network for its answers"):
-            data = l0prune.answered(data, dense, autocast=recipe.finetune.get("autocast"))
+            data = l0prune.with_pseudo_labels(data, dense, autocast=recipe.finetune.get("autocast"))
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
         tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")
@@ -261,7 +261,7 @@ def _times(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
 
 def _gate(recipe: Recipe, part: GateSection, model: nn.Module, data: Task, path: Path) -> None:
     settings = part.model_dump(exclude={"kind", "settings"})
-    args, kwargs = as_arguments(example(data, 2))
+    args, kwargs = as_arguments(example_inputs(data, 2))
     with stage("gating the network"):
         l0prune.gate(model, args, kwargs, gate=part.made(), **settings)
     l0prune.save(model, path, {"model": recipe.model.source, "data": recipe.data.source})

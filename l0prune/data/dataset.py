@@ -31,7 +31,7 @@ from l0prune.errors import DataError, UsageError
 LABELS = ("labels", "label")
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
+def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """Inputs and targets of a batch. A mapping's targets are its labels, else all of it.
 
     The labels stay among the inputs: a model may compute its loss from them.
@@ -57,7 +57,7 @@ def without_labels(inputs: Any) -> Any:
     return {name: value for name, value in inputs.items() if name not in LABELS}
 
 
-def plain(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
+def map_tensors(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
     """A part of a batch in dicts and tuples, whatever kind of mapping or list it came in.
 
     A tokenizer's ``BatchEncoding`` is a dict afterwards. Each tensor goes through ``change``.
@@ -65,15 +65,15 @@ def plain(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) ->
     if isinstance(part, Tensor):
         return change(part)
     if isinstance(part, Mapping):
-        return {name: plain(value, change) for name, value in part.items()}
+        return {name: map_tensors(value, change) for name, value in part.items()}
     if isinstance(part, tuple | list):
-        return tuple(plain(value, change) for value in part)
+        return tuple(map_tensors(value, change) for value in part)
     return part
 
 
-def moved(part: Any, device: torch.device | str) -> Any:
+def to_device(part: Any, device: torch.device | str) -> Any:
     """A part of a batch with every tensor on ``device``."""
-    return plain(part, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(part, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -90,17 +90,17 @@ Share = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
 WHOLE: Share = (0, 1)
 
 
-def share_of(examples: int, part: Share) -> slice:
+def part_slice(examples: int, part: Share) -> slice:
     """Where this part of so many examples lies: together all parts are the whole, in order.
 
     Where there are fewer examples than parts, some are empty: those borrow one example, which
     counts for nothing, since whoever has the part may have to compute along.
     """
     start = part[0] * examples // part[1]
-    return slice(start, start + max(1, examples_in(examples, part)))
+    return slice(start, start + max(1, part_length(examples, part)))
 
 
-def examples_in(examples: int, part: Share) -> int:
+def part_length(examples: int, part: Share) -> int:
     """How many examples belong to this part; 0 where it has to borrow one."""
     number, count = part
     return (number + 1) * examples // count - number * examples // count
@@ -185,7 +185,7 @@ class Tensors:
             for batch, answers in zip(
                 inputs.split(batch_size), targets.split(batch_size), strict=True
             ):
-                rows = share_of(len(answers), part)
+                rows = part_slice(len(answers), part)
                 yield batch[rows], answers[rows]
             return
         order = torch.randperm(len(self), generator=generator).to(device)
@@ -195,7 +195,7 @@ class Tensors:
             batch = inputs.index_select(0, index)
             if augmentation is not None:  # of the whole batch, so that parts differ
                 batch = augmentation(batch, generator)
-            rows = share_of(len(index), part)
+            rows = part_slice(len(index), part)
             yield batch[rows], targets.index_select(0, index[rows])
 
     def example(self, count: int) -> Tensor:
@@ -255,14 +255,14 @@ class Loaded:
             pin_memory=torch.device(device).type == "cuda",
         )
         for batch in _read(loader):
-            inputs, targets = pair(batch)
+            inputs, targets = inputs_and_targets(batch)
             tensors = targets if isinstance(targets, Mapping) else torch.as_tensor(targets)
-            yield moved(inputs, device), moved(tensors, device)
+            yield to_device(inputs, device), to_device(tensors, device)
 
     def example(self, count: int) -> Any:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
-        return moved(without_labels(pair(self.collate(examples))[0]), "cpu")
+        return to_device(without_labels(inputs_and_targets(self.collate(examples))[0]), "cpu")
 
 
 class _Parts(Sampler[list[int]]):
@@ -273,7 +273,7 @@ class _Parts(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in self._batches:
-            yield batch[share_of(len(batch), self._part)]
+            yield batch[part_slice(len(batch), self._part)]
 
 
 def _read(loader: DataLoader) -> Iterator[Batch]:

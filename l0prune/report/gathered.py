@@ -47,8 +47,7 @@ from l0prune.report.layers import Side as FoundSide
 from l0prune.report.survey import Survey
 from l0prune.report.trainings import budgets_of, metric_of, seconds_of
 from l0prune.running.environment import environment
-from l0prune.timing.setting import Setting
-from l0prune.timing.table import LatencyTable
+from l0prune.timing.table import LatencyTable, Setting
 
 UNGATED = "no gate was put on it"
 

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from l0prune.errors import FileError
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.report.content import Amount, Asked, BudgetState, Epoch, Fit, Metric, Training
-from l0prune.running.amounts import amounts, keys
-from l0prune.running.task import LOSS, TAKEN
+from l0prune.running.task import LOSS, RECORD_KEYS, amount_keys, amounts
 from l0prune.training.history import FACTS, NAME, History, Record
 
 _OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a place
@@ -105,7 +104,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 def _metric(records: Sequence[Record]) -> str:
     """The name of the metric, where nobody has noted it."""
     last = records[-1] if records else {}
-    taken = TAKEN.union(*map(keys, amounts(last)))
+    taken = RECORD_KEYS.union(*map(amount_keys, amounts(last)))
     found = (name for name, value in last.items() if name not in taken and type(value) is float)
     return next(found, LOSS if LOSS in last else "")
 

@@ -67,9 +67,9 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
     return wrong.flatten(1).sum(1).div(counts.flatten(1).sum(1).clamp(min=1))
 
 
-def choose_classes(outputs: Any, targets: Any) -> bool:
+def is_classification(outputs: Any, targets: Any) -> bool:
     """Return whether outputs are class scores, one row an example, and targets choose a class."""
-    scores = tensor_in(outputs)
+    scores = tensor_output(outputs)
     if scores is None or scores.dim() < 2:
         return False
     # What is called logits may be a sequence, whose classes come last: there it is not told.
@@ -77,7 +77,7 @@ def choose_classes(outputs: Any, targets: Any) -> bool:
     return not is_sequence and _are_classes(scores, targets)
 
 
-def tensor_in(outputs: Any) -> Tensor | None:
+def tensor_output(outputs: Any) -> Tensor | None:
     """Return a model's output if it is a tensor, or its ``.logits`` if they are."""
     found = outputs if isinstance(outputs, Tensor) else getattr(outputs, "logits", None)
     return found if isinstance(found, Tensor) else None
@@ -85,7 +85,7 @@ def tensor_in(outputs: Any) -> Tensor | None:
 
 def scores_of(outputs: Any) -> Tensor:
     """The class scores in what a model returns."""
-    scores = tensor_in(outputs)
+    scores = tensor_output(outputs)
     if scores is None:
         raise UsageError(
             f"the model returns a {type(outputs).__name__}, not a tensor of class scores; give a "
@@ -189,19 +189,19 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     return 1 - error_rate(outputs, targets)
 
 
-_NAMED: dict[str, Loss] = {
+_LOSSES: dict[str, Loss] = {
     "cross-entropy": cross_entropy,
     **{name: partial(one_to_one, name) for name in _ONE_TO_ONE},
 }
-LOSSES = (AUTO, *_NAMED)
-_MEASURED: dict[str, Metric] = {
+LOSSES = (AUTO, *_LOSSES)
+_METRICS: dict[str, Metric] = {
     "error": error_rate,
     "accuracy": accuracy,
     "label-error": label_error,
-    "mae": _NAMED["l1"],
-    **_NAMED,
+    "mae": _LOSSES["l1"],
+    **_LOSSES,
 }
-METRICS = tuple(_MEASURED)
+METRICS = tuple(_METRICS)
 LARGER_IS_BETTER = frozenset({"accuracy"})
 
 
@@ -224,12 +224,12 @@ def check_name(given: Any, kind: str) -> None:
 
 def loss_of(given: Loss | str) -> Loss:
     """The loss that a name, ``file.py:function`` or function stands for; not for ``"auto"``."""
-    return _function(given, "loss", _NAMED)
+    return _function(given, "loss", _LOSSES)
 
 
 def metric_of(given: Metric | str) -> Metric:
     """The metric that a name, ``file.py:function`` or function stands for."""
-    return _function(given, "metric", _MEASURED)
+    return _function(given, "metric", _METRICS)
 
 
 def _function(given: Any, kind: str, known: Mapping[str, Loss]) -> Loss:
@@ -244,23 +244,23 @@ def _function(given: Any, kind: str, known: Mapping[str, Loss]) -> Loss:
     return found  # type: ignore[no-any-return]
 
 
-def label(given: Any) -> str:
+def metric_name(given: Any) -> str:
     """Return the name of a loss or metric in records and messages; empty for a lambda."""
     if isinstance(given, str):
         return given.rpartition(":")[2]
     if given is error_rate:
         return "error"
     if isinstance(given, partial):
-        return label(given.func)
+        return metric_name(given.func)
     name = getattr(given, "__name__", type(given).__name__)
     return "" if name == "<lambda>" else str(name)
 
 
 def _called(kind: str, given: Any) -> str:
-    return f"the {kind} {label(given)}".rstrip()
+    return f"the {kind} {metric_name(given)}".rstrip()
 
 
-def one_number(loss: Any, of: Any) -> Tensor:
+def scalar_loss(loss: Any, of: Any) -> Tensor:
     """The loss of a batch, which must be a scalar.
 
     Raises:
@@ -268,13 +268,13 @@ def one_number(loss: Any, of: Any) -> Tensor:
     """
     if not isinstance(loss, Tensor) or loss.dim():
         raise UsageError(
-            f"{_called('loss', of)} must be one number, a scalar tensor; it is {shapes(loss)}. "
+            f"{_called('loss', of)} must be one number, a scalar tensor; it is {describe(loss)}. "
             "Take its mean over the batch"
         )
     return loss
 
 
-def numbers(value: Any, of: Any) -> Tensor:
+def metric_values(value: Any, of: Any) -> Tensor:
     """Return a metric's values for a batch as a tensor: one number, or one for each example.
 
     Raises:
@@ -288,28 +288,28 @@ def numbers(value: Any, of: Any) -> Tensor:
         return tensor.float()
     raise UsageError(
         f"{_called('metric', of)} must give one number, or one for each example; it gives "
-        f"{shapes(value)}"
+        f"{describe(value)}"
     )
 
 
-def shapes(part: Any) -> str:
+def describe(part: Any) -> str:
     """A part of a batch for people: shapes and types."""
     if isinstance(part, Tensor):
         return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
     if isinstance(part, tuple | list):
-        return f"({', '.join(map(shapes, part))})"
+        return f"({', '.join(map(describe, part))})"
     if isinstance(part, Mapping):
-        return ", ".join(f"{key}: {shapes(value)}" for key, value in part.items())
+        return ", ".join(f"{key}: {describe(value)}" for key, value in part.items())
     return "None" if part is None else f"a {type(part).__name__}"
 
 
 def _alike(name: str, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
     """Outputs and targets as numbers of one shape and type."""
-    found = tensor_in(outputs)
+    found = tensor_output(outputs)
     if found is None or not isinstance(targets, Tensor):
         raise UsageError(
-            f"{name} compares a tensor with a tensor; the model gives {shapes(outputs)}, and the "
-            f"targets are {shapes(targets)}. Give a function of (outputs, targets) instead"
+            f"{name} compares a tensor with a tensor; the model gives {describe(outputs)}, and the "
+            f"targets are {describe(targets)}. Give a function of (outputs, targets) instead"
         )
     if _without_ones(found) != _without_ones(targets) or found.shape[:1] != targets.shape[:1]:
         raise UsageError(

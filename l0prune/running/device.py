@@ -16,7 +16,9 @@ from l0prune.running.processes import ALONE, World
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose(device: str | torch.device, model: nn.Module, world: World = ALONE) -> torch.device:
+def choose_device(
+    device: str | torch.device, model: nn.Module, world: World = ALONE
+) -> torch.device:
     """The device to train on: ``"auto"`` stays on a GPU, else takes one, else the CPU.
 
     Of several processes on one machine each takes a GPU of its own, by ``LOCAL_RANK``.
@@ -82,7 +84,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def training(model: nn.Module) -> Iterator[None]:
+def train_mode(model: nn.Module) -> Iterator[None]:
     """Train mode, and afterwards the mode of each submodule as it was.
 
     In a model that is in train mode already, submodules in eval mode stay so: a BatchNorm that

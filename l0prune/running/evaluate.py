@@ -1,6 +1,8 @@
 """Evaluation: eval mode, deterministic gates, the test data once.
 
 One batch through model, loss and metric, before anything is computed that takes long.
+
+Statistics of BatchNorm computed anew, for the weights and gates as they are now.
 """
 
 from __future__ import annotations
@@ -12,15 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError, L0pruneError
 from l0prune.plan.numbers import check_whole
-from l0prune.running.batch import Batch, call
-from l0prune.running.criteria import Loss, Metric, shapes
-from l0prune.running.device import choose, on_device, precision
-from l0prune.running.feed import Feed, test_batches
+from l0prune.running.batches import Batch, Feed, call, test_batches
+from l0prune.running.criteria import Loss, Metric, describe
+from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
 
@@ -42,7 +44,11 @@ def check_first_batch(
     batch = next(feed.train(0, device), None)
     if batch is None:
         raise DataError("the training data is empty")
-    with fitting([batch], "model, data and loss"), evaluating(model), precision(device, autocast):
+    with (
+        explain_mismatch([batch], "model, data and loss"),
+        evaluating(model),
+        precision(device, autocast),
+    ):
         loss = feed.task.loss_in(call(model, batch.inputs), batch.targets)
     return None if loss is None else float(loss)
 
@@ -57,12 +63,12 @@ def check_first_test(
         UsageError: the loss or the metric is no number.
     """
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
-        with fitting([batch], WHAT), evaluating(model), precision(device, autocast):
+        with explain_mismatch([batch], WHAT), evaluating(model), precision(device, autocast):
             feed.task.judged(call(model, batch.inputs), batch.targets)
 
 
 @contextmanager
-def fitting(batches: Sequence[Batch], what: str) -> Iterator[None]:
+def explain_mismatch(batches: Sequence[Batch], what: str) -> Iterator[None]:
     """Convert errors within the context, which the last of these batches made, into messages."""
     try:
         yield
@@ -79,8 +85,8 @@ def fitting(batches: Sequence[Batch], what: str) -> Iterator[None]:
                 "DataLoader(examples, batch_size)."
             )
         raise DataError(
-            f"{what} do not fit together. Inputs are {shapes(batch.inputs)}, targets "
-            f"{shapes(batch.targets)}; what went wrong: {type(error).__name__}: {error}.{hint}"
+            f"{what} do not fit together. Inputs are {describe(batch.inputs)}, targets "
+            f"{describe(batch.targets)}; what went wrong: {type(error).__name__}: {error}.{hint}"
         ) from error
 
 
@@ -145,7 +151,7 @@ def evaluated(
             "of which the first may be empty here: evaluate(model, ([], test)), or a "
             "Task(…, test=…)"
         )
-    place = choose(device, model)
+    place = choose_device(device, model)
     examples, now = 0, list[Batch]()
 
     def counted() -> Iterator[Batch]:
@@ -155,12 +161,12 @@ def evaluated(
             now[:] = [batch]
             yield batch
 
-    with on_device(model, place), task.on_device(place), fitting(now, WHAT):
-        found = measure(model, counted(), task, place, autocast)
+    with on_device(model, place), task.on_device(place), explain_mismatch(now, WHAT):
+        found = evaluate_batches(model, counted(), task, place, autocast)
     return found, examples
 
 
-def measure(
+def evaluate_batches(
     model: nn.Module,
     batches: Iterable[Batch],
     task: Task,
@@ -202,3 +208,64 @@ def _total(value: Tensor, examples: int) -> Tensor:
 def _sum(values: list[Tensor]) -> float:
     """Sum in float64 on the CPU, after one transfer."""
     return float(torch.stack(values).cpu().double().sum()) if values else 0.0
+
+
+def _norms_to_recalibrate(model: nn.Module) -> list[_BatchNorm]:
+    """Every BatchNorm that gathers statistics in the mode that the model is in."""
+    return [norm for norm in _with_statistics(model) if norm.training]
+
+
+def _with_statistics(model: nn.Module) -> Iterator[_BatchNorm]:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            yield module
+
+
+@contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Within the context each BatchNorm has the statistics of its batch, and gathers none.
+
+    One that is of several processes (SyncBatchNorm) is left alone.
+    """
+    norms = [n for n in _with_statistics(model) if not isinstance(n, nn.SyncBatchNorm)]
+    modes = [norm.training for norm in norms]
+    try:
+        for norm in norms:
+            norm.training, norm.track_running_stats = True, False
+        yield
+    finally:
+        for norm, mode in zip(norms, modes, strict=True):
+            norm.training, norm.track_running_stats = mode, True
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    autocast: str | None = None,
+) -> list[Tensor]:
+    """Set running statistics to the plain average over ``batches``; everything else in eval mode.
+
+    So they belong to the deterministic gates and the averaged weights, not to the samples and
+    the steps on the way there. A model without a BatchNorm in train mode is left alone.
+
+    Returns:
+        The buffers that were computed anew.
+    """
+    norms = _norms_to_recalibrate(model)
+    if not norms:
+        return []
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    try:
+        with evaluating(model), precision(device, autocast):
+            for norm in norms:
+                norm.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=device)
+                norm.reset_running_stats()
+                norm.momentum = None  # a cumulative average
+                norm.training = True
+            for batch in batches:
+                call(model, batch.inputs)
+    finally:
+        for norm, (momentum, tracked) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked
+    return [b for n in norms for b in (n.running_mean, n.running_var) if b is not None]

@@ -127,7 +127,7 @@ ALONE = World()
 _training_together: ContextVar[World | None] = ContextVar("training_together", default=None)
 
 
-def of_first(action: Callable[[], T]) -> T:
+def run_on_first(action: Callable[[], T]) -> T:
     """Return in all processes the result that ``action`` has in the first one.
 
     Those are what was ``joined``; in a loop of the user's own, all of their process group.
@@ -144,7 +144,7 @@ def of_first(action: Callable[[], T]) -> T:
 
 
 @contextmanager
-def joined(wanted: bool = True) -> Iterator[World]:
+def process_group(wanted: bool = True) -> Iterator[World]:
     """The processes that this one was started with, by torchrun or as the user's own group.
 
     Where torchrun started it and nobody has, a process group is made, and taken down at the end.
@@ -232,19 +232,19 @@ def is_sharded(tensor: Any) -> TypeGuard[Any]:
     return hasattr(tensor, "placements")
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """This process' own part of a sharded tensor, sharing its memory; others as they are."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, gathered from all processes, which must call this together."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """The whole ``tensor``, which every process has, in shards as ``like`` is."""
     if not is_sharded(like):
         return tensor
@@ -256,7 +256,7 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
         return distribute_tensor(moved, mesh, placements, src_data_rank=None)
 
 
-def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
+def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
     """A tensor that is distributed in some way, in shards as ``like`` is."""
     if not is_sharded(tensor) or not is_sharded(like):
         return tensor
@@ -264,7 +264,7 @@ def placed_as(tensor: Tensor, like: Tensor) -> Tensor:
     return placed
 
 
-def sharded_as(part: Tensor, like: Tensor) -> Tensor:
+def from_local_like(part: Tensor, like: Tensor) -> Tensor:
     """This process' ``part`` as a tensor in shards as ``like`` is."""
     if not is_sharded(like):
         return part
@@ -276,11 +276,11 @@ def sharded_as(part: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
+def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state_dict with whole tensors, on the CPU where they are gathered."""
     return _with_state(
         optimizer.state_dict(),
-        lambda _, value: whole(value).cpu() if is_sharded(value) else value,
+        lambda _, value: full_tensor(value).cpu() if is_sharded(value) else value,
     )
 
 
@@ -291,7 +291,7 @@ def sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, A
     def cut(number: int, value: Any) -> Any:
         like = parameters[number]
         fits = isinstance(value, Tensor) and value.shape == like.shape
-        return shard_like(value, like) if fits else value
+        return distribute_like(value, like) if fits else value
 
     return _with_state(state, cut)
 

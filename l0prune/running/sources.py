@@ -37,22 +37,22 @@ from l0prune.data.dataset import (
     Loaded,
     Split,
     Tensors,
-    moved,
-    pair,
-    plain,
+    inputs_and_targets,
+    map_tensors,
+    to_device,
     without_labels,
 )
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
-from l0prune.running.batch import call
-from l0prune.running.criteria import AUTO, tensor_in
-from l0prune.running.device import choose, on_device, precision
+from l0prune.running.batches import call
+from l0prune.running.criteria import AUTO, tensor_output
+from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.task import Source, Task, is_split
 
 
-def answered(
+def with_pseudo_labels(
     data: Any,
     network: nn.Module,
     *,
@@ -85,11 +85,11 @@ def answered(
     task = Task.of(data)
     if task.loss == AUTO:
         task = Task.of(task, loss="mse")
-    place = choose(device, network)
+    place = choose_device(device, network)
 
     def of(source: Source) -> Source:
         batches = source.batches(batch_size) if is_split(source) else iter(source)
-        pairs = [_answered(network, _inputs_of(batch), place) for batch in batches]
+        pairs = [_pseudo_labelled(network, _inputs_of(batch), place) for batch in batches]
         if isinstance(source, Tensors):
             return Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
         if isinstance(source, Loaded):
@@ -104,13 +104,15 @@ def answered(
 
 
 def _inputs_of(batch: Any) -> Any:
-    return plain(batch if isinstance(batch, Tensor) else without_labels(pair(batch)[0]))
+    return map_tensors(
+        batch if isinstance(batch, Tensor) else without_labels(inputs_and_targets(batch)[0])
+    )
 
 
-def _answered(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
+def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
     """The inputs and what the network answers, on the CPU."""
-    outputs = call(network, moved(inputs, device))
-    answers = tensor_in(outputs)
+    outputs = call(network, to_device(inputs, device))
+    answers = tensor_output(outputs)
     if answers is None:
         raise UsageError(
             f"the network answers with a {type(outputs).__name__}; only a tensor, or one that it "

@@ -20,25 +20,25 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Happenings(Generic[T]):
-    """Happenings of one kind, and all who are told of them in this context."""
+class Events(Generic[T]):
+    """Events of one kind, and those who watch them in this context."""
 
     def __init__(self, name: str) -> None:
         self._watchers: ContextVar[tuple[Callable[[T], None], ...]] = ContextVar(name, default=())
 
     @contextmanager
     def watched(self, watcher: Callable[[T], None]) -> Iterator[None]:
-        """Within the context, ``watcher`` is told of each happening."""
+        """Within the context, ``watcher`` is told of each event."""
         token = self._watchers.set((*self._watchers.get(), watcher))
         try:
             yield
         finally:
             self._watchers.reset(token)
 
-    def tell(self, happening: T) -> None:
-        """Something has happened."""
+    def emit(self, event: T) -> None:
+        """Tell all watchers of an event."""
         for watcher in self._watchers.get():
-            watcher(happening)
+            watcher(event)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Stage:
     seconds: float | None = None
 
 
-_stages: Happenings[Stage] = Happenings("stages")
+_stages: Events[Stage] = Events("stages")
 watched = _stages.watched
 
 
@@ -62,8 +62,8 @@ watched = _stages.watched
 def stage(name: str) -> Iterator[None]:
     """Announce the context, or the decorated function, as a stage of this name."""
     start = time.monotonic()
-    _stages.tell(Stage(name))
+    _stages.emit(Stage(name))
     try:
         yield
     finally:
-        _stages.tell(Stage(name, time.monotonic() - start))
+        _stages.emit(Stage(name, time.monotonic() - start))

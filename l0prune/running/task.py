@@ -1,6 +1,8 @@
 """A task: the data, the loss that is learned from and the metric that is reported.
 
 The loss that a model computes itself, where its inputs hold the targets.
+
+The amounts in a record: of each measure what is expected, what an export has, the dense one.
 """
 
 from __future__ import annotations
@@ -16,24 +18,65 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import TypeIs
 
 from l0prune.data import Data, Loaded
-from l0prune.data.dataset import Split, pair, plain, without_labels
+from l0prune.data.dataset import Split, inputs_and_targets, map_tensors, without_labels
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, UsageError
 from l0prune.plan import measures
-from l0prune.running import amounts, criteria
+from l0prune.running import criteria
 from l0prune.running.criteria import (
     AUTO,
     Loss,
     Metric,
-    choose_classes,
     cross_entropy,
     error_rate,
-    tensor_in,
+    is_classification,
+    tensor_output,
 )
 from l0prune.running.device import on_device
 
+_EXPECTED, _DENSE = "expected_", "dense_"
 
-def own_loss(outputs: Any) -> Tensor | None:
+
+@dataclass(frozen=True)
+class Amount:
+    """Amounts of one measure of a network.
+
+    Attributes:
+        expected: over the gates' noise.
+        actual: of an export with the gates as they are.
+        dense: with all gates open.
+    """
+
+    expected: float
+    actual: float
+    dense: float
+
+    def share(self, amount: float) -> float:
+        """An amount as a share of the dense one."""
+        return amount / self.dense if self.dense else 0.0
+
+    def entries(self, name: str) -> dict[str, float]:
+        """Return the amounts as in a record, for the measure of this name."""
+        values = (self.expected, self.actual, self.dense)
+        return dict(zip(amount_keys(name), values, strict=True))
+
+
+def amount_keys(name: str) -> tuple[str, str, str]:
+    """Return the names of a measure's amounts in records."""
+    return f"{_EXPECTED}{name}", name, f"{_DENSE}{name}"
+
+
+def amounts(record: Mapping[str, Any]) -> dict[str, Amount]:
+    """The amounts in a record, by the names of the measures."""
+    names = [key.removeprefix(_DENSE) for key in record if key.startswith(_DENSE)]
+    return {
+        name: Amount(record.get(f"{_EXPECTED}{name}", record[name]), record[name], record[dense])
+        for name in names
+        if (dense := f"{_DENSE}{name}") and name in record
+    }
+
+
+def model_loss(outputs: Any) -> Tensor | None:
     """The loss in what a model returns, or None.
 
     It is ``outputs.loss`` (transformers), ``outputs["loss"]``, or the sum of a dict of losses, as
@@ -47,7 +90,7 @@ def own_loss(outputs: Any) -> Tensor | None:
     return found if _is_loss(found) else None
 
 
-def are_findings(outputs: Any) -> bool:
+def are_detections(outputs: Any) -> bool:
     """A dict for each example: what detectors give in eval mode, where they have no loss."""
     is_list = isinstance(outputs, list | tuple) and len(outputs) > 0
     return is_list and all(isinstance(each, Mapping) for each in outputs)
@@ -62,7 +105,7 @@ Judge = Callable[[Any, Any], Tensor | None]
 
 LOSS, ERROR = "test_loss", "error"
 # What records hold beside the metric and the amounts of measures.
-TAKEN = frozenset({
+RECORD_KEYS = frozenset({
     "epoch", "step", "phase", "seconds", "train_loss", "penalty", "lr", LOSS, "open", "dead",
     "budget", "doctor", "gates", "before", "fitted", "training_macs",
 })  # fmt: skip
@@ -125,9 +168,9 @@ class Task:
         fill("_loss", self._automatic if self.loss == AUTO else criteria.loss_of(self.loss))
         fill("_metric", None if self.metric is None else criteria.metric_of(self.metric))
         if not self.metric_name:
-            own = "" if self.metric is None else criteria.label(self.metric) or "metric"
+            own = "" if self.metric is None else criteria.metric_name(self.metric) or "metric"
             fill("metric_name", own or (ERROR if self._tells_classes else LOSS))
-        taken = TAKEN.union(*map(amounts.keys, measures.names()))
+        taken = RECORD_KEYS.union(*map(amount_keys, measures.names()))
         if self.metric is not None and self.metric_name in taken:
             raise UsageError(
                 f"the metric cannot be called {self.metric_name}, since the records have something "
@@ -144,7 +187,9 @@ class Task:
         for each in fields(Task):
             value = getattr(self, each.name)
             if each.repr and each.init and value != each.default:
-                shown.append(f"{each.name}={criteria.label(value) if callable(value) else value!r}")
+                shown.append(
+                    f"{each.name}={criteria.metric_name(value) if callable(value) else value!r}"
+                )
         return f"Task({', '.join(shown)})"
 
     @staticmethod
@@ -186,8 +231,8 @@ class Task:
         Raises:
             DataError: the batch is neither a pair nor a mapping.
         """
-        inputs, targets = pair(batch)
-        if are_lists(inputs, targets):
+        inputs, targets = inputs_and_targets(batch)
+        if is_detection_batch(inputs, targets):
             return ((inputs, targets) if self.loss == AUTO else (inputs,)), targets
         return (inputs if self.loss == AUTO else without_labels(inputs)), targets
 
@@ -198,7 +243,7 @@ class Task:
             UsageError: the loss is no scalar, or does not fit the outputs and targets.
         """
         loss = self._loss(outputs, targets)
-        return None if loss is None else criteria.one_number(loss, self.loss)
+        return None if loss is None else criteria.scalar_loss(loss, self.loss)
 
     def judged(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
         """Loss and metric of a batch by name: one number, or one per example for the metric.
@@ -210,8 +255,8 @@ class Task:
         found = {} if loss is None else {LOSS: loss}
         if self._metric is not None:
             value = self._metric(outputs, targets)
-            found[self.metric_name] = criteria.numbers(value, self.metric)
-        elif self._tells_classes and choose_classes(outputs, targets):
+            found[self.metric_name] = criteria.metric_values(value, self.metric)
+        elif self._tells_classes and is_classification(outputs, targets):
             found[self.metric_name] = error_rate(outputs, targets)
         if not found:
             raise UsageError(
@@ -243,10 +288,10 @@ class Task:
 
     def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
         """The model's own loss, else cross-entropy; None for what a detector finds."""
-        own = own_loss(outputs)
+        own = model_loss(outputs)
         if own is not None:
             return own
-        if are_findings(outputs):
+        if are_detections(outputs):
             return None
         if isinstance(targets, Mapping):
             raise UsageError(
@@ -263,15 +308,15 @@ class _OfData(Task):
     data: Data | None = field(default=None, repr=False)
 
     def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
-        scores = tensor_in(outputs) if own_loss(outputs) is None else None
+        scores = tensor_output(outputs) if model_loss(outputs) is None else None
         if self.data is not None and scores is not None and scores.dim() > 1:
             self.data.check_fits(scores.shape[1])
         return super()._automatic(outputs, targets)
 
 
-def are_lists(inputs: Any, targets: Any) -> bool:
+def is_detection_batch(inputs: Any, targets: Any) -> bool:
     """Return whether there is a tensor and a mapping for each example, as detectors take them."""
-    if not are_findings(targets) or not isinstance(inputs, list | tuple):
+    if not are_detections(targets) or not isinstance(inputs, list | tuple):
         return False
     return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
 
@@ -301,8 +346,8 @@ def batch_length(inputs: Any, targets: Any) -> int:
     It is the length of the first tensor, of the targets if there is one in them; or the number of
     targets where they are one mapping for each example, as for detectors.
     """
-    found = plain((targets, inputs))
-    if are_findings(found[0]):
+    found = map_tensors((targets, inputs))
+    if are_detections(found[0]):
         return len(found[0])
     for leaf in torch.utils._pytree.tree_leaves(found):
         if isinstance(leaf, Tensor) and leaf.dim():

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.plan.limits import Bound
-from l0prune.running.processes import of_first
-from l0prune.running.stages import Happenings
+from l0prune.running.processes import run_on_first
+from l0prune.running.stages import Events
 from l0prune.selection.fitting import Fitting, SlotChoice
 
 
@@ -64,8 +64,8 @@ class Fitted:
         return {"filling": self.filling, "looks": [asdict(look) for look in self.looks]}
 
 
-_fits: Happenings[Fitted] = Happenings("fits")
-watched, done = _fits.watched, _fits.tell
+_fits: Events[Fitted] = Events("fits")
+watched, done = _fits.watched, _fits.emit
 
 
 # How many choices are looked at.
@@ -138,7 +138,7 @@ def observed(model: nn.Module, wanted: Sequence[Bound]) -> dict[Bound, float]:
     A bound on some axes is about a part of the network that cannot be observed alone.
     """
     found = (
-        (bound, of_first(lambda of=bound.measure: of.observed(model)))  # type: ignore[misc]
+        (bound, run_on_first(lambda of=bound.measure: of.observed(model)))  # type: ignore[misc]
         for bound in wanted
         if bound.through is None
     )

@@ -16,12 +16,10 @@ from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.plan import Plan
 from l0prune.running import rng
-from l0prune.running.batch import Batch, call
-from l0prune.running.criteria import tensor_in
-from l0prune.running.device import choose, on_device
-from l0prune.running.evaluate import check_first_batch
-from l0prune.running.feed import Feed
-from l0prune.running.recalibrate import batch_statistics
+from l0prune.running.batches import Batch, Feed, call
+from l0prune.running.criteria import tensor_output
+from l0prune.running.device import choose_device, on_device
+from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
 
 
@@ -142,7 +140,7 @@ class ScoreInput:
                 "this score looks at data: give it (data=…, --data mnist), as for finetune"
             )
         feed = Feed(self.task, self.batch_size, self.seed, augment=False)
-        place = choose(self.device, self.root)
+        place = choose_device(self.device, self.root)
         with (
             rng.undisturbed(place, feed.generators()),
             on_device(self.root, place),
@@ -163,7 +161,7 @@ def output_tensor(outputs: Any) -> Tensor:
     Raises:
         UsageError: the outputs hold no tensor, or some of different lengths.
     """
-    found = tensor_in(outputs)
+    found = tensor_output(outputs)
     if found is not None:
         return found
     each = list(outputs.values()) if isinstance(outputs, Mapping) else outputs

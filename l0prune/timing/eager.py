@@ -29,13 +29,13 @@ from l0prune.exporting.subject import subject_of, surveyed
 from l0prune.gating.attaching import holder
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
-from l0prune.timing.network_files import check_whole
+from l0prune.timing.network_files import check_single_network
 from l0prune.timing.sizes import SizeFinder
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Graphs:
+class CutGraphs:
     """The networks of one gated model, in float32.
 
     Args:
@@ -52,7 +52,7 @@ class Graphs:
         self._subject = subject_of(gated)
         self._parts = surveyed(self._subject)
         self.plan = self._subject.plan
-        check_whole(self.plan.parts)
+        check_single_network(self.plan.parts)
         self._batch = batch
 
     def network(self, open_: Tensor) -> GraphModule:
@@ -135,16 +135,16 @@ class Eager:
         finally:
             torch.set_num_threads(before)
 
-    def operators(self, network: GraphModule, inputs: Inputs, times: int) -> Operators:
+    def operators(self, network: GraphModule, inputs: Inputs, times: int) -> OperatorTimer:
         """The operators of a network, each with its time."""
-        found = Operators(network, self)
+        found = OperatorTimer(network, self)
         for _ in range(times):
             found.run(*inputs)
         return found
 
 
 @dataclass
-class Seen:
+class TimedNode:
     """One operator of a network.
 
     Attributes:
@@ -158,14 +158,14 @@ class Seen:
     spent: list[float] = field(default_factory=list)
 
 
-class Operators(Interpreter):
+class OperatorTimer(Interpreter):
     """Runs a graph node by node, and takes the time of each."""
 
     def __init__(self, network: GraphModule, runtime: Eager) -> None:
         super().__init__(network, garbage_collect_values=True)
         self._runtime = runtime
         self._node: Node | None = None
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, TimedNode] = {}
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
         """One run of the network."""
@@ -188,7 +188,7 @@ class Operators(Interpreter):
         name = self._node.name
         if name not in self.seen:
             tensors = [x for x in pytree.tree_leaves((args, kwargs, result)) if _is_tensor(x)]
-            self.seen[name] = Seen(self._node, [tuple(x.shape) for x in tensors])
+            self.seen[name] = TimedNode(self._node, [tuple(x.shape) for x in tensors])
         self.seen[name].spent.append(spent)
         return result
 
@@ -211,7 +211,9 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, Tensor)
 
 
-def facts_of(found: Sequence[Operators], finder: SizeFinder) -> tuple[list[str], list[NodeFacts]]:
+def facts_of(
+    found: Sequence[OperatorTimer], finder: SizeFinder
+) -> tuple[list[str], list[NodeFacts]]:
     """The names of nodes that all networks have, and what there is to know of them.
 
     Args:
@@ -222,7 +224,7 @@ def facts_of(found: Sequence[Operators], finder: SizeFinder) -> tuple[list[str],
     return names, [_facts([each.seen[name] for each in found], finder) for name in names]
 
 
-def _facts(alike: Sequence[Seen], finder: SizeFinder) -> NodeFacts:
+def _facts(alike: Sequence[TimedNode], finder: SizeFinder) -> NodeFacts:
     """Return the facts of one node in several networks."""
     monomials: dict[tuple[Layout, ...], None] = {}
     for shapes in zip(*(seen.shapes for seen in alike), strict=False):

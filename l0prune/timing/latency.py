@@ -23,8 +23,8 @@ from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import switch, switches_by_module, under_switches
 from l0prune.selection.fitting import blocks_of, have_widths
 from l0prune.timing.facts import Group
-from l0prune.timing.sampling import Widths, slots_of
-from l0prune.timing.stairs import LayoutSizes, Numbers, Stairs
+from l0prune.timing.latency_model import LatencyModel, LayoutSizes, Numbers
+from l0prune.timing.sizes import Widths, slots_of
 
 _BLOCKS = (1, 4, 8, 16, 32)  # the finest first
 _NARROWEST = 0.25  # of an axis: what budgets leave of most
@@ -62,7 +62,7 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
     return best
 
 
-class _Between(NamedTuple):
+class _BlockRounding(NamedTuple):
     """A width between two that are whole blocks.
 
     Attributes:
@@ -80,7 +80,9 @@ class _Between(NamedTuple):
         return self.high if self.chance < self.part else self.low
 
 
-def _expected(time: Callable[[Widths], float], widths: Sequence[_Between], number: int) -> float:
+def _expected(
+    time: Callable[[Widths], float], widths: Sequence[_BlockRounding], number: int
+) -> float:
     """The time where one width is as often rounded up as makes it right on average."""
     rounded, one = [each.by_chance() for each in widths], widths[number]
 
@@ -90,7 +92,7 @@ def _expected(time: Callable[[Widths], float], widths: Sequence[_Between], numbe
     return (1 - one.part) * at(one.low) + one.part * at(one.high)
 
 
-def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_Between]]]:
+def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]]]:
     """Random networks; each says its widths for the blocks of all axes."""
     generator = torch.Generator().manual_seed(1)
 
@@ -105,7 +107,7 @@ def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_Between]]]:
 
     def rounded(
         drawn: Sequence[float], chances: Sequence[float], blocks: Sequence[int]
-    ) -> list[_Between]:
+    ) -> list[_BlockRounding]:
         return [
             _between(axis.size, each, chance, block)
             for axis, each, chance, block in zip(plan.axes, drawn, chances, blocks, strict=True)
@@ -114,13 +116,13 @@ def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_Between]]]:
     return [partial(rounded, *each) for each in zip(spread(), spread(), strict=True)]
 
 
-def _between(size: int, drawn: float, chance: float, block: int) -> _Between:
+def _between(size: int, drawn: float, chance: float, block: int) -> _BlockRounding:
     """A width of an axis of this size; ``drawn`` from 0, the narrowest, to 1, all of it."""
     wanted = size * (_NARROWEST + (1 - _NARROWEST) * drawn)
     low = min(size, max(block, int(wanted // block) * block))
     high = min(size, low + block)
     part = (wanted - low) / (high - low) if low < min(high, wanted) else 0.0
-    return _Between(low, high, part, chance)
+    return _BlockRounding(low, high, part, chance)
 
 
 Observe = Callable[[Tensor], float]
@@ -145,8 +147,8 @@ class TimedLatency(Latency):
         self,
         plan: Plan,
         groups: Sequence[Group],
-        stairs: Stairs,
-        smooth: Stairs,
+        stairs: LatencyModel,
+        smooth: LatencyModel,
         dense: float,
         observing: Callable[[nn.Module], Observe | None],
     ) -> None:
@@ -239,12 +241,12 @@ class TimedLatency(Latency):
         return np.array([float(not through.isdisjoint(each)) for each in axes])
 
 
-def _converted(stairs: Stairs, convert: Callable[[Layout], Layout]) -> Stairs:
+def _converted(stairs: LatencyModel, convert: Callable[[Layout], Layout]) -> LatencyModel:
     return replace(stairs, layouts=tuple(map(convert, stairs.layouts)))
 
 
 def _costs(
-    smooth: Stairs, owners: Sequence[str], unit: str, switches: Mapping[str, Sequence[int]]
+    smooth: LatencyModel, owners: Sequence[str], unit: str, switches: Mapping[str, Sequence[int]]
 ) -> list[Cost]:
     costs = []
     for term in smooth.terms:

@@ -1,23 +1,150 @@
-"""The public ``measure``: milliseconds of a gated model at any widths, on a runtime."""
+"""The public ``measure``: milliseconds of a gated model at any widths, on a runtime.
+
+From what was timed on a device to a latency table, after a look at whether it is whole.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from torch import nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import claimed
+from l0prune.files.checked_json import read_json
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.numbers import NETWORKS, SEEDS, THREADS, check_whole
-from l0prune.timing.bundle import Job
-from l0prune.timing.results import FEWEST, table_of
-from l0prune.timing.runtimes import runtime_of
-from l0prune.timing.table import LatencyTable
+from l0prune.plan.plan import Plan
+from l0prune.timing.facts import Group, facts_from_json, groups_of, plan_id
+from l0prune.timing.latency_model import LayoutSizes, Numbers, Samples, fit_model, fit_smooth
+from l0prune.timing.runtimes import Job, runtime_of
+from l0prune.timing.sizes import all_slots, slots_of
+from l0prune.timing.table import LatencyTable, Quality, Setting
+
+_HELD_OUT = 4  # one sample in so many says how well the others predict
+_BLOCK = 16  # of the widths that the smooth times are fitted to
+FEWEST = 12
+
+
+def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the results that ``run.py`` of a bundle wrote.
+
+    Raises:
+        FileError: there is no such file, or it is not whole.
+    """
+    again = "run run.py of the bundle again (it goes on where it was), and copy the whole file"
+    results = read_json(path, f"{again[:1].upper()}{again[1:]}.")
+    if not isinstance(results, dict) or results.get("format") != collect.FORMAT:
+        raise FileError(f"{path} holds no results of this version of l0prune; {again}")
+    if results.get("digest") != collect.digest(results):
+        raise FileError(
+            f"{path} was changed after it was written: its checksum is another; {again}"
+        )
+    missing = len(set(results["about"]["samples"]) - set(results["samples"]))
+    if missing:
+        raise FileError(f"{path} lacks {missing} of its networks; {again}")
+    return results
+
+
+def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
+    """The table of a network with this plan.
+
+    Raises:
+        UsageError: the results are of another network, or make no sense.
+    """
+    try:
+        return _table(plan, results)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"these results make no sense ({type(error).__name__}: {error}): time the networks "
+            "again"
+        ) from error
+
+
+def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
+    about = results["about"]
+    if about["plan"] != plan_id(plan):
+        raise UsageError(
+            "these results are of another model, or of the same with other gates: give the gated "
+            "file that the bundle was made from"
+        )
+    timed = [results["samples"][name] for name in about["samples"]]
+    _check(timed)
+    beside = np.array([collect.typical(each["dense"]) for each in timed])
+    dense = float(np.median(beside))
+    drift = dense / beside
+    whole = np.array([collect.typical(each["own"]) for each in timed]) * drift
+    nodes = [
+        {node: ms * float(factor) for node, ms in each["nodes"].items()}
+        for each, factor in zip(timed, drift, strict=True)
+    ]
+    groups = groups_of(facts_from_json(about), nodes)
+    layouts = tuple(dict.fromkeys(layout for group in groups for layout in group.layouts))
+    sizes_of = LayoutSizes(plan, layouts)
+    sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
+    times = np.array([[group.time(each) for group in groups] for each in nodes])
+    samples = Samples(layouts, sizes, times, whole)
+    stairs = fit_model(groups, samples)
+    most = sizes_of(all_slots(plan))
+    blocks = np.minimum(np.ceil(sizes / _BLOCK) * _BLOCK, most)
+    return LatencyTable(
+        setting=_setting(results),
+        plan=plan_id(plan),
+        dense=dense,
+        groups=groups,
+        stairs=stairs,
+        smooth=fit_smooth(stairs, groups, blocks, most, dense),
+        quality=_quality(groups, samples, beside),
+        samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
+    )
+
+
+def _check(timed: Sequence[Mapping[str, Any]]) -> None:
+    if len(timed) < FEWEST:
+        raise UsageError(
+            f"{len(timed)} networks are too few for a latency table: time {FEWEST} or more"
+        )
+    for each in timed:
+        numbers = [*each["dense"], *each["own"], *each["nodes"].values()]
+        if not all(isinstance(x, float) and math.isfinite(x) and x >= 0 for x in numbers):
+            raise UsageError("a time among these results is no positive number of milliseconds")
+
+
+def _setting(results: Mapping[str, Any]) -> Setting:
+    return Setting(
+        runtime=results["runtime"],
+        version=results["version"],
+        provider=results["provider"],
+        threads=results["threads"],
+        batch=results["about"]["batch"],
+        processor=results["machine"]["processor"],
+        system=results["machine"]["system"],
+    )
+
+
+def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Quality:
+    """Cross-validate: predict some of the samples from the others."""
+    everyone = np.arange(len(samples.whole))
+    unseen = everyone % _HELD_OUT == _HELD_OUT - 1
+    seen = samples.some(everyone[~unseen])
+    predicted = fit_model(groups, seen).values(samples.sizes[unseen]).sum(-1)
+    errors = np.abs(predicted / samples.whole[unseen] - 1)
+    low, high = np.quantile(beside, (0.25, 0.75))
+    return Quality(
+        median=float(np.median(errors)),
+        worst=float(errors.max()),
+        networks=int(unseen.sum()),
+        noise=float((high - low) / np.median(beside) / 2),
+    )
+
 
 SAMPLES = 48
 Progress = Callable[[int, int], None]

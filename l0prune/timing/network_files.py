@@ -3,13 +3,20 @@
 A model that was captured in parts has no one time.
 
 The ONNX files of a gated model at several widths, to be compared and timed.
+
+A folder with networks to be timed on the device that will serve them, and what times them.
+
+Jobs: the networks that a runtime times, and its settings.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +27,31 @@ from onnx import ModelProto
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
-from l0prune.errors import UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.exporting.export import export
+from l0prune.exporting.onnx import collect
 from l0prune.exporting.pieces import Piece
+from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.layout import Layout
+from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.stages import stage
-from l0prune.timing.sampling import Widths, all_slots, slots_of, telling_widths
-from l0prune.timing.sizes import Size, SizeFinder
-from l0prune.timing.template import Count, NoTemplate, Resizer, Template, template
+from l0prune.timing.facts import facts_to_json, plan_id
+from l0prune.timing.sizes import (
+    Size,
+    SizeFinder,
+    Widths,
+    all_slots,
+    distinguishing_widths,
+    sampled_widths,
+    slots_of,
+)
+from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common_template
 
 
-def check_whole(parts: Sequence[str]) -> None:
+def check_single_network(parts: Sequence[str]) -> None:
     """Refuse a model of which there are several networks.
 
     Args:
@@ -105,7 +123,7 @@ class Exporter:
         """
         self._gates.put(open_)
         dense = export(self._model)
-        check_whole([piece.path for piece in dense.pieces])
+        check_single_network([piece.path for piece in dense.pieces])
         with tempfile.TemporaryDirectory() as folder:
             dense.save_onnx(Path(folder) / "model.onnx")
             model = onnx.load(str(Path(folder) / "model.onnx"))
@@ -208,7 +226,7 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
     compared in its place.
     """
     found = []
-    compared = [[axis.size for axis in plan.axes], *telling_widths(plan, _LEAST)]
+    compared = [[axis.size for axis in plan.axes], *distinguishing_widths(plan, _LEAST)]
     for number, widths in enumerate(compared):
         with stage(f"exporting network {number + 1} of {len(compared)}, to learn its sizes"):
             found.append(exporter.network(widths))
@@ -216,7 +234,7 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
         return found[0], found[0].model, _common(plan, found)
     except NoTemplate:
         with stage("exporting another network, since the dense one has other nodes"):
-            another, *_ = telling_widths(plan, 1, seed=1)
+            another, *_ = distinguishing_widths(plan, 1, seed=1)
             cut = [*found[1:], exporter.network(another)]
     try:
         return found[0], cut[0].model, _common(plan, cut)
@@ -230,7 +248,7 @@ def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Temp
 
 def _common(plan: Plan, found: Sequence[Network]) -> Template:
     finder = SizeFinder(plan, [each.kept for each in found])
-    return template([each.model for each in found], finder)
+    return common_template([each.model for each in found], finder)
 
 
 def _counting(plan: Plan, kept: Tensor) -> Count:
@@ -245,3 +263,52 @@ def _counting(plan: Plan, kept: Tensor) -> Count:
         return size.at(open_[size.layout])
 
     return count
+
+
+ABOUT, SCRIPT = "bundle.json", "run.py"
+
+
+def write_bundle(
+    model: nn.Module, folder: Path, *, batch: int, samples: int, seed: int = 0
+) -> None:
+    """Write networks of random widths, a script that times them, and what it is all about.
+
+    A folder that holds the same already is left as it is.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: it becomes several ONNX files, or its files differ by more than sizes.
+    """
+    check_whole("batch", batch)
+    check_whole("samples", samples, most=NETWORKS)
+    check_whole("seed", seed, 0, SEEDS)
+    plan = gates_of(model).plan
+    chosen = list(islice(sampled_widths(plan, seed), samples))
+    wanted = {
+        "format": collect.FORMAT,
+        "plan": plan_id(plan),
+        "batch": batch,
+        "seed": seed,
+        "widths": chosen,
+    }
+    known = _known(folder)
+    if known | wanted == known:
+        return
+    files = NetworkFiles(model, batch, folder)
+    with stage(f"writing {samples} networks of other widths"):
+        names = [f"{number:03d}.onnx" for number in range(samples)]
+        for name, widths in zip(names, chosen, strict=True):
+            files.write(name, plan.kept(slots_of(plan, widths)))
+        (folder / SCRIPT).write_text(read_text(collect.__file__), encoding="utf-8")
+        about = wanted | {"dense": DENSE, "samples": names} | facts_to_json(files.facts)
+        about["id"] = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+        (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+
+
+def _known(folder: Path) -> dict[str, Any]:
+    """Return the folder's description, empty if it has none."""
+    try:
+        known = read_json(folder / ABOUT)
+    except FileError:
+        return {}
+    return known if isinstance(known, dict) else {}

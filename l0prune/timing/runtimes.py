@@ -6,8 +6,10 @@ Times of networks of many widths in PyTorch, in the form of a bundle's results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +22,45 @@ from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
-from l0prune.timing.bundle import Job
-from l0prune.timing.eager import Compiled, Eager, Graphs, Inputs, facts_of
+from l0prune.timing.eager import Compiled, CutGraphs, Eager, Inputs, facts_of
 from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.latency import Observe
-from l0prune.timing.sampling import Widths, all_slots, sampled_widths, slots_of, telling_widths
-from l0prune.timing.sizes import SizeFinder
+from l0prune.timing.sizes import (
+    SizeFinder,
+    Widths,
+    all_slots,
+    distinguishing_widths,
+    sampled_widths,
+    slots_of,
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Networks to time, and how.
+
+    Attributes:
+        model: gated.
+        folder: where files and results are kept.
+        threads: that one call may use.
+        batch: examples in a call.
+        samples: networks.
+        seed: of their widths.
+        progress: called with how many networks are timed, and of how many.
+    """
+
+    model: nn.Module
+    folder: Path
+    threads: int
+    batch: int
+    samples: int = 0
+    seed: int = 0
+    progress: Callable[[int, int], None] | None = None
+
+    @property
+    def out(self) -> Path:
+        """Folder of the results."""
+        return self.folder / "results.json"
 
 
 def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
@@ -40,7 +75,7 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     )
     asked = {"plan": plan_id(plan), "batch": job.batch, "seed": job.seed, "widths": widths}
     results = collect.known(job.out, settings, asked)
-    turns = Turns(job.model, runtime, job.batch)
+    turns = AlternatingTimer(job.model, runtime, job.batch)
     if not results:
         samples = [number_of(number) for number in range(job.samples)]
         about = asked | {"samples": samples} | turns.facts()
@@ -56,7 +91,7 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     return results
 
 
-class Turns:
+class AlternatingTimer:
     """Times networks of one model, each in turns with the dense one.
 
     Args:
@@ -69,7 +104,7 @@ class Turns:
         self._runtime = runtime
         with runtime.running():
             with stage("capturing the model"):
-                self._graphs = Graphs(model, batch)
+                self._graphs = CutGraphs(model, batch)
             self._inputs: Inputs = pytree.tree_map_only(
                 torch.Tensor, lambda x: x.to(runtime.device), self._graphs.inputs()
             )
@@ -79,7 +114,7 @@ class Turns:
     def facts(self) -> dict[str, Any]:
         """Return each operator's name and facts."""
         plan, kept, found = self._graphs.plan, [self._whole], []
-        kept += [plan.kept(slots_of(plan, widths)) for widths in telling_widths(plan, 2)]
+        kept += [plan.kept(slots_of(plan, widths)) for widths in distinguishing_widths(plan, 2)]
         with self._runtime.running():
             for slots in kept:
                 found.append(self._runtime.operators(self._network(slots), self._inputs, 1))
@@ -156,7 +191,7 @@ class OnnxRuntime:
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
-        from l0prune.timing.bundle import write_bundle  # which loads onnx
+        from l0prune.timing.network_files import write_bundle  # which loads onnx
 
         write_bundle(job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed)
         try:
@@ -193,7 +228,7 @@ class Torch:
 
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
-        turns = Turns(job.model, self._kind(self.provider, job.threads), job.batch)
+        turns = AlternatingTimer(job.model, self._kind(self.provider, job.threads), job.batch)
         return lambda kept: collect.share(**turns.of_slots(kept, _SECONDS))
 
 

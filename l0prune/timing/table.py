@@ -1,9 +1,15 @@
-"""The latency table: what a network of any widths takes on one runtime, and its file."""
+"""The latency table: what a network of any widths takes on one runtime, and its file.
+
+Conditions of a measurement: runtime, machine, threads, batch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +19,70 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import nn
 
 from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx import collect
 from l0prune.files.atomic import write_whole
 from l0prune.files.checked_json import check_seal, read_json, sealed
 from l0prune.files.plan_check import check_layouts
 from l0prune.plan.layout import from_json, to_json
-from l0prune.plan.numbers import LARGEST, MOST, is_count, is_number
+from l0prune.plan.numbers import LARGEST, MOST, THREADS, is_count, is_number
 from l0prune.plan.plan import Plan
+from l0prune.running.stages import stage
 from l0prune.timing.facts import Group, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
-from l0prune.timing.setting import Setting, bench_of
-from l0prune.timing.stairs import Stairs
+from l0prune.timing.latency_model import LatencyModel
+from l0prune.timing.runtimes import Job, runtime_of
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Runtime, machine, threads and batch that times belong to.
+
+    Attributes:
+        runtime: ``onnxruntime``, ``eager`` or ``compile``.
+        version: of it.
+        provider: what runs it, such as ``CPUExecutionProvider`` or ``cpu``.
+        threads: that one call may use.
+        batch: examples in a call.
+        processor, system: of the machine.
+    """
+
+    runtime: str
+    version: str
+    provider: str
+    threads: Annotated[int, Field(ge=1, le=THREADS)]
+    batch: Annotated[int, Field(ge=1, le=MOST)]
+    processor: str
+    system: str
+
+    def __str__(self) -> str:
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        return (
+            f"{self.runtime} {self.version}, {self.provider}, {threads}, batch {self.batch}, "
+            f"{self.processor}"
+        )
+
+
+def bench_of(setting: Setting, model: nn.Module) -> Observe | None:
+    """Return the bench for a gated model in this setting; None if it is not available here.
+
+    That is on another machine, or with another version of the runtime.
+    """
+    here = collect.machine()
+    if (setting.processor, setting.system) != (here["processor"], here["system"]):
+        return None
+    try:
+        runtime = runtime_of(setting.runtime, setting.provider)
+    except UsageError:
+        return None
+    if runtime.version != setting.version:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="l0prune-"))
+    job = Job(model, folder, setting.threads, setting.batch)
+    with stage("preparing to time what is chosen"):
+        observe = runtime.bench(job)
+    weakref.finalize(observe, shutil.rmtree, folder, ignore_errors=True)
+    return observe
+
 
 FORMAT = 1
 _NOISY = 0.05  # half of all times of one network within this share, and no more
@@ -77,8 +137,8 @@ class LatencyTable:
     plan: str
     dense: float
     groups: tuple[Group, ...]
-    stairs: Stairs
-    smooth: Stairs
+    stairs: LatencyModel
+    smooth: LatencyModel
     quality: Quality
     samples: tuple[tuple[tuple[int, ...], float], ...] = field(default=(), repr=False)
     command: str = ""
@@ -170,8 +230,8 @@ class LatencyTable:
                     )
                     for owner, operator, nodes, ms in data["groups"]
                 ),
-                Stairs.from_json(data["stairs"]),
-                Stairs.from_json(data["smooth"]),
+                LatencyModel.from_json(data["stairs"]),
+                LatencyModel.from_json(data["smooth"]),
                 TypeAdapter(Quality).validate_python(data["quality"]),
                 tuple((tuple(widths), ms) for widths, ms in data["samples"]),
                 data["command"],

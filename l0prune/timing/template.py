@@ -90,7 +90,7 @@ class Template:
     facts: list[NodeFacts] = field(default_factory=list)
 
 
-def template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
+def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
     """Return the template that files of several widths have in common.
 
     Args:
@@ -100,7 +100,7 @@ def template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
     Raises:
         NoTemplate: they differ by more than sizes.
     """
-    plain = [with_names(model) for model in models]
+    plain = [with_numbered_names(model) for model in models]
     first = plain[0]
     if any(_structure(model.graph) != _structure(first.graph) for model in plain[1:]):
         raise NoTemplate(f"they have other nodes{_difference(models)}")
@@ -200,7 +200,7 @@ def _structure(graph: GraphProto) -> list[tuple[Any, ...]]:
     ] + [(value.name,) for value in graph.output]
 
 
-def with_names(model: ModelProto) -> ModelProto:
+def with_numbered_names(model: ModelProto) -> ModelProto:
     """A copy whose nodes, values and tensors are called by number, so that profiles tell them.
 
     Node 12 is ``n00012_``, its first output ``n00012_0``, the tensor that it reads as its second
@@ -336,7 +336,7 @@ class Resizer:
             most: counts the widths of the dense network.
             folder: where they are written.
         """
-        arrays = {tensor.name: tensor for tensor in with_names(values).graph.initializer}
+        arrays = {tensor.name: tensor for tensor in with_numbered_names(values).graph.initializer}
         offsets: dict[str, int] = {}
         with open(folder / WEIGHTS, "wb") as file:
             for weight in made.weights:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import average_, copy_all_, version_of
 from l0prune.gating.bank import Gates, alive, asked_of
-from l0prune.running.processes import local, shard_like, sharded_as, whole
+from l0prune.running.processes import distribute_like, from_local_like, full_tensor, to_local
 from l0prune.training.budget import Budget
 
 # (module, name of the tensor in it): looked up anew each time, since a module may put another
@@ -47,7 +47,7 @@ class Average:
     def _now(self) -> Iterator[tuple[str, Tensor]]:
         """The model's tensors as they stand, by name; of sharded ones this process' part."""
         for name in self._slots:
-            yield name, local(self._at(name).detach())
+            yield name, to_local(self._at(name).detach())
 
     def _at(self, name: str) -> Tensor:
         tensors, key = self._slots[name]
@@ -119,14 +119,16 @@ class Average:
 
     def tensors(self) -> dict[str, Tensor]:
         """The averages, whole, by the names that the model has for them."""
-        return {n: whole(sharded_as(value, self._at(n))) for n, value in self._values.items()}
+        return {
+            n: full_tensor(from_local_like(value, self._at(n))) for n, value in self._values.items()
+        }
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Set the averages to what ``tensors()`` gave, and ``updates`` to what it was."""
         self.updates = updates
         for name, value in self._values.items():
-            value.copy_(local(shard_like(tensors[name], self._at(name))))
+            value.copy_(to_local(distribute_like(tensors[name], self._at(name))))
 
 
 def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:

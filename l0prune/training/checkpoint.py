@@ -17,7 +17,7 @@ from l0prune.errors import FileError, UsageError
 from l0prune.files.artifact import named_tensors
 from l0prune.files.atomic import atomic_write
 from l0prune.files.pickles import load_pickle
-from l0prune.running.processes import shard_like, whole
+from l0prune.running.processes import distribute_like, full_tensor
 from l0prune.running.task import Task
 from l0prune.training.settings import Settings
 
@@ -177,7 +177,8 @@ def _is_of(value: Any, hint: Any) -> bool:
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     """A copy of ``named_tensors(model)`` on the CPU, whole where they are sharded."""
     return {
-        name: whole(value.detach()).to("cpu", copy=True) for name, value in named_tensors(model)
+        name: full_tensor(value.detach()).to("cpu", copy=True)
+        for name, value in named_tensors(model)
     }
 
 
@@ -211,4 +212,4 @@ def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             "(--no-resume)"
         )
     for name, value in own.items():
-        value.copy_(shard_like(tensors[name], value))
+        value.copy_(distribute_like(tensors[name], value))

@@ -28,7 +28,7 @@ from l0prune.plan.cost import cost_of
 from l0prune.plan.switches import with_all_branches
 from l0prune.running import rng
 from l0prune.running.device import device_of
-from l0prune.running.processes import is_sharded, of_first
+from l0prune.running.processes import is_sharded, run_on_first
 from l0prune.running.stages import stage
 from l0prune.training.averages import Average
 from l0prune.training.optimizer_states import (
@@ -242,7 +242,7 @@ class Compaction:
 
     def _form(self, kept: Tensor) -> Form:
         with rng.undisturbed(device_of(self._root)):
-            return of_first(lambda: smaller_form(self._root, kept, self._graph))
+            return run_on_first(lambda: smaller_form(self._root, kept, self._graph))
 
     def end(self, rest: States | None = None) -> None:
         """Make the model whole: what was cut has its last values, and its gates are closed.

@@ -15,11 +15,10 @@ from l0prune.errors import NotGated, UsageError
 from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
-from l0prune.running.batch import call
-from l0prune.running.criteria import tensor_in
+from l0prune.running.batches import Feed, call
+from l0prune.running.criteria import tensor_output
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
-from l0prune.running.feed import Feed
 from l0prune.training.checkpoint import put_back, snapshot
 from l0prune.training.settings import Settings
 
@@ -147,7 +146,7 @@ class Teacher:
 
 def _answer(outputs: Any) -> Tensor:
     """What of a network's outputs is compared."""
-    answer = tensor_in(outputs)
+    answer = tensor_output(outputs)
     if answer is None:
         raise UsageError(
             f"the network returns a {type(outputs).__name__}; distill needs one that returns a "

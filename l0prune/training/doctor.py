@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from l0prune.errors import TrainingError
 from l0prune.gating.kinds.base import Gate
 from l0prune.plan.switches import idle
-from l0prune.running.amounts import amounts
+from l0prune.running.task import amounts
 from l0prune.training.gate_terms import ALWAYS, GateTerms
 from l0prune.training.history import Record
 from l0prune.training.phases import Phases

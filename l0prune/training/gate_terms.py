@@ -16,9 +16,8 @@ from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
 from l0prune.plan.measures import Macs, Measure, Params
 from l0prune.plan.switches import idle, switches_of
-from l0prune.running.amounts import Amount
-from l0prune.running.processes import placed_as
-from l0prune.running.task import TAKEN
+from l0prune.running.processes import redistribute_like
+from l0prune.running.task import RECORD_KEYS, Amount
 from l0prune.selection import correction
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
@@ -94,7 +93,7 @@ class GateTerms:
         if self.budget is not None:
             measures += [bound.measure for bound in self.budget.bounds]
         for measure in measures:
-            if measure.name in TAKEN:
+            if measure.name in RECORD_KEYS:
                 raise UsageError(
                     f"a measure cannot be called {measure.name!r}, since the records of a run have "
                     "something else of that name"
@@ -202,7 +201,7 @@ def add_gradients(loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> Non
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
-        gradient = placed_as(gradient, parameter)
+        gradient = redistribute_like(gradient, parameter)
         if parameter.grad is None:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
         else:

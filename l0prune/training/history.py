@@ -19,9 +19,8 @@ from l0prune.capture.quiet import quietly
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
 from l0prune.plan.measures import kind_of
-from l0prune.running.amounts import Amount, amounts, keys
 from l0prune.running.environment import as_html
-from l0prune.running.task import LOSS, TAKEN
+from l0prune.running.task import LOSS, RECORD_KEYS, Amount, amount_keys, amounts
 
 _FEW = 8  # so many axes are shown one by one
 _ROWS = 20
@@ -45,7 +44,7 @@ def describe(record: dict[str, Any], epochs: int) -> str:
 
 def measured(record: dict[str, Any]) -> list[str]:
     """The metric on the test data, or the loss where there is no metric; nothing without either."""
-    taken = TAKEN.union(*map(keys, amounts(record)))
+    taken = RECORD_KEYS.union(*map(amount_keys, amounts(record)))
     metrics = [n for n, v in record.items() if n not in taken and isinstance(v, float)]
     if not metrics and LOSS in record:
         return [f"test loss {record[LOSS]:.4g}"]

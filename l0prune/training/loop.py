@@ -25,12 +25,10 @@ from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import DataError, Interrupted
 from l0prune.gating.attaching import bypass
 from l0prune.running import rng
-from l0prune.running.batch import Batch
+from l0prune.running.batches import Batch, Feed, test_batches
 from l0prune.running.environment import device_name, environment
-from l0prune.running.evaluate import measure
-from l0prune.running.feed import Feed, test_batches
-from l0prune.running.processes import ALONE, World, local, whole_state
-from l0prune.running.recalibrate import recalibrate
+from l0prune.running.evaluate import evaluate_batches, recalibrate
+from l0prune.running.processes import ALONE, World, full_state, to_local
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
@@ -332,7 +330,9 @@ class Loop:
         feed, autocast = self._feed, self._settings.autocast
         batches = test_batches(self._task, feed.batch_size, self._device, feed.part)
         between, world = self._interrupt.check, self._world
-        return measure(self._model, batches, self._task, self._device, autocast, between, world)
+        return evaluate_batches(
+            self._model, batches, self._task, self._device, autocast, between, world
+        )
 
     def _complain(self, complaints: dict[str, str]) -> None:
         for text in complaints.values():
@@ -410,7 +410,7 @@ class Loop:
             settings=self._fingerprint,
             models=models,
             model=self._in_whole(snapshot(self._model)),
-            optimizers=[whole_state(each) for each in self._stepper.optimizers],
+            optimizers=[full_state(each) for each in self._stepper.optimizers],
             pruner={} if self._pruner is None else self._pruner.state_dict(),
             teacher={} if self._stepper.teacher is None else self._stepper.teacher.tensors(),
             loss={} if (loss := self._stepper.loss_module) is None else snapshot(loss),
@@ -442,7 +442,7 @@ class Loop:
 
     def _check_weights(self) -> None:
         """Stop if a parameter is no number, before anything is written that is no good."""
-        learned = ((n, local(p)) for n, p in self._model.named_parameters() if p.requires_grad)
+        learned = ((n, to_local(p)) for n, p in self._model.named_parameters() if p.requires_grad)
         bad = next((name for name, p in learned if not bool(torch.isfinite(p).all())), None)
         for name in self._world.gather(bad):
             if name is not None:

@@ -36,7 +36,7 @@ from l0prune.plan.expected import precision
 from l0prune.plan.globs import per_axis
 from l0prune.plan.layout import Layout, axes_of, distinct
 from l0prune.plan.plan import Plan
-from l0prune.running.processes import whole
+from l0prune.running.processes import full_tensor
 from l0prune.training.budget import Budget
 from l0prune.training.lambdas import Lambda, LambdaLike
 
@@ -184,7 +184,7 @@ class _Chance:
     def sum(self, square: Tensor, padded: Tensor) -> Tensor:
         """Σ chance·square; ``padded`` holds the open probabilities and a 1 at the end."""
         others = [dim for dim in range(square.dim()) if dim not in self._dims]
-        compact = whole(square.sum(others) if others else square)
+        compact = full_tensor(square.sum(others) if others else square)
         for gates in self._factors:
             chance = padded[gates[0]] if len(gates) == 1 else padded[gates].prod(0)
             compact = compact * chance

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from l0prune.errors import UsageError
-from l0prune.running.stages import Happenings
+from l0prune.running.stages import Events
 from l0prune.training.history import History
 
 Phase = Literal["warm-up", "prune", "settle"]
@@ -96,5 +96,5 @@ class Phases:
         return self.settle > 0 and step == self.total - self.settle
 
 
-_epochs: Happenings[History] = Happenings("epochs")
-watched, done = _epochs.watched, _epochs.tell
+_epochs: Events[History] = Events("epochs")
+watched, done = _epochs.watched, _epochs.emit

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.running.amounts import amounts
 from l0prune.running.criteria import Loss
+from l0prune.running.task import amounts
 from l0prune.training.averages import Followers
 from l0prune.training.compaction import Compaction
 from l0prune.training.decision import Decision, Shrinking

@@ -16,10 +16,10 @@ from l0prune.gating.attaching import check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
-from l0prune.running.device import choose, on_device, training
+from l0prune.running.batches import Feed
+from l0prune.running.device import choose_device, on_device, train_mode
 from l0prune.running.evaluate import check_first_batch, check_first_test
-from l0prune.running.feed import Feed
-from l0prune.running.processes import World, joined
+from l0prune.running.processes import World, process_group
 from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
@@ -53,7 +53,7 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
 
 def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
     task = Task.of(data, settings.loss, settings.metric)
-    with joined(wanted=settings.distributed is not None) as world, ExitStack() as stack:
+    with process_group(wanted=settings.distributed is not None) as world, ExitStack() as stack:
         if (out := settings.out) is not None:
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
         return _train_in(world, model, task, settings, gates)
@@ -62,7 +62,7 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
 def _train_in(
     world: World, model: nn.Module, task: Task, settings: Settings, gates: Gates | None
 ) -> History:
-    device = choose(settings.device, model, world)
+    device = choose_device(settings.device, model, world)
     part = (world.rank, world.size)
     feed = Feed(task, settings.batch_size, settings.seed, settings.augment, part)
     if gates is None:
@@ -90,7 +90,7 @@ def _train_in(
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
             task.on_device(device),
-            training(trained),
+            train_mode(trained),
             taught(trained, settings, origin=model) as teacher,
             rng.undisturbed(device, own),
         ):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.switches import switches_of
+from l0prune.running.batches import Feed
 from l0prune.running.criteria import Loss
-from l0prune.running.feed import Feed
-from l0prune.running.processes import World, is_sharded, joined
+from l0prune.running.processes import World, is_sharded, process_group
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.fit import OneShot, most_trials
@@ -194,7 +194,7 @@ def begin_from(
     feed = Feed(Task.of(data, loss), batch_size, seed, augment=False)
     if (known := feed.task.preprocessing) is not None:
         gates_of(root).facts["preprocessing"] = known.model_dump()
-    with joined() as world:
+    with process_group() as world:
         return begin(root, settings, learning, budget, feed, device, world)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from l0prune.errors import L0pruneError, UsageError
-from l0prune.running.batch import Batch, call
+from l0prune.running.batches import Batch, call
 from l0prune.running.device import precision
 from l0prune.running.processes import World, sharded_state
 from l0prune.running.task import Judge, Task

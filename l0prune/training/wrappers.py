@@ -18,7 +18,7 @@ from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
 from l0prune.running.device import device_of
-from l0prune.running.processes import World, is_sharded, whole
+from l0prune.running.processes import World, full_tensor, is_sharded
 from l0prune.training.memory import repeated_blocks
 
 
@@ -170,6 +170,6 @@ def _owners(model: nn.Module) -> Counter[int]:
 @torch.no_grad()
 def _hand_back(shards: nn.Module, model: nn.Module) -> None:
     for (_, own), (_, trained) in zip(named_tensors(model), named_tensors(shards), strict=True):
-        own.copy_(whole(trained))
+        own.copy_(full_tensor(trained))
     if _log_alpha(model) is not None:
         gates_of(model).gate = gates_of(shards).gate

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from l0prune.data import Data, Loaded
-from l0prune.data.dataset import as_arguments, moved, plain
+from l0prune.data.dataset import as_arguments, map_tensors, to_device
 
 A, B = torch.ones(2, 3), torch.zeros(2)
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
 def test_any_mapping_becomes_a_dict(kind):
-    found = plain((kind({"a": A, "rest": kind({"b": B, "text": "x"})}), [B]))
+    found = map_tensors((kind({"a": A, "rest": kind({"b": B, "text": "x"})}), [B]))
     assert type(found[0]) is type(found[0]["rest"]) is dict
     assert found[0]["a"] is A
     assert found[0]["rest"]["text"] == "x"
@@ -23,7 +23,7 @@ def test_any_mapping_becomes_a_dict(kind):
 
 def test_every_tensor_is_moved_wherever_it_is():
     pair = namedtuple("pair", "one other")(A, UserDict(b=[B, "text"]))
-    one, other = moved(pair, "meta")
+    one, other = to_device(pair, "meta")
     assert (one.device.type, other["b"][0].device.type, other["b"][1]) == ("meta", "meta", "text")
 
 

@@ -67,13 +67,12 @@ def of_checkpoint(path):
 
 def table(model):
     from l0prune.timing.facts import Group
-    from l0prune.timing.setting import Setting
-    from l0prune.timing.stairs import Stairs, Step, Term
-    from l0prune.timing.table import LatencyTable, Quality, plan_id
+    from l0prune.timing.latency_model import LatencyModel, Step, Term
+    from l0prune.timing.table import LatencyTable, Quality, Setting, plan_id
 
     plan = l0prune.gates(model).plan
     layouts = (next(d for dims in plan.tensors.values() for d in dims),)
-    stairs = Stairs(layouts, (Term(0, 0.5, (Step(0, 8),)), Term(1, 0.25, ())))
+    stairs = LatencyModel(layouts, (Term(0, 0.5, (Step(0, 8),)), Term(1, 0.25, ())))
     return LatencyTable(
         Setting("onnxruntime", "1.0", "CPU", 1, 1, "a processor", "a system"), plan_id(plan), 2.5,
         (Group("first", "Gemm", ("00001",), ((), layouts)),), stairs, stairs,

@@ -37,7 +37,7 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
     given = sources(x)[kind]
     if kind == "a pair of tensors":
         given = Tensors(*given)
-    task = l0prune.answered(l0prune.Task(given, given), model, batch_size=3)
+    task = l0prune.with_pseudo_labels(l0prune.Task(given, given), model, batch_size=3)
     assert model.training
     expected = model.eval()(x)
     for part in (task.train, task.test):
@@ -55,7 +55,7 @@ def test_a_network_learns_its_own_answers_back_without_a_label():
         for tensor in (model[0].weight, model[0].bias):
             tensor[4:] = tensor[:4]
     x = torch.randn(256, 3)
-    task = l0prune.answered((DataLoader(list(x), 64), [x]), model)
+    task = l0prune.with_pseudo_labels((DataLoader(list(x), 64), [x]), model)
     assert (task.loss, task.metric_name) == ("mse", "test_loss")
     assert l0prune.evaluate(model, task)["test_loss"] == pytest.approx(0, abs=1e-12)
     l0prune.gate(model, x, exclude=["*.in"])
@@ -66,7 +66,9 @@ def test_a_network_learns_its_own_answers_back_without_a_label():
 
 
 def test_the_loss_that_the_data_names_stays():
-    task = l0prune.answered(l0prune.Task([torch.zeros(2, 3)], loss="l1", metric="mae"), network())
+    task = l0prune.with_pseudo_labels(
+        l0prune.Task([torch.zeros(2, 3)], loss="l1", metric="mae"), network()
+    )
     assert (task.loss, task.metric, task.test) == ("l1", "mae", None)
 
 
@@ -76,4 +78,4 @@ def test_a_network_that_answers_with_no_tensor_is_refused():
             return [x, x]
 
     with pytest.raises(UsageError, match="answers with a list"):
-        l0prune.answered([torch.zeros(2, 3)], Two())
+        l0prune.with_pseudo_labels([torch.zeros(2, 3)], Two())

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from l0prune.data.dataset import examples_in, share_of
+from l0prune.data.dataset import part_length, part_slice
 from l0prune.errors import DataError
-from l0prune.running.batch import Batch, weight_of
+from l0prune.running.batches import Batch, part_weight
 
 
 @pytest.mark.parametrize("examples", [1, 2, 3, 7, 30, 31])
@@ -11,11 +11,11 @@ from l0prune.running.batch import Batch, weight_of
 def test_parts_are_the_whole_in_order_and_weights_average_to_one(examples, count):
     whole, taken, weights = list(range(examples)), [], []
     for number in range(count):
-        part = whole[share_of(examples, (number, count))]
+        part = whole[part_slice(examples, (number, count))]
         assert part  # whoever has nothing of its own borrows one
-        own = examples_in(examples, (number, count))
+        own = part_length(examples, (number, count))
         taken += part[:own]
-        weights.append(weight_of(examples, (number, count)))
+        weights.append(part_weight(examples, (number, count)))
         assert weights[-1] == own * count / examples
     assert taken == whole
     assert sum(weights) / count == pytest.approx(1)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from l0prune.errors import DataError
-from l0prune.running.batch import call
+from l0prune.running.batches import call
 
 
 def test_inputs_are_arguments():

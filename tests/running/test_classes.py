@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from l0prune.errors import UsageError
-from l0prune.running.criteria import choose_classes, cross_entropy, error_rate
+from l0prune.running.criteria import cross_entropy, error_rate, is_classification
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([0, 1, 1, 2])
@@ -70,7 +70,7 @@ def test_what_cross_entropy_is_not_for_is_refused_with_what_to_write(outputs, ta
     assert "loss=" in str(caught.value) or "targets.long()" in str(caught.value)
     with pytest.raises(UsageError, match="counts wrong classes"):
         error_rate(outputs, targets)
-    assert not choose_classes(outputs, targets)
+    assert not is_classification(outputs, targets)
 
 
 def test_what_is_no_class_does_not_count_as_wrong():
@@ -81,13 +81,13 @@ def test_what_is_no_class_does_not_count_as_wrong():
 
 
 def test_classes_are_told_from_sequences():
-    assert choose_classes(SCORES, TARGETS)
+    assert is_classification(SCORES, TARGETS)
     outputs = namedtuple("Outputs", "logits")
-    assert choose_classes(outputs(SCORES), TARGETS)
+    assert is_classification(outputs(SCORES), TARGETS)
     sequence = torch.zeros(2, 3, 3)  # as many words as there are
-    assert not choose_classes(outputs(sequence), torch.zeros(2, 3).long())
-    assert not choose_classes({"a": SCORES}, TARGETS)
-    assert not choose_classes(SCORES[0], TARGETS)
+    assert not is_classification(outputs(sequence), torch.zeros(2, 3).long())
+    assert not is_classification({"a": SCORES}, TARGETS)
+    assert not is_classification(SCORES[0], TARGETS)
 
 
 def test_class_numbers_may_have_any_whole_type():

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from l0prune.errors import UsageError
-from l0prune.running.criteria import LOSSES, METRICS, loss_of, metric_of, numbers
+from l0prune.running.criteria import LOSSES, METRICS, loss_of, metric_of, metric_values
 from l0prune.training.settings import Settings
 
 Y = torch.tensor([[0.5], [-1.0], [2.0]])
@@ -54,13 +54,13 @@ def test_labels_on_the_wrong_side_are_counted():
     "value", [0.5, torch.tensor(0.5), np.float32(0.5), np.array([0.25, 0.75]), [0.25, 0.75]]
 )
 def test_a_metric_may_give_numbers_of_any_kind(value):
-    assert numbers(value, "mine").mean() == 0.5
+    assert metric_values(value, "mine").mean() == 0.5
 
 
 @pytest.mark.parametrize("value", [None, "0.5", {"f1": 0.5}, [], torch.empty(0), 1j, object()])
 def test_what_is_no_number_is_refused(value):
     with pytest.raises(UsageError, match="the metric mine must give one number"):
-        numbers(value, "mine")
+        metric_values(value, "mine")
 
 
 def test_settings_name_every_loss_and_metric():

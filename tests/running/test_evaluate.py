@@ -6,8 +6,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import l0prune
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.running.evaluate import evaluate, measure
-from l0prune.running.feed import test_batches
+from l0prune.running.batches import test_batches
+from l0prune.running.evaluate import evaluate, evaluate_batches
 from l0prune.running.task import Task
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
@@ -101,7 +101,7 @@ def test_between_batches_somebody_may_stop_it():
     source = data()
     task = Task.of(source)
     batches = test_batches(task, 40, CPU, WHOLE)
-    measure(gated(), batches, task, CPU, between=lambda: calls.append(1))
+    evaluate_batches(gated(), batches, task, CPU, between=lambda: calls.append(1))
     assert len(calls) == 3
 
 

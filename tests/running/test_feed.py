@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 from l0prune.data import Loaded
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError
-from l0prune.running.feed import Feed, example, test_batches
+from l0prune.running.batches import Feed, example_inputs, test_batches
 from l0prune.running.task import Task, batch_length
 
 test_batches.__test__ = False  # its name says what it gives, not that it is a test
@@ -173,7 +173,7 @@ def test_a_detectors_lists_are_arguments_and_count_as_they_are_long():
     assert batch.examples == 3
     own = feed([(images, boxes)], loss=lambda found, targets: 0)
     assert [len(each) for each in next(own.train(0, CPU)).inputs] == [3]
-    (found,) = example(one.task, 2)
+    (found,) = example_inputs(one.task, 2)
     assert [image.shape[1] for image in found] == [8, 9]
 
 
@@ -199,18 +199,18 @@ def test_rows_that_hold_their_targets_come_in_batches():
     inputs, targets, _ = next(test_batches(Task(Rows(), Rows()), 3, CPU, WHOLE))
     assert torch.equal(inputs["input_ids"], WORDS[:3])
     assert torch.equal(targets, TARGETS[:3])
-    assert list(example(one.task, 2)) == ["input_ids"]
+    assert list(example_inputs(one.task, 2)) == ["input_ids"]
 
 
 def test_an_example_is_the_first_inputs():
     for source in (SPLIT, list(SPLIT.batches(40)), loader()):
-        assert torch.equal(example(Task(source), 2), SPLIT.inputs[:2])
+        assert torch.equal(example_inputs(Task(source), 2), SPLIT.inputs[:2])
     batch = {"input_ids": WORDS, "scale": torch.ones(()), "labels": TARGETS}
-    found = example(Task([batch]), 2)
+    found = example_inputs(Task([batch]), 2)
     assert found.keys() == {"input_ids", "scale"}
     assert torch.equal(found["input_ids"], WORDS[:2])
     with pytest.raises(DataError, match="empty"):
-        example(Task([]), 2)
+        example_inputs(Task([]), 2)
 
 
 def test_generators_of_a_loader_are_found_once():

@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from l0prune.running.task import are_findings, own_loss
+from l0prune.running.task import are_detections, model_loss
 
 LOSS, SCORES = torch.tensor(0.5), torch.ones(4, 3)
 
@@ -17,7 +17,7 @@ LOSS, SCORES = torch.tensor(0.5), torch.ones(4, 3)
     ],
 )
 def test_a_loss_is_found(outputs):
-    assert own_loss(outputs) == LOSS
+    assert model_loss(outputs) == LOSS
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_a_loss_is_found(outputs):
     ],
 )
 def test_what_is_no_loss_is_not_taken_for_one(outputs):
-    assert own_loss(outputs) is None
+    assert model_loss(outputs) is None
 
 
 def test_findings_are_a_mapping_for_each_example():
-    assert are_findings([{"boxes": SCORES}, {"boxes": SCORES}])
-    assert not are_findings([])
-    assert not are_findings({"boxes": SCORES})
-    assert not are_findings((SCORES, {"boxes": SCORES}))
+    assert are_detections([{"boxes": SCORES}, {"boxes": SCORES}])
+    assert not are_detections([])
+    assert not are_detections({"boxes": SCORES})
+    assert not are_detections((SCORES, {"boxes": SCORES}))

@@ -2,8 +2,8 @@ import torch
 from small_task import clouds, differing, gated, network, tensors
 from torch import nn
 
-from l0prune.running.batch import Batch
-from l0prune.running.recalibrate import recalibrate
+from l0prune.running.batches import Batch
+from l0prune.running.evaluate import recalibrate
 
 CPU = torch.device("cpu")
 

@@ -93,7 +93,7 @@ def test_outputs_are_how_far_they_move_and_no_label_is_looked_at():
 
 def test_a_network_that_learns_its_own_answers_has_no_slopes_but_moving_outputs():
     model, batches = linear()
-    task = l0prune.answered([x for x, _ in batches], copy.deepcopy(l0prune.ungate(model)))
+    task = l0prune.with_pseudo_labels([x for x, _ in batches], copy.deepcopy(l0prune.ungate(model)))
     l0prune.gate(model, batches[0][0])
     assert as_they_come(model, "fisher", task).max() < 1e-10
     assert as_they_come(model, "outputs", task).min() > 1e-6

@@ -9,7 +9,7 @@ from residual import Residual
 import l0prune
 from l0prune.timing.facts import Group, plan_id
 from l0prune.timing.latency import OVERHEAD, TimedLatency
-from l0prune.timing.stairs import Stairs, Step, Term
+from l0prune.timing.latency_model import LatencyModel, Step, Term
 
 X = torch.zeros(2, 3, 8, 8)
 
@@ -29,7 +29,7 @@ def latency(plan):
     layout = plan.tensors["inner.weight"][0]
     groups = [Group(owner, "Conv", (str(n),), ((),)) for n, owner in enumerate(OWNERS)]
     terms = Term(0, 0.5, (Step(0, 1),)), Term(1, 1.0, ()), Term(2, 2.0, ()), Term(3, 0.25, ())
-    stairs = Stairs((layout,), terms)
+    stairs = LatencyModel((layout,), terms)
     return TimedLatency(plan, groups, stairs, stairs, 16.0, lambda model: None)
 
 

@@ -14,7 +14,7 @@ from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing import runtimes
 from l0prune.timing.latency import OVERHEAD
-from l0prune.timing.results import read_results, table_of
+from l0prune.timing.measure import read_results, table_of
 
 SAMPLES = 12
 TRUST = ["--trust-pickle"]

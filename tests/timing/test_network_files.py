@@ -12,8 +12,8 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.timing.network_files import DENSE, INPUTS, Exporter, NetworkFiles
-from l0prune.timing.sampling import slots_of
-from l0prune.timing.template import with_names
+from l0prune.timing.sizes import slots_of
+from l0prune.timing.template import with_numbered_names
 
 
 class Attention(nn.Module):
@@ -67,7 +67,7 @@ def test_files_are_those_that_an_export_writes(tmp_path, made):
     widths = [max(1, axis.size * 5 // 9) for axis in plan.axes]
     kept = plan.kept(slots_of(plan, widths))
     path = files.write("other.onnx", kept)
-    expected = with_names(Exporter(model, 3).network(widths).model)
+    expected = with_numbered_names(Exporter(model, 3).network(widths).model)
     found = onnx.load(str(path))
     assert [n.op_type for n in found.graph.node] == [n.op_type for n in expected.graph.node]
     assert dims(found) == dims(expected)

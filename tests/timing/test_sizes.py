@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 
 from l0prune.plan.layout import Cat, Const, Prod, Slots, axes_of
 from l0prune.plan.plan import Axis, Plan
-from l0prune.timing.sampling import all_slots, slots_of, telling_widths
-from l0prune.timing.sizes import Size, SizeFinder, constant
+from l0prune.timing.sizes import (
+    Size,
+    SizeFinder,
+    all_slots,
+    constant,
+    distinguishing_widths,
+    slots_of,
+)
 
 A, B = Slots(0, 0, 24), Slots(1, 0, 24)
 BOTH, FLAT = Cat((A, B)), Prod((B, Const(9)))
@@ -73,7 +79,7 @@ def test_few_heads_take_more_networks_until_all_their_products_are_told_apart():
     axes = tuple(Axis(f"a{n}", "head", 5, start, 1) for n, start in enumerate(starts))
     wide = [Prod((Slots(n, 0, 5), Slots(n + 1, 0, 5))) for n in range(0, len(axes), 2)]
     plan = Plan(axes, (), {f"w{n}": (Cat((dim,) * 3),) for n, dim in enumerate(wide)}, (), ())
-    drawn = telling_widths(plan, 2)
+    drawn = distinguishing_widths(plan, 2)
     finder = SizeFinder(plan, [all_slots(plan), *(slots_of(plan, widths) for widths in drawn)])
     found = [finder.find(finder.numbers(dim)) for dim in wide]
     assert [axes_of(size.layout) for size in found] == [axes_of(dim) for dim in wide]
@@ -94,7 +100,7 @@ def test_sizes_survive_json():
 def test_axes_are_told_apart_wherever_that_is_possible(sizes, count, seed):
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     axes = tuple(Axis(f"a{i}", "channel", s, starts[i], 1) for i, s in enumerate(sizes))
-    drawn = telling_widths(Plan(axes, (), {}, (), ()), count, seed)
+    drawn = distinguishing_widths(Plan(axes, (), {}, (), ()), count, seed)
     keys = [(size, *widths) for size, *widths in zip(sizes, *drawn, strict=True)]
     large = [key for key in keys if key[0] >= 12]
     assert len(set(large)) == len(large)

@@ -12,11 +12,19 @@ from timed_network import gated
 import l0prune
 from l0prune.plan.layout import Const, Slots
 from l0prune.timing.facts import Group
-from l0prune.timing.regression import Samples, fitted, not_negative, smooth
-from l0prune.timing.stairs import LayoutSizes, Stairs, Step, Term
+from l0prune.timing.latency_model import (
+    LatencyModel,
+    LayoutSizes,
+    Samples,
+    Step,
+    Term,
+    fit_model,
+    fit_smooth,
+    nonnegative_least_squares,
+)
 
 IN, OUT = Slots(0, 0, 96), Slots(1, 0, 80)
-STAIRS = Stairs(
+STAIRS = LatencyModel(
     (IN, OUT),
     (
         Term(0, 0.5, ()),
@@ -48,7 +56,7 @@ def test_what_was_asked_for_is_a_share_of_whole_blocks(inputs, outputs, part):
 
 
 def test_what_is_always_there_counts_as_asked_for():
-    stairs = Stairs((Const(3), OUT), (Term(0, 1.0, (Step(0, 16), Step(1, 16))),))
+    stairs = LatencyModel((Const(3), OUT), (Term(0, 1.0, (Step(0, 16), Step(1, 16))),))
     assert stairs.used(np.array([3.0, 32]), np.array([3.0, 24])).tolist() == [24 / 32]
 
 
@@ -58,7 +66,7 @@ def test_many_networks_at_once_have_the_values_of_each():
 
 
 def test_stairs_survive_json():
-    assert Stairs.from_json(STAIRS.to_json()) == STAIRS
+    assert LatencyModel.from_json(STAIRS.to_json()) == STAIRS
     for terms in (
         [[0, 1.0, [[2, 16]], [], []]],
         [[0, 1.0, [[0, 0]], [], []]],
@@ -66,7 +74,7 @@ def test_stairs_survive_json():
         [[0, -0.1, [], [], []]],
     ):
         with pytest.raises(ValueError, match=r"layout|number"):
-            Stairs.from_json({**STAIRS.to_json(), "terms": terms})
+            LatencyModel.from_json({**STAIRS.to_json(), "terms": terms})
 
 
 @given(st.integers(0, 2**32))
@@ -99,14 +107,14 @@ def sampled(count, seed=0):
 
 def test_a_fit_finds_stairs_again():
     unseen = sampled(200, seed=1)
-    predicted = fitted(GROUPS, sampled(60)).values(unseen.sizes).sum(-1)
+    predicted = fit_model(GROUPS, sampled(60)).values(unseen.sizes).sum(-1)
     assert np.abs(predicted / unseen.whole - 1).max() < 1e-3
 
 
 def test_what_networks_take_beyond_their_nodes_is_found():
     seen, unseen = sampled(60), sampled(200, seed=1)
     seen = Samples(seen.layouts, seen.sizes, seen.times, 1.1 * seen.whole + 3)
-    predicted = fitted(GROUPS, seen).values(unseen.sizes).sum(-1)
+    predicted = fit_model(GROUPS, seen).values(unseen.sizes).sum(-1)
     assert np.abs(predicted / (1.1 * unseen.whole + 3) - 1).max() < 1e-3
 
 
@@ -115,7 +123,7 @@ def test_where_all_have_the_same_widths_all_time_is_that_of_nodes():
     noise = np.random.default_rng(0).uniform(0.9, 1.1, (20, 2))
     times = np.array([3.0, 1.0]) * noise
     groups = [Group(owner, "Conv", (owner,), ((),)) for owner in "ab"]
-    stairs = fitted(groups, Samples((), np.zeros((20, 0)), times, 1.2 * times.sum(1)))
+    stairs = fit_model(groups, Samples((), np.zeros((20, 0)), times, 1.2 * times.sum(1)))
     by_group = {term.group: term.ms for term in stairs.terms}
     assert by_group[2] == 0
     assert by_group[0] + by_group[1] == pytest.approx(4.8, rel=0.05)
@@ -126,7 +134,7 @@ def test_no_time_is_negative_however_narrow_a_network_is():
     rng = np.random.default_rng(3)
     noisy = sampled(40)
     times = noisy.times * rng.uniform(0.7, 1.3, noisy.times.shape)
-    stairs = fitted(GROUPS, Samples(noisy.layouts, noisy.sizes, times, times.sum(1)))
+    stairs = fit_model(GROUPS, Samples(noisy.layouts, noisy.sizes, times, times.sum(1)))
     everywhere = np.array([[i, j] for i in range(1, 97) for j in range(1, 81)], dtype=float)
     values = stairs.values(everywhere)
     assert (values >= 0).all()
@@ -136,7 +144,7 @@ def test_no_time_is_negative_however_narrow_a_network_is():
 def test_smooth_times_are_those_of_whole_blocks_and_never_fall_as_widths_grow():
     sizes = np.array([[16 * i, 16 * j] for i in range(1, 7) for j in range(1, 6)], dtype=float)
     most, dense = np.array([96.0, 80.0]), float(STAIRS.values(np.array([96.0, 80.0])).sum())
-    plain = smooth(STAIRS, GROUPS, sizes, most, dense)
+    plain = fit_smooth(STAIRS, GROUPS, sizes, most, dense)
     assert all(term.ms >= 0 and not (term.aligned or term.unless) for term in plain.terms)
     assert np.allclose(plain.values(sizes).sum(-1), STAIRS.values(sizes).sum(-1), rtol=1e-6)
 
@@ -144,7 +152,7 @@ def test_smooth_times_are_those_of_whole_blocks_and_never_fall_as_widths_grow():
 @given(st.lists(st.floats(-2, 2), min_size=3, max_size=3))
 def test_coefficients_are_found_and_none_is_negative(truth):
     features = np.random.default_rng(0).random((20, 3))
-    found = not_negative(features, features @ np.array(truth))
+    found = nonnegative_least_squares(features, features @ np.array(truth))
     assert (found >= 0).all()
     if min(truth) >= 0:
         assert np.allclose(found, truth, atol=1e-9)

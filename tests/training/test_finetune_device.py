@@ -17,19 +17,19 @@ def modes(module):
 
 def test_auto_takes_a_gpu_where_there_is_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.choose("auto", model()) == torch.device("cpu")
+    assert device.choose_device("auto", model()) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert device.choose("auto", model()) == torch.device("cuda")
+    assert device.choose_device("auto", model()) == torch.device("cuda")
 
 
 def test_auto_stays_where_the_model_is():
-    assert device.choose("auto", model().to("meta")) == torch.device("meta")
+    assert device.choose_device("auto", model().to("meta")) == torch.device("meta")
 
 
 @pytest.mark.parametrize("name", ["gpu", "", "cuda:99"])
 def test_a_device_that_is_not_there_is_refused(name):
     with pytest.raises(UsageError, match="cannot be used here"):
-        device.choose(name, model())
+        device.choose_device(name, model())
 
 
 def test_the_model_comes_home_even_after_an_error():
@@ -50,7 +50,7 @@ def test_the_model_is_on_the_gpu_meanwhile():
 
 def test_training_wakes_a_model_in_eval_mode_and_puts_it_back():
     network = model().eval()
-    with device.training(network):
+    with device.train_mode(network):
         assert all(modes(network))
     assert not any(modes(network))
 
@@ -58,7 +58,7 @@ def test_training_wakes_a_model_in_eval_mode_and_puts_it_back():
 def test_training_leaves_frozen_parts_of_a_model_in_train_mode():
     network = model()
     network[1].eval()
-    with device.training(network):
+    with device.train_mode(network):
         assert modes(network) == [True, True, False, True]
 
 

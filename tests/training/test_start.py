@@ -86,7 +86,7 @@ def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
 def test_of_own_answers_whose_loss_says_nothing_they_start_from_outputs(monkeypatch, capsys):
     model = gated()
     before = l0prune.gates(model).log_alpha.detach().clone()
-    own = l0prune.answered(data(), network())
+    own = l0prune.with_pseudo_labels(data(), network())
     assert l0prune.evaluate(network(), own)["test_loss"] < 1e-12
     scores = l0prune.score(model, "outputs", own, batches=6, batch_size=40)
     auto = l0prune.score(model, "auto", own, batches=6, batch_size=40)

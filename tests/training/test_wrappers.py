@@ -22,7 +22,7 @@ from l0prune.errors import Interrupted, L0pruneError, UsageError
 from l0prune.gating.kinds.base import register
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.running.evaluate import evaluate
-from l0prune.running.processes import joined, of_first
+from l0prune.running.processes import process_group, run_on_first
 from l0prune.running.task import Task
 from l0prune.training import checkpoint
 from l0prune.training.run import finetune
@@ -115,13 +115,13 @@ def everything(rank, folder, names):
 
 def asked_of_first(rank):
     """What ``of_first`` gives in a group of the user's own, in one that was joined, and alone."""
-    in_group = of_first(lambda: rank)
-    with joined():
-        in_joined = of_first(lambda: rank)
+    in_group = run_on_first(lambda: rank)
+    with process_group():
+        in_joined = run_on_first(lambda: rank)
         with pytest.raises(UsageError, match="process 0"):
-            of_first(lambda: refuse(rank))
-    with joined(wanted=False):
-        alone = of_first(lambda: rank)
+            run_on_first(lambda: refuse(rank))
+    with process_group(wanted=False):
+        alone = run_on_first(lambda: rank)
     return in_group, in_joined, alone
 
 

@@ -1,19 +1,151 @@
-"""Batches of any source, in an order that the seed and the number of the epoch decide."""
+"""A batch, whole or in part: what a step computes on, and how much of the mean it counts.
+
+Calling a model on the inputs of a batch.
+
+Batches of any source, in an order that the seed and the number of the epoch decide.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
-from l0prune.data.dataset import WHOLE, Share, Split, moved, pair, plain, without_labels
+from l0prune.capture.copying import inside
+from l0prune.data.dataset import (
+    LABELS,
+    WHOLE,
+    Share,
+    Split,
+    as_arguments,
+    inputs_and_targets,
+    map_tensors,
+    part_length,
+    part_slice,
+    to_device,
+    without_labels,
+)
 from l0prune.errors import DataError
-from l0prune.running.batch import Batch, weight_of
-from l0prune.running.task import Source, Task, are_lists, batch_length, is_split
+from l0prune.running.task import Source, Task, batch_length, is_detection_batch, is_split
+
+
+class Batch(NamedTuple):
+    """Examples to compute on.
+
+    Attributes:
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments of the model.
+        targets: what the loss compares the outputs with.
+        weight: what the mean over these examples counts in the mean over all parts of the whole
+            batch: their number over that of a mean part. 1 for a whole batch or an equal part,
+            0 for an example that is computed along, but is another part's.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: float = 1.0
+
+    @property
+    def examples(self) -> int:
+        """Number of examples that count."""
+        return batch_length(self.inputs, self.targets) if self.weight else 0
+
+    def part(self, part: Share) -> Batch:
+        """This part of it, with what it counts among the parts of this batch.
+
+        Raises:
+            DataError: it has tensors of other lengths than it has examples.
+        """
+        if part[1] == 1:
+            return self
+        length = batch_length(self.inputs, self.targets)
+        where = part_slice(length, part)
+        weight = self.weight * part_weight(length, part)
+        if is_detection_batch(self.inputs, self.targets):
+            return Batch(self.inputs[where], self.targets[where], weight)
+
+        def cut(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim():
+                return leaf
+            if len(leaf) != length:
+                raise DataError(
+                    f"a batch of {length} examples also holds a tensor of {len(leaf)}, so that it "
+                    "cannot be divided among processes or micro-batches: batch every input and "
+                    "target along its first dim, or give each process batches of its own (a "
+                    "DataLoader with a DistributedSampler, and accumulate=1)"
+                )
+            return leaf[where]
+
+        inputs, targets = pytree.tree_map(cut, (self.inputs, self.targets))
+        return Batch(inputs, targets, weight)
+
+    def parts(self, count: int) -> Iterator[Batch]:
+        """It in so many parts, one after another."""
+        return (self.part((number, count)) for number in range(count))
+
+    def begin(self, most: int) -> Batch:
+        """About so many of its examples and no more, the first; all where it cannot be divided."""
+        length = batch_length(self.inputs, self.targets)
+        try:
+            return self.part((0, max(1, math.ceil(length / most))))
+        except DataError:
+            return self
+
+
+def part_weight(length: int, part: Share) -> float:
+    """The number of examples in this part of so many, over that of a mean part."""
+    return part_length(length, part) * part[1] / length
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """The model's outputs: a tuple is its positional arguments, a mapping its keyword ones.
+
+    Labels among the inputs are passed on only where the model's forward has a place for them.
+
+    Raises:
+        DataError: the inputs have names that the forward has not.
+    """
+    args, kwargs = as_arguments(inputs)
+    return model(*args, **_fitting(model, kwargs))
+
+
+def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return those keyword arguments that the model takes."""
+    taken = _names(inside(model)) if given and isinstance(model, nn.Module) else None
+    if taken is None:
+        return given
+    if "labels" in taken and "label" in given.keys() - taken:
+        given = {("labels" if name == "label" else name): v for name, v in given.items()}
+    unknown = [name for name in given if name not in taken and name not in LABELS]
+    if unknown:
+        raise DataError(
+            f"the batches hold {', '.join(map(str, unknown))}, which the forward of "
+            f"{type(inside(model)).__name__} does not take; it takes {', '.join(taken)}. Leave "
+            "out of them what is no input (of a data set: remove_columns)"
+        )
+    return {name: value for name, value in given.items() if name in taken}
+
+
+def _names(model: nn.Module) -> dict[str, None] | None:
+    """The names of forward's parameters in order; None where it takes any, or cannot be told."""
+    forward = type(model).forward
+    return None if forward is nn.Module.forward else _names_of(forward)
+
+
+@lru_cache(maxsize=64)
+def _names_of(forward: Callable[..., Any]) -> dict[str, None] | None:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return dict.fromkeys(each.name for each in parameters if each.kind in kinds)
 
 
 class Feed:
@@ -80,9 +212,9 @@ class Feed:
                 augment=self._augment,
                 part=self.part,
             )
-            weight = weight_of(min(self.batch_size, len(source)), self.part)
+            weight = part_weight(min(self.batch_size, len(source)), self.part)
             return (
-                Batch(plain(inputs), plain(targets), weight)
+                Batch(map_tensors(inputs), map_tensors(targets), weight)
                 for inputs, targets in map(self.task.pair, islice(batches, self.steps))
             )
         set_epoch = getattr(getattr(source, "sampler", None), "set_epoch", None)
@@ -90,7 +222,7 @@ class Feed:
             set_epoch(epoch)
         loaded = islice(self._in_one_order(source, epoch), self.steps)
         part = WHOLE if _is_shared_out(source) else self.part
-        return (Batch(*moved(self.task.pair(batch), device)).part(part) for batch in loaded)
+        return (Batch(*to_device(self.task.pair(batch), device)).part(part) for batch in loaded)
 
     def _seed_of(self, epoch: int) -> int:
         return self._seed * 1_000_003 + epoch
@@ -126,15 +258,15 @@ def test_batches(task: Task, batch_size: int, device: torch.device, part: Share)
         lengths = _lengths(source, batch_size)
         batches = source.batches(batch_size, device=device, part=part)
         for (inputs, targets), length in zip(map(task.pair, batches), lengths, strict=True):
-            yield Batch(plain(inputs), plain(targets), weight_of(length, part))
+            yield Batch(map_tensors(inputs), map_tensors(targets), part_weight(length, part))
         return
     if _is_shared_out(source):
         part = WHOLE
     for batch in source:
-        yield Batch(*moved(task.pair(batch), device)).part(part)
+        yield Batch(*to_device(task.pair(batch), device)).part(part)
 
 
-def example(task: Task, count: int) -> Any:
+def example_inputs(task: Task, count: int) -> Any:
     """The inputs of the first examples of the training data, ``count`` of them, on the CPU.
 
     Raises:
@@ -146,15 +278,15 @@ def example(task: Task, count: int) -> Any:
     batch = next(iter(source), None)
     if batch is None:
         raise DataError("the training data is empty")
-    inputs, targets = moved(pair(batch), "cpu")
-    if are_lists(inputs, targets):
+    inputs, targets = to_device(inputs_and_targets(batch), "cpu")
+    if is_detection_batch(inputs, targets):
         return (inputs[:count],)
     length = batch_length(inputs, targets)
 
     def first(tensor: Tensor) -> Tensor:
         return tensor[:count] if tensor.dim() and len(tensor) == length else tensor
 
-    return plain(without_labels(inputs), first)
+    return map_tensors(without_labels(inputs), first)
 
 
 def _lengths(source: Split, batch_size: int) -> Iterator[int]:
@@ -176,7 +308,7 @@ def _examples(source: Source) -> int:
     if found is not None:
         return found
     if isinstance(source, (list, tuple)):
-        return sum(batch_length(*pair(batch)) for batch in source)
+        return sum(batch_length(*inputs_and_targets(batch)) for batch in source)
     raise DataError(
         "the training data cannot say how many examples it holds, which λ in N needs; "
         "give Task(…, size=N)"

@@ -1,0 +1,408 @@
+"""The time of a network as a function of its widths, on the stairs of a runtime.
+
+A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks. It may count only where some sizes
+are multiples of a block, or only where they are not: runtimes have fast paths for these. No term
+is negative, so that a time is one, also of widths that nobody has timed.
+
+From the times of sampled networks to the terms that predict them, group by group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, combinations
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from l0prune.plan.expected import Polynomial, Sums, SumTable
+from l0prune.plan.layout import Layout, axes_of, from_json, to_json
+from l0prune.plan.numbers import is_count, is_number
+from l0prune.plan.plan import Plan
+from l0prune.timing.facts import Group, Monomial
+
+Numbers = NDArray[np.float64]
+_WIDEST = 2**16  # slots of a block
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A size on the stairs.
+
+    Attributes:
+        layout: number of the layout.
+        block: to whole multiples of this its size is rounded, or of this it has to be one.
+    """
+
+    layout: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """``ms × Π ↑size`` where its conditions hold, else 0.
+
+    Attributes:
+        group: number of the group of nodes whose time it is part of.
+        ms: milliseconds, 0 or more.
+        factors: sizes that are multiplied, rounded up.
+        aligned: sizes that have to be whole blocks.
+        unless: sets of sizes; not all of a set may be whole blocks.
+    """
+
+    group: int
+    ms: float
+    factors: tuple[Step, ...]
+    aligned: tuple[Step, ...] = ()
+    unless: tuple[tuple[Step, ...], ...] = ()
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """All that it looks at."""
+        return chain(self.factors, self.aligned, *self.unless)
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """All terms of a network.
+
+    Attributes:
+        layouts: of the plan, whose sizes the terms are in.
+        terms: their sum is the time.
+    """
+
+    layouts: tuple[Layout, ...]
+    terms: tuple[Term, ...]
+
+    def values(self, sizes: Numbers) -> Numbers:
+        """The value of each term, in milliseconds.
+
+        Args:
+            sizes: of each layout; shape ``(…, layouts)``.
+
+        Returns shape ``(…, terms)``.
+        """
+        factors, aligned, unless, steps, ms = self._arrays
+        padded = np.concatenate([sizes, np.ones((*sizes.shape[:-1], 1))], axis=-1)
+        layout, block = steps[:, 0], steps[:, 1]
+        blocks = np.ceil(padded[..., layout] / block)
+        rounded = blocks * block
+        is_whole = rounded == padded[..., layout]
+        holds = is_whole[..., aligned].all(-1)
+        for each in unless:
+            holds &= ~is_whole[..., each].all(-1) | (each == 0).all(-1)
+        result: Numbers = ms * rounded[..., factors].prod(-1) * holds
+        return result
+
+    def used(self, sizes: Numbers, asked: Numbers) -> Numbers:
+        """Return the share of each term's value for positions that were asked for, from 0 to 1.
+
+        Sizes that are the same at all widths count as asked for, however they are rounded up.
+
+        Args:
+            sizes: of each layout; shape ``(layouts,)``.
+            asked: so many of these, of each.
+
+        Returns shape ``(terms,)``, from 0 to 1.
+        """
+        factors, _, _, steps, _ = self._arrays
+        free = np.array([bool(axes_of(layout)) for layout in self.layouts] + [False])
+        of, wanted = (np.append(each, 1.0)[steps[:, 0]] for each in (sizes, asked))
+        rounded = np.ceil(of / steps[:, 1]) * steps[:, 1]
+        shares = np.where(free[steps[:, 0]], wanted / np.maximum(rounded, 1.0), 1.0)
+        result: Numbers = shares[factors].prod(-1)
+        return result
+
+    @cached_property
+    def _arrays(self) -> tuple[Any, Any, list[Any], Any, Numbers]:
+        """Indices of steps for each term, padded with one that is always 1; steps; milliseconds."""
+        one = Step(len(self.layouts), 1)
+        distinct = dict.fromkeys([one, *(step for term in self.terms for step in term.steps)])
+        number = {step: i for i, step in enumerate(distinct)}
+
+        def indices(chosen: Iterable[Sequence[Step]]) -> NDArray[np.int64]:
+            return _padded([[number[step] for step in steps] for steps in chosen])
+
+        sets = max((len(term.unless) for term in self.terms), default=0)
+        unless = [
+            indices(t.unless[i] if i < len(t.unless) else () for t in self.terms)
+            for i in range(sets)
+        ]
+        factors = indices(term.factors for term in self.terms)
+        aligned = indices(term.aligned for term in self.terms)
+        steps = np.array([[step.layout, step.block] for step in distinct])
+        return factors, aligned, unless, steps, np.array([term.ms for term in self.terms])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists and numbers, which ``from_json`` reads back."""
+        return {
+            "layouts": [to_json(layout) for layout in self.layouts],
+            "terms": [
+                [t.group, t.ms, _plain(t.factors), _plain(t.aligned), list(map(_plain, t.unless))]
+                for t in self.terms
+            ],
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> LatencyModel:
+        """Inverse of ``to_json``.
+
+        Raises:
+            ValueError: the data is none.
+        """
+        try:
+            layouts = tuple(map(from_json, data["layouts"]))
+            terms = tuple(
+                Term(
+                    group,
+                    ms,
+                    _steps_from_json(factors),
+                    _steps_from_json(aligned),
+                    tuple(map(_steps_from_json, unless)),
+                )
+                for group, ms, factors, aligned, unless in data["terms"]
+            )
+            used = [step for term in terms for step in term.steps]
+            if not all(is_count(step.layout, len(layouts) - 1) for step in used):
+                raise ValueError("a term is about a layout that is not there")
+            if not all(step.block and is_count(step.block, _WIDEST) for step in used):
+                raise ValueError("a block is no number of slots")
+            if not all(is_number(term.ms) and is_count(term.group) for term in terms):
+                raise ValueError("a time is no number of milliseconds, or of no group")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"these are no stairs: {error}") from error
+        return LatencyModel(layouts, terms)
+
+
+def _plain(steps: Sequence[Step]) -> list[list[int]]:
+    return [[step.layout, step.block] for step in steps]
+
+
+def _steps_from_json(data: Any) -> tuple[Step, ...]:
+    return tuple(Step(layout, block) for layout, block in data)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    width = max(map(len, rows), default=0)
+    result = np.zeros((len(rows), width), dtype=np.int64)
+    for number, row in enumerate(rows):
+        result[number, : len(row)] = row
+    return result
+
+
+class LayoutSizes:
+    """The open sizes of many layouts of a plan at once.
+
+    Args:
+        plan: the plan.
+        layouts: of it.
+    """
+
+    def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
+        sums = Sums(plan, layouts)
+        polynomials: list[Polynomial] = [sums.size(layout) for layout in layouts]
+        self._table = SumTable(sums, torch.device("cpu"))
+        entries = [
+            (number, monomial, coefficient)
+            for number, polynomial in enumerate(polynomials)
+            for monomial, coefficient in polynomial.items()
+        ]
+        self._count = len(layouts)
+        self._rows = np.array([number for number, _, _ in entries], dtype=np.int64)
+        self._columns = _padded([monomial for _, monomial, _ in entries])
+        self._coefficients = np.array([coefficient for _, _, coefficient in entries])
+
+    def __call__(self, kept: Tensor) -> Numbers:
+        """The sizes for the slots that stay; shape ``(layouts,)``."""
+        sums = self._table.values(kept.to(self._table.one.dtype)).numpy()
+        values = self._coefficients * sums[self._columns].prod(-1)
+        return np.bincount(self._rows, values, minlength=self._count).astype(np.float64)
+
+
+_ROUNDING = (1, 4, 8, 16, 32, 64)  # blocks that sizes may be rounded up to
+_ALIGNMENT = (4, 8, 16, 32, 64)  # blocks that a fast path may ask for
+_TINY = 1e-10  # on the diagonal, where features are the same
+_PRICE = 0.01  # of a further coefficient, in shares of the squared error
+_MOST = 0.6  # coefficients a sample
+
+Cell = tuple[tuple[Step, ...], tuple[tuple[Step, ...], ...]]
+"""Widths of which some are whole blocks, and not all of each of some sets; see ``Term``."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Timed networks.
+
+    Attributes:
+        layouts: of the plan.
+        sizes: of each layout in each network, shape ``(networks, layouts)``.
+        times: of each group in milliseconds, shape ``(networks, groups)``.
+        whole: of each network, shape ``(networks,)``.
+    """
+
+    layouts: tuple[Layout, ...]
+    sizes: Numbers
+    times: Numbers
+    whole: Numbers
+
+    @property
+    def are_alike(self) -> bool:
+        """Return whether all networks have the same widths."""
+        return bool((self.sizes == self.sizes[:1]).all())
+
+    def some(self, which: Numbers) -> Samples:
+        """Return the samples of these numbers."""
+        return Samples(self.layouts, self.sizes[which], self.times[which], self.whole[which])
+
+
+def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
+    """The stairs that predict the samples best, each weighted by one over its whole time.
+
+    For each group several forms are tried, with sizes rounded to blocks or not, and with other
+    times where sizes are whole blocks; that which predicts samples best that it has not seen
+    (leaving out each in turn) is taken. What a network takes beyond its nodes is a constant, and
+    factors on nodes whose widths are whole blocks and on others: nodes are faster while they are
+    looked at, one run after the other, and those the more that go through more memory.
+    """
+    terms: list[Term] = []
+    for number, group in enumerate(groups):
+        terms += _fit_group(number, group, samples)
+    values = LatencyModel(samples.layouts, tuple(terms)).values(samples.sizes)
+    is_slow = [bool(term.unless) for term in terms]
+    sums = [values[:, np.equal(is_slow, which)].sum(-1) for which in (False, True)]
+    if samples.are_alike:  # only branches can be cut: nothing tells a constant from a factor
+        factors = [float(np.mean(samples.whole) / np.mean(sum(sums)))] * len(sums)
+        overhead = 0.0
+    else:
+        overhead, *factors = _beyond_nodes(sums, samples.whole)
+    scaled = [replace(t, ms=t.ms * factors[slow]) for t, slow in zip(terms, is_slow, strict=True)]
+    return LatencyModel(samples.layouts, (*scaled, Term(len(groups), overhead, ())))
+
+
+def _fit_group(number: int, group: Group, samples: Samples) -> list[Term]:
+    weights, times = 1 / samples.whole, samples.times[:, number]
+    best_error = np.inf
+    best: tuple[list[Term], Numbers] = ([], np.zeros(0))
+    for form in _forms(number, group, samples):
+        if len(form) > max(1, _MOST * len(times)):
+            continue
+        features = LatencyModel(samples.layouts, tuple(form)).values(samples.sizes)
+        error, coefficients = _left_out(features, times, weights)
+        error *= 1 + _PRICE * np.count_nonzero(coefficients)
+        if error < best_error:
+            best_error, best = error, (form, coefficients)
+    return [replace(term, ms=float(ms)) for term, ms in zip(*best, strict=True) if ms]
+
+
+def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
+    """The terms, of one millisecond each, that a group's time may be the sum of."""
+    index = {layout: i for i, layout in enumerate(samples.layouts)}
+    for block in _ROUNDING:
+        plain = [
+            Term(number, 1.0, tuple(Step(index[layout], block) for layout in monomial))
+            for monomial in group.monomials
+        ]
+        for cells in _cells([index[layout] for layout in group.layouts]):
+            yield [
+                replace(term, aligned=aligned, unless=unless)
+                for aligned, unless in cells
+                for term in plain
+            ]
+
+
+def _cells(layouts: Sequence[int]) -> Iterator[list[Cell]]:
+    """Ways to divide all widths by which of them are whole blocks."""
+    yield [((), ())]
+    for block in _ALIGNMENT:
+        steps = [Step(layout, block) for layout in layouts]
+        sets: list[tuple[Step, ...]] = [(step,) for step in steps]
+        if len(steps) > 1:
+            sets.append(tuple(steps))
+        if len(steps) > 2:
+            sets += combinations(steps, 2)
+        yield from ([(each, ()), ((), (each,))] for each in sets)
+        for one, other in combinations(steps[:4], 2):
+            yield [
+                ((one, other), ()),
+                ((one,), ((other,),)),
+                ((other,), ((one,),)),
+                ((), ((one,), (other,))),
+            ]
+
+
+def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
+    """The squared error on samples left out, one after the other, and coefficients of 0 or more.
+
+    With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
+    """
+    scaled, target = features * weights[:, None], times * weights
+    found = nonnegative_least_squares(scaled, target)
+    used = scaled[:, found > 0]
+    if not used.shape[1]:
+        return float(np.mean(target**2)), found
+    orthogonal, _ = np.linalg.qr(used)
+    leverage = (orthogonal**2).sum(1).clip(0, 0.95)
+    return float(np.mean(((target - scaled @ found) / (1 - leverage)) ** 2)), found
+
+
+def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
+    """The constant, and a factor on each of these sums of node times, that make whole times."""
+    features = np.stack([np.ones_like(whole), *sums], -1) / whole[:, None]
+    return [float(each) for each in nonnegative_least_squares(features, np.ones_like(whole))]
+
+
+def fit_smooth(
+    stairs: LatencyModel, groups: Sequence[Group], sizes: Numbers, most: Numbers, dense: float
+) -> LatencyModel:
+    """Fit times at preferred widths, without stairs.
+
+    For each group a sum of plain terms that are not negative, fitted to the stairs at these sizes;
+    so that fewer slots never cost more, and gates can learn by it.
+
+    Args:
+        stairs: of the runtime.
+        groups: their nodes.
+        sizes: of the layouts, in whole blocks; shape ``(networks, layouts)``.
+        most: those of the dense network, shape ``(layouts,)``.
+        dense: milliseconds of that, which the result has there.
+    """
+    index = {layout: i for i, layout in enumerate(stairs.layouts)}
+    values = stairs.values(sizes)
+    terms = []
+    for number in range(len(groups) + 1):
+        mine = [i for i, term in enumerate(stairs.terms) if term.group == number]
+        monomials: Sequence[Monomial] = groups[number].monomials if number < len(groups) else [()]
+        form = [Term(number, 1.0, tuple(Step(index[x], 1) for x in m)) for m in monomials]
+        features = LatencyModel(stairs.layouts, tuple(form)).values(sizes)
+        found = nonnegative_least_squares(features, values[:, mine].sum(-1))
+        terms += [
+            Term(number, float(ms), term.factors)
+            for term, ms in zip(form, found, strict=True)
+            if ms
+        ]
+    scale = dense / LatencyModel(stairs.layouts, tuple(terms)).values(most).sum()
+    scaled = (Term(t.group, t.ms * float(scale), t.factors) for t in terms)
+    return LatencyModel(stairs.layouts, tuple(scaled))
+
+
+def nonnegative_least_squares(features: Numbers, target: Numbers) -> Numbers:
+    """Least squares whose coefficients are 0 or more: those that would be less are left out."""
+    scale = np.sqrt((features**2).sum(0))
+    left = np.flatnonzero(scale)
+    scaled = features[:, left] / scale[left]
+    gram, projected = scaled.T @ scaled, scaled.T @ target
+    gram[np.diag_indices_from(gram)] += _TINY
+    here = np.arange(len(left))
+    result = np.zeros(features.shape[1])
+    while len(here):
+        found = np.linalg.solve(gram[np.ix_(here, here)], projected[here])
+        if (found >= 0).all():
+            result[left[here]] = found / scale[left[here]]
+            break
+        here = np.delete(here, found.argmin())
+    return result
