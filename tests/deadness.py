@@ -11,7 +11,7 @@ from torch.func import functional_call
 import l0prune
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
-from l0prune.infer.standardised_weights import weight_behind
+from l0prune.infer.nodes import weight_behind
 from l0prune.plan.layout import axes_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched, without_idle

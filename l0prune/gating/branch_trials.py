@@ -20,12 +20,12 @@ from l0prune.capture.compat import FakeTensor
 from l0prune.capture.provenance import source_of
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
+from l0prune.infer.dataflow import joined
 from l0prune.infer.nodes import called, operator_name
 from l0prune.infer.parts import Parts
-from l0prune.infer.regions import joined
 from l0prune.infer.registry import is_strict, said, worked_at
+from l0prune.infer.rewrites.literals import Sizes
 from l0prune.infer.rewrites.resized import rewritten, with_switches
-from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.plan.branch import vital
 from l0prune.plan.plan import Pin
 from l0prune.plan.switches import dead_parameters, switched

@@ -1,19 +1,10 @@
 """Branches of a captured graph: what is joined to a stream, and computed for that alone.
 
-A branch may have a gate of its own where what is left without it is computed exactly, be it added
-(``sums``) or put beside others (``concats``); all that only the branch needs can go with it.
-
-Branches that are added to a stream.
-
-Such a one is exactly zero where a few parameters are: the last ones before the sum, of a
-convolution and its bias, a norm, a scale. Then the sum is its other operand.
-
-Branches that are one part of concatenations.
-
-Such a one is gone with all of its slots. What reads the concatenation has a part less then, which
-is exact wherever single slots are; but no dim that is left may be without any positions.
-
-Axes without which a branch is exactly nothing: they may close completely if it has a gate.
+A branch may have a gate of its own where what is left without it is computed exactly; all that
+only the branch needs can go with it. A branch that is added to a stream is exactly zero where a few
+parameters are: the last ones before the sum, of a convolution and its bias, a norm, a scale. One
+that is a part of concatenations is gone with all of its slots; no dim that is left may then be
+without any positions.
 """
 
 from __future__ import annotations
@@ -29,13 +20,10 @@ import torch
 from torch.fx import Node
 
 from l0prune.capture.provenance import module_of, without_call
-from l0prune.infer.activations import Memory
-from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Var, variables
-from l0prune.infer.inference import Inference
-from l0prune.infer.nodes import argument, dtype_of, has_tensor, operator_name, shape_of
-from l0prune.infer.regions import (
+from l0prune.infer.dataflow import (
     SUMS,
     Ending,
+    Memory,
     is_concatenation,
     joined,
     macs_of,
@@ -44,6 +32,9 @@ from l0prune.infer.regions import (
     shared_module,
     untaken,
 )
+from l0prune.infer.inference import Inference
+from l0prune.infer.nodes import argument, dtype_of, has_tensor, operator_name, shape_of
+from l0prune.infer.solver import Cat, Const, Expr, Pick, Prod, Var, variables
 from l0prune.infer.zero_flow import when_zero, zero_at
 from l0prune.plan.branch import Branch, Needs, is_needed, shortest, vital
 from l0prune.plan.layout import Layouts, axes_of

@@ -1,4 +1,4 @@
-"""From a finished inference to a plan: which variables become axes, and where their gates act."""
+"""The plan of a finished inference: which variables become axes, and where their gates act."""
 
 from __future__ import annotations
 
@@ -13,26 +13,14 @@ import torch
 from torch.fx import Node
 
 from l0prune.capture.capture import Captured
-from l0prune.infer.activations import activations, folded
 from l0prune.infer.branches import Branches, branches, closing
+from l0prune.infer.dataflow import Ending, activations, folded
 from l0prune.infer.decomposition import take_apart
-from l0prune.infer.expressions import (
-    COPIES,
-    Cat,
-    Const,
-    Expr,
-    Pick,
-    Prod,
-    Reason,
-    Var,
-    picks,
-    variables,
-)
 from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import Namer, Whole, pins, whole_streams
-from l0prune.infer.regions import Ending
 from l0prune.infer.registry import explained
+from l0prune.infer.solver import COPIES, Cat, Const, Expr, Pick, Prod, Reason, Var, picks, variables
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch, Needs

@@ -10,7 +10,6 @@ from torch.fx import Node
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.provenance import module_of
-from l0prune.infer.expressions import Const, Expr, variables
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
@@ -19,6 +18,7 @@ from l0prune.infer.nodes import (
     called,
     dim_order,
     draws,
+    has_statistics,
     has_tensor,
     hint,
     is_pointwise,
@@ -27,13 +27,13 @@ from l0prune.infer.nodes import (
     operands_of,
     operator_name,
     shape_of,
+    standardised,
     valued,
     written,
 )
 from l0prune.infer.registry import RULES, NotFollowed, Value, failure, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
-from l0prune.infer.solver import Solver
-from l0prune.infer.standardised_weights import has_statistics, standardised
+from l0prune.infer.solver import Const, Expr, Solver, variables
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
 

@@ -1,10 +1,8 @@
-"""What the modules' own code says of sizes: what it has to know to run on in a cut model.
+"""Sizes in the modules' own code: what it has to know to run on in a cut model.
 
 A captured graph has its numbers in plain sight and they are rewritten there. A module's forward
 takes them from the module's attributes, or from nowhere; and it averages over as many values as it
 is given. Both are noted here, by module, from the nodes that its forward made.
-
-The calls that are given sizes, such as those to reshape to: which dims the sizes are of.
 """
 
 from __future__ import annotations
@@ -22,11 +20,19 @@ from torch.fx import Node
 
 from l0prune.capture.provenance import is_within, module_of, modules_of, without_call
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import RESHAPES, SIZED, SLICES, SPLITS, argument, operator_name, shape_of
+from l0prune.infer.nodes import (
+    RESHAPES,
+    SIZED,
+    SLICES,
+    SPLITS,
+    argument,
+    operator_name,
+    shape_of,
+    weight_behind,
+)
 from l0prune.infer.query_scale import query_factors
 from l0prune.infer.registry import explained
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
-from l0prune.infer.standardised_weights import weight_behind
 from l0prune.plan.code import PARTS, Code, ReusedSize, SizedCall
 from l0prune.plan.layout import Cat, Const, Layout, Layouts, Prod, Slots, axes_of, leaves, size_of
 from l0prune.plan.plan import Plan

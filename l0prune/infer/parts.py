@@ -3,12 +3,8 @@
 Where torch.export cannot follow a whole model (a detector, whose later steps depend on what the
 earlier ones found; a generation loop), it is run once on the example, and its largest submodules
 that can be captured are, each on the inputs that it really received. The borders of such an
-island stay whole. All else is the user's own Python code, which runs on as it is.
-
-What the code around the parts of a model reads off them: weights, and numbers such as sizes.
-
-``x * self.backbone.fc.out_features`` sees another number once neurons of that layer are gone, and
-``x @ self.backbone.fc.weight`` another matrix. What such code was seen to read has to stay.
+island stay whole. All else is the user's own Python code, which runs on as it is: what it was seen
+to read off the parts, weights or numbers such as sizes, has to stay.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What attention without a scale of its own is computed from.
+"""The parameters that make the queries of attention without a scale of its own.
 
 ``scaled_dot_product_attention`` divides by the root of the head's size, unless it is given a scale.
 The class of a cut model would divide by the root of what is left of it. The queries make up for

@@ -1,7 +1,4 @@
-"""Why dims of weights stay whole, in words that a user of the network understands.
-
-Readable, unique names for axes, after the modules that write them.
-"""
+"""Reasons why dims of weights stay whole, and names of axes, in words that a user understands."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from l0prune.capture.provenance import class_of, module_of, source_of
-from l0prune.infer.expressions import Cat, Const, Expr, Pick, Prod, Reason, Var, variables
 from l0prune.infer.inference import Inference, Place, Write
 from l0prune.infer.nodes import operator_name
+from l0prune.infer.solver import Cat, Const, Expr, Pick, Prod, Reason, Var, variables
 from l0prune.plan.plan import Pin
 
 

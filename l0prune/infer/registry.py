@@ -8,9 +8,8 @@ It unifies what the operator ties, pins what it forbids, and records what it con
     def glu(infer: Inference, node: Node) -> Value:
         ...
 
-Errors in rules and passes: a pin at the operator, or a CaptureError that names it.
-
-With ``L0PRUNE_STRICT=1`` in the environment, as in the tests, they are raised instead.
+A rule that fails pins what touches its operator; a pass that fails raises a CaptureError that
+names the operator. With ``L0PRUNE_STRICT=1`` in the environment both raise the error itself.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar
 from torch.fx import Node
 
 from l0prune.errors import CaptureError, L0pruneError
-from l0prune.infer.expressions import Expr
 from l0prune.infer.nodes import called
+from l0prune.infer.solver import Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

@@ -1,4 +1,4 @@
-"""Is a slot exactly zero where it is read, once its writers are multiplied by zero?"""
+"""Zeros on their way through a graph: the places of gates that make closed slots zero when read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch.fx import Node
 
 from l0prune.capture.compat import schema_of
-from l0prune.infer.expressions import Expr, Var, variables
 from l0prune.infer.inference import Inference, Place, Read
 from l0prune.infer.nodes import (
     IDENTITIES,
@@ -28,6 +27,7 @@ from l0prune.infer.nodes import (
 from l0prune.infer.registry import ZEROS, Zero, failure, never, registered
 from l0prune.infer.rules.pointwise import tried, zero_when_tried
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
+from l0prune.infer.solver import Expr, Var, variables
 
 
 class Zeros:

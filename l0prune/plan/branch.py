@@ -1,7 +1,4 @@
-"""A branch of a network, as data: what is joined to a stream, and computed for that alone.
-
-Branches under which something is needed: a disjunction of conjunctions of their names.
-"""
+"""Branches of a network, as data, and under which of them something is needed."""
 
 from __future__ import annotations
 

@@ -4,10 +4,6 @@ A layout reads like einops. ``Slots`` names slots of an axis, ``Const`` a dimens
 axis (batch, height, time); ``Cat`` puts layouts one after another, ``Prod`` nests them in
 row-major order, ``Pick`` takes positions of a layout in any order, and ``Both`` lays a second,
 finer axis over a layout, slot by slot.
-
-Gates that multiply at each position of a layout, as indices into the flat gate vector.
-
-What gates spread to, what is cut and what it costs all go by this one table (``Plan.gate_table``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The plan: every axis of one network, where it meets the weights, and what it costs. Pure data.
-
-Layouts of what is left of a network when slots are cut out of it.
-"""
+"""The plan: every axis of one network, where it meets the weights, and what it costs. Pure data."""
 
 from __future__ import annotations
 

@@ -8,19 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.infer.expressions import (
+from l0prune.infer.solver import (
     Cat,
     Const,
     Expr,
     Pick,
     Prod,
+    Solver,
     Var,
     cat,
     pick,
     prod,
     variables,
 )
-from l0prune.infer.solver import Solver
 
 
 def alive(solver: Solver, expr: Expr, dead: dict[Var, int]) -> list[bool]:

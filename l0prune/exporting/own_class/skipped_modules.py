@@ -38,9 +38,9 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes, joined
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.cut_layers import Window, sizes_after
+from l0prune.infer.dataflow import Ending
 from l0prune.infer.nodes import arguments, has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
-from l0prune.infer.regions import Ending
 from l0prune.plan.layout import leaves, size_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters

@@ -22,9 +22,8 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
-from l0prune.infer.rewrites.literals import picked
+from l0prune.infer.rewrites.literals import Sizes, picked
 from l0prune.infer.rewrites.resized import rewritten
-from l0prune.infer.rewrites.sizes import Sizes
 from l0prune.plan.layout import Both, axes_of
 
 _ATEN = torch.ops.aten

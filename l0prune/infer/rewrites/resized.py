@@ -1,13 +1,8 @@
-"""A captured graph without its closed branches, at the sizes that are left.
+"""The captured graph at the sizes that are left, without its closed branches.
 
-Leaving whole branches out of a captured graph.
-
-A sum without one is its other operand, and a concatenation has a part less.
-
-Slots that a forward puts in another order, after some of them are gone.
-
-What is flipped stays flipped. A roll goes as far as slots are left of those that come first, and an
-index names the slots that stay by their new places.
+A sum without a branch is its other operand, and a concatenation has a part less. What is flipped
+stays flipped. A roll goes as far as slots are left of those that come first, and an index names
+the slots that stay by their new places.
 """
 
 from __future__ import annotations
@@ -21,14 +16,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from l0prune.infer.activations import Memory
 from l0prune.infer.branches import Branches
 from l0prune.infer.build import Analysis
+from l0prune.infer.dataflow import Memory, joined
 from l0prune.infer.nodes import argument, is_assertion
-from l0prune.infer.regions import joined
 from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
-from l0prune.infer.rewrites.literals import rewrite_literals, rewrites, stored_index
-from l0prune.infer.rewrites.sizes import Sizes
+from l0prune.infer.rewrites.literals import Sizes, rewrite_literals, rewrites, stored_index
 from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone, under_switches

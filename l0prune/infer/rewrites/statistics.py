@@ -1,16 +1,13 @@
-"""Sums, means and variances after slots are gone that all had one value.
+"""Rewrites of sums, means, variances and norms after slots are gone that all had one value.
 
 Of ``n`` values ``k`` are left, and each of the others was ``c``: zero, or what the forward makes
 of zero, such as ``0 − mean``. Then the average of all is ``k/n · avg(x) + (1 − k/n) · c``; the
 variance is the average of ``(x − mean)²``, in which ``c`` becomes ``(c − mean)²``.
 
-LayerNorm after some of its slots are gone, all of them zero before.
+LayerNorm is the case ``c = 0``: ``mean = Σx / n`` and ``var = (Σ(x − mean)² + (n − k)·mean²) / n``,
+so with averages over the ``k``, ``var = k/n · avg((x − mean)²) + (1 − k/n)·mean²``.
 
-With ``n`` values before and ``k`` after, ``mean = Σx / n`` and
-``var = (Σ(x − mean)² + (n − k)·mean²) / n``: what each value that went had to say. So with averages
-over the ``k``, ``mean = k/n · avg(x)`` and ``var = k/n · avg((x − mean)²) + (1 − k/n)·mean²``.
-
-Weights that a forward standardises: the statistics of the whole, taken before the cut.
+The statistics of weights that a forward standardises are taken of the whole, before the cut.
 """
 
 from __future__ import annotations
@@ -26,11 +23,16 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from l0prune.infer.build import Analysis
-from l0prune.infer.nodes import argument, arguments, operator_name, shape_of
-from l0prune.infer.rewrites.literals import group_norm, rewrites, shrinkage
-from l0prune.infer.rewrites.sizes import Sizes
+from l0prune.infer.nodes import (
+    argument,
+    arguments,
+    dims_of_statistics,
+    operator_name,
+    shape_of,
+    weight_behind,
+)
+from l0prune.infer.rewrites.literals import Sizes, group_norm, rewrites, shrinkage
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
-from l0prune.infer.standardised_weights import dims_of_statistics, weight_behind
 from l0prune.plan.layout import size_of
 
 _ATEN = torch.ops.aten

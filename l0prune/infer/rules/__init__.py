@@ -2,14 +2,11 @@
 
 from l0prune.infer.rules import (  # noqa: F401
     contraction,
-    factories,
-    modes,
     movement,
     normalisation,
     pointwise,
-    pooling,
+    positions,
     recurrent,
     reduction,
     slicing,
-    spectra,
 )

@@ -1,9 +1,4 @@
-"""Contractions: linear layers, convolutions, matrix products, embeddings.
-
-Sums of products by letters.
-
-Attention: heads are carried, head dims contracted, positions normalised over.
-"""
+"""Contractions: linear layers, convolutions, matrix products, einsum, embeddings, attention."""
 
 from __future__ import annotations
 
@@ -12,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import COPIES, Const, Expr, prod
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
+from l0prune.infer.solver import COPIES, Const, Expr, prod
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

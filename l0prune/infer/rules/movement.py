@@ -1,4 +1,7 @@
-"""Data movement: reshapes, permutations, broadcasts. Values travel, slots keep their identity."""
+"""Data movement: reshapes, permutations, broadcasts; and tensors that are made in forward.
+
+Values travel, slots keep their identity.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import COPIES, Const, Expr, Var, prod
 from l0prune.infer.nodes import (
     IDENTITIES,
     PERMUTATIONS,
@@ -14,11 +16,15 @@ from l0prune.infer.nodes import (
     argument,
     dim_order,
     dtype_of,
+    operands_of,
     shape_of,
 )
 from l0prune.infer.registry import Value, each, of_operand, rule
+from l0prune.infer.solver import COPIES, Const, Expr, Var, prod
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from l0prune.infer.inference import Inference
 
 
@@ -151,3 +157,64 @@ def many(infer: Inference, node: Node) -> Value:
     for operand in node.all_input_nodes:
         infer.pin_all(operand, f"{node.target} stretches it")
     return infer.opaque(node, "a stretched tensor")
+
+
+def _always(node: Node, operands: Sequence[bool | None]) -> bool:
+    return True
+
+
+# Tensors whose entries are all alike can be made as large as what they meet turns out to be.
+_ALIKE = "ones new_ones full new_full empty new_empty"
+_ZEROS = "zeros new_zeros"
+# Each slot has an entry of its own, known beforehand: an export picks those of the slots that stay.
+PATTERNS = tuple(f"aten.{name}" for name in ("arange", "linspace", "logspace", "eye"))
+_MADE = "tril_indices triu_indices rand randn scalar_tensor tensor"
+
+
+def alike(infer: Inference, node: Node) -> Value:
+    """A tensor of equal entries: each dim is whatever it meets."""
+    return tuple(infer.solver.fresh(size) for size in shape_of(node) or [])
+
+
+rule(*(f"aten.{name}" for name in _ALIKE.split()))(alike)
+rule(*(f"aten.{name}" for name in _ZEROS.split()), zero=_always)(alike)
+
+
+@rule(*PATTERNS)
+def pattern(infer: Inference, node: Node) -> Value:
+    """A tensor of known entries: each dim is whatever it meets, unless an input says how long."""
+    return made(infer, node) if node.all_input_nodes else alike(infer, node)
+
+
+@rule(*(f"aten.{name}" for name in _MADE.split()))
+def made(infer: Inference, node: Node) -> Value:
+    """A tensor of other entries: what it meets keeps its size."""
+    return infer.opaque(node, "a tensor made inside forward")
+
+
+@rule(*(f"aten.{n}_like" for n in ("ones", "full", "empty", "rand", "randn")))
+def like(infer: Inference, node: Node) -> Value:
+    """A tensor shaped like another."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return infer.dims(source)
+
+
+rule("aten.zeros_like", "aten.zero_", "aten.zero", zero=_always)(like)
+
+
+@rule("aten.one_hot")
+def one_hot(infer: Inference, node: Node) -> Value:
+    """A code for each index: a new last dim, one position for each value."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return (*infer.dims(source), Const((shape_of(node) or [0])[-1], "a one-hot code"))
+
+
+@rule("wrap_with_autocast")
+def under_autocast(infer: Inference, node: Node) -> Value:
+    """Under autocast something in it does more than cast its operands: it stays as it is."""
+    why = "it runs under torch.autocast, where an operator does more than cast what it is given"
+    for operand in operands_of(node):
+        infer.pin_all(operand, why)
+    return infer.opaque(node, "a result of operators under torch.autocast")

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from l0prune.infer.expressions import Expr
-from l0prune.infer.nodes import OF_ALL, argument, norm_dim, shape_of
-from l0prune.infer.registry import Value, affine, each, of_operand, rule
-from l0prune.infer.rules.movement import source
-from l0prune.infer.standardised_weights import (
+from l0prune.infer.nodes import (
+    OF_ALL,
+    argument,
     dims_of_statistics,
+    norm_dim,
+    shape_of,
     takes_own_statistics,
     weight_behind,
 )
+from l0prune.infer.registry import Value, affine, each, of_operand, rule
+from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

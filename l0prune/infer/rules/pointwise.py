@@ -1,7 +1,4 @@
-"""Elementwise operators: every operand's dims are tied under broadcasting.
-
-Quantisation that is only simulated: numbers stay numbers, rounded to a grid.
-"""
+"""Elementwise operators: every operand's dims are tied under broadcasting."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
-from l0prune.infer.expressions import Const, Expr
 from l0prune.infer.nodes import argument, operands_of, operator_name, shape_of
 from l0prune.infer.registry import Value, of_operand, rule
 from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const, Expr
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

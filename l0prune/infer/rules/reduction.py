@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import Node
 
-from l0prune.infer.expressions import Const, Expr
 from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import Const, Expr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

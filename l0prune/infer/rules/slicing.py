@@ -1,7 +1,4 @@
-"""Cutting apart and putting together: cat, split, slice, select, pad, index.
-
-Values of a graph that no input and no parameter changes: what a constant index picks.
-"""
+"""Operators that cut apart and put together: cat, split, slice, select, pad, index."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from torch.fx.node import map_arg
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.compat import FakeTensor, OpOverload, schema_of
-from l0prune.infer.expressions import SINGLE, Const, Expr, cat, pick
 from l0prune.infer.nodes import (
     CONCATENATIONS,
     IDENTITIES,
@@ -32,6 +28,7 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, ZEROS, NotFollowed, Value, each, of_operand, rule
 from l0prune.infer.rules.movement import source
+from l0prune.infer.solver import SINGLE, Const, Expr, cat, pick
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
