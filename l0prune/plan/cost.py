@@ -3,7 +3,7 @@
 A weight is there if the gates on all its sides are open, so a layer's expected count is the
 expectation of a product of counts: with gates that are independent, Π over its dims of
 E[open size], and exact moments where one axis meets two dims. That is E‖θ‖₀ of the paper for
-coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_count``.
+coupled gates. The paper itself counts each gate's own group (eq. 16): ``group_weights``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from functools import cached_property
 from itertools import repeat
 from math import prod
 from statistics import fmean
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from l0prune.errors import UsageError
 from l0prune.plan.activations import Activation
@@ -30,7 +28,6 @@ from l0prune.plan.expected import (
     Sums,
     SumTable,
     Terms,
-    first_order,
     multiply,
     precision,
 )
@@ -150,14 +147,6 @@ class CostModel:
             result[term.owner] += value
         return dict(result)
 
-    def by_axis(self, p: Tensor, unit: str) -> dict[str, float]:
-        """For each axis, the expected count that would go if all of it went."""
-        result = dict.fromkeys(self.plan.names, 0.0)
-        for term, value in zip(self._terms_in(unit), self._values(p, unit), strict=True):
-            for axis in term.axes:
-                result[self.plan.axes[axis].name] += value
-        return result
-
     def _values(self, p: Tensor, unit: str) -> list[float]:
         values: list[float] = self._compiled(unit, p.device).values(p).tolist()
         return values
@@ -243,16 +232,8 @@ def reachable(costs: Iterable[Cost]) -> float:
     return (total - whole) / total if total else 0.0
 
 
-def group_count(plan: Plan, p: Tensor) -> Tensor:
-    """E‖θ‖₀ as the paper counts it (eq. 16): each group's own |g| times P(z ≠ 0), summed.
-
-    ``p`` has shape ``(plan.size,)``; the scalar result has its dtype and is differentiable.
-    """
-    return torch.dot(p, group_weights(plan).to(p))
-
-
 def group_weights(plan: Plan, axis_weights: Sequence[float] | None = None) -> Tensor:
-    """|g| of each gate, times its axis' weight; float64, shape ``(plan.size,)``, on the CPU."""
+    """Return |g| of each gate (eq. 16), times its axis' weight; float64, ``(plan.size,)``, CPU."""
     weights = axis_weights or [1.0] * len(plan.axes)
     return torch.cat(
         [
@@ -292,10 +273,10 @@ class Amounts:
                 self._coefficients.append(coefficient)
             lengths.append(len(self._monomials) - before)
         self._lengths = torch.tensor(lengths, dtype=torch.int64)
-        self._on_device: dict[torch.device, _OnDevice] = {}
+        self._on_device: dict[torch.device, tuple[Terms, Tensor]] = {}
 
     def expected(self, p: Tensor, through: Axes = None) -> Tensor:
-        """The expected size of each thing at open probabilities ``p``, differentiable.
+        """Return the expected size of each thing at open probabilities ``p``, differentiable.
 
         Args:
             p: P(z ≠ 0) of each gate, shape ``(plan.size,)``; 0 and 1 for a model that is known.
@@ -305,41 +286,12 @@ class Amounts:
             float64 (float32 on Apple's GPUs), shape ``(things,)``.
         """
         if p.device not in self._on_device:
-            self._on_device[p.device] = _OnDevice(self, p.device)
-        sizes: Tensor = _Each.apply(p, self._on_device[p.device])
+            table = SumTable(self._sums, p.device)
+            terms = Terms(table, self._monomials, self._coefficients, p.device)
+            self._on_device[p.device] = terms, self._lengths.to(p.device)
+        terms, lengths = self._on_device[p.device]
+        sizes = torch.segment_reduce(terms.each(p), "sum", lengths=lengths, unsafe=True)
         if through is None:
             return sizes
-        return sizes * sizes.new_tensor([self._meets(thing, through) for thing in self._things])
-
-    def _meets(self, thing: Cost | Activation, axes: frozenset[int]) -> float:
-        return float(any(not axes.isdisjoint(axes_of(dim)) for dim in thing.dims))
-
-
-class _OnDevice:
-    """The terms of all things as tensors, those of one thing next to each other."""
-
-    def __init__(self, amounts: Amounts, device: torch.device) -> None:
-        table = SumTable(amounts._sums, device)
-        self.terms = Terms(table, amounts._monomials, amounts._coefficients, device)
-        self.lengths = amounts._lengths.to(device)
-        count = len(self.lengths)
-        self.thing_of_term = torch.repeat_interleave(
-            torch.arange(count, device=device), self.lengths
-        )
-
-
-class _Each(Function):
-    @staticmethod
-    def forward(ctx: Any, p: Tensor, on_device: _OnDevice) -> Tensor:
-        ctx.on_device = on_device
-        ctx.save_for_backward(p)
-        values = on_device.terms.values(p)
-        sizes = torch.segment_reduce(values, "sum", lengths=on_device.lengths, unsafe=True)
-        return sizes.to(precision(p.device))
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (p,) = ctx.saved_tensors
-        of_terms = grad.index_select(0, ctx.on_device.thing_of_term)
-        return ctx.on_device.terms.gradient(p, of_terms).to(p.dtype), None
+        met = (any(not through.isdisjoint(axes_of(d)) for d in each.dims) for each in self._things)
+        return sizes * sizes.new_tensor([float(each) for each in met])

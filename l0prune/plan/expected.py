@@ -401,6 +401,11 @@ class Terms:
             result = result * factor
         return result
 
+    def each(self, p: Tensor) -> Tensor:
+        """Return the value of each term, differentiable in ``p``; shape ``(terms,)``."""
+        values: Tensor = _EachTerm.apply(p, self)
+        return values
+
     def gradient(self, p: Tensor, of_terms: Tensor) -> Tensor:
         """dL/dp from the gradients dL/d(term); shapes ``(gates,)`` and ``(terms,)``."""
         partial = products_of_others(self.coefficients * of_terms, self._gathered(p))
@@ -431,6 +436,20 @@ class Terms:
         return SumPolynomial(self._table, evaluate)
 
 
+class _EachTerm(Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor, terms: Terms) -> Tensor:
+        ctx.terms = terms
+        ctx.save_for_backward(p)
+        return terms.values(p)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (p,) = ctx.saved_tensors
+        return ctx.terms.gradient(p, grad).to(p.dtype), None
+
+
 Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From the sums to the value of a polynomial in them and its gradient, shape ``(sums,)``."""
 
@@ -452,18 +471,12 @@ class SumPolynomial:
     """A form over a table of sums: the expected cost as a function of open probabilities."""
 
     def __init__(self, table: SumTable, form: Form) -> None:
-        self._table, self._form = table, form
+        self.table, self.form = table, form
 
     def __call__(self, p: Tensor, dtype: torch.dtype) -> Tensor:
         """The value as a scalar of ``dtype`` that autograd can differentiate by ``p``."""
         value: Tensor = _Evaluate.apply(p, self, dtype)
         return value
-
-    def value_and_gradient(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        """The value at ``p`` and its derivative by each gate, shape ``(gates,)``."""
-        sums = self._table.values(p)
-        value, of_sums = self._form(sums)
-        return value, self._table.gradient(p, of_sums)
 
 
 class _Evaluate(Function):
@@ -471,8 +484,9 @@ class _Evaluate(Function):
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, polynomial: SumPolynomial, dtype: torch.dtype) -> Tensor:
-        value, gradient = polynomial.value_and_gradient(p.to(precision(p.device)))
-        ctx.gradient = gradient.to(p.dtype)
+        precise = p.to(precision(p.device))
+        value, of_sums = polynomial.form(polynomial.table.values(precise))
+        ctx.gradient = polynomial.table.gradient(precise, of_sums).to(p.dtype)
         return value.to(dtype)
 
     @staticmethod

@@ -40,7 +40,7 @@ _TRIED = 12  # ways beside widths alone, at most: each costs a forward
 
 @dataclass(frozen=True)
 class OneShot:
-    """A part of the way to some limits, and what goes first.
+    """A cut at once, by scores, of a part of the way to some limits.
 
     Attributes:
         wanted: the limits.
@@ -55,7 +55,7 @@ class OneShot:
     part: float = 0.5
 
     def choose(self, of: ScoreInput) -> tuple[Tensor, bool]:
-        """The gates that are open at its end, and whether a loss told how many branches are.
+        """Choose the open gates, and say whether a loss settled how many branches stay.
 
         Ways from which widths alone can go all of the way come before others.
 
@@ -84,7 +84,7 @@ class OneShot:
         return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
 
     def candidates(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
-        """Open gates with ever more branches gone, those of lowest score first, and so fewer slots.
+        """Yield open gates with ever more branches gone, those of lowest score first.
 
         Args:
             plan: of the network.
@@ -103,7 +103,7 @@ class OneShot:
                 return
 
     def cut_widths(self, plan: Plan, start: Tensor) -> Tensor:
-        """The gates that are open at its end where no more branches go than at the start.
+        """Cut widths alone, this part of the way, from the gates that are open at the start.
 
         Args:
             plan: of the network.
@@ -155,11 +155,9 @@ def fit(
     """Open and close gates, in place, so that an export just meets a budget.
 
     Gates of lowest score close first; where there is room, those of highest score open again. At
-    least one slot of an axis stays. Weights are not touched: the certificate of an export holds,
-    but the network computes something else, and wants training.
-
-    Where the real amount can be observed (a time, by running the export), it is, and the choice
-    is corrected until that meets the budget.
+    least one slot of an axis stays. Weights are not touched: the network computes something else,
+    and wants training. Where the real amount can be observed (a time, by running the export), it
+    is, and the choice is corrected until that meets the budget.
 
     Args:
         model: a gated model.
@@ -173,14 +171,12 @@ def fit(
             measure does that the budget is about; params and MACs like all widths.
         fill: open more where the budget leaves room; else a network that is smaller may stay so.
         latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
-        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone);
-            those of the others stay as they are. By default all; with ``scores`` all but branches,
-            if there are others: what a score says of a whole branch does not compare with what
-            it says of a slot.
-        data: what the network is for, as for ``finetune``. Then branches go, too, those of lowest
-            score first: so many that the loss is least when half of the way is cut, beside the
-            widths that go with them. Give scores that tell branches from each other, such as
-            ``l0prune.score(model, "auto", data)``.
+        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone). By
+            default all; with ``scores`` all but branches, if there are others: the score of a
+            whole branch does not compare with that of a slot.
+        data: as for ``finetune``. Then branches go, too, those of lowest score first: so many that
+            the loss is least when half of the way is cut, beside the widths that go with them.
+            Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
 
     Returns:
@@ -189,8 +185,8 @@ def fit(
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: the budget makes no sense, or cannot be met (it says what stands in the way), or
-            no axis is of these kinds; or there is data without scores, or with kinds.
+        UsageError: the budget makes no sense, or cannot be met (with what stands in the way), or no
+            axis is of these kinds; or there is data without scores, or with kinds.
         DataError: the data is empty or does not fit the model.
     """
     if round_to != "auto":
@@ -203,11 +199,7 @@ def fit(
     if not asked and scores is not None:
         asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
     worth = gates.log_alpha.detach() if scores is None else scores
-    if worth.shape != (gates.plan.size,) or not bool(torch.isfinite(worth).all()):
-        raise UsageError(
-            f"scores must be {gates.plan.size} finite numbers in one flat vector, one per gate; "
-            f"these have the shape {tuple(worth.shape)}"
-        )
+    _check_scores(worth, gates.plan.size)
     open_ = gates.open().cpu()
     blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
@@ -223,6 +215,14 @@ def fit(
     return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
 
 
+def _check_scores(scores: Tensor, size: int) -> None:
+    if scores.shape != (size,) or not bool(torch.isfinite(scores).all()):
+        raise UsageError(
+            f"scores must be {size} finite numbers in one flat vector, one per gate; these have "
+            f"the shape {tuple(scores.shape)}"
+        )
+
+
 def _without_branches(
     model: nn.Module,
     oneshot: OneShot,
@@ -230,7 +230,7 @@ def _without_branches(
     widths: Movable,
     blocks: Callable[[Movable], list[int]],
 ) -> tuple[Tensor, Movable | None]:
-    """The gates that are open once branches are gone by the loss, and those that may move then.
+    """Let the loss decide which branches go: the open gates then, and those that may move.
 
     Args:
         widths: all but branches, which move where the loss does not tell.
@@ -270,7 +270,7 @@ def blocks_for(
     latency: Source | None,
     movable: Movable | None = None,
 ) -> list[int]:
-    """For each axis, how many slots open and close together, as ``fit`` is told.
+    """Return for each axis how many slots open and close together, by the options of ``fit``.
 
     Blocks that only a measure likes are halved until the limits can be met with them.
 
@@ -301,7 +301,7 @@ def blocks_for(
 def unmet(
     plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
 ) -> tuple[Bound, Tensor] | None:
-    """A bound that is exceeded with every gate closed that may be, and what is open then."""
+    """Return a bound exceeded with every gate closed that may be, and the gates open then."""
     fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
     floors = ((bound, fitting.least(bound)) for bound in wanted)
     return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
@@ -327,7 +327,7 @@ def meet(
     movable: Movable | None = None,
     start: Tensor | None = None,
 ) -> dict[str, float]:
-    """``fit``, once it is known what is wanted and that it can be met."""
+    """Fit a model to bounds that it can meet, in place; see ``fit``."""
     gates = gates_of(model)
     before = gates.log_alpha.detach().clone()
     if start is None:

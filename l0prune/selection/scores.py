@@ -73,20 +73,18 @@ def score(
       estimated from one random direction: to first order the square of how far the outputs move
       when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
       learns its own answers (see ``answered``).
-    - ``"ablation"``: of branches how far the outputs move without them, as the mean over the
-      examples of ‖o − o'‖². They go in rounds, those first that move them least: where a network
-      can spare either of two, it may need one. So of the k-th to go it is the k-th smallest of what
-      one alone moves. Five forwards a branch and batch. Of the slots of other axes, which are too
-      many for that, ``"outputs"``, which is the same to first order for one alone.
+    - ``"ablation"``: of branches the mean over the examples of ‖o − o'‖², o' without them. They go
+      in rounds, those first that move the outputs least: where a network can spare either of two,
+      it may need one. So the k-th to go has the k-th smallest value of one alone. Five forwards a
+      branch and batch. Of other slots ``"outputs"``, the same to first order for one alone.
     - ``"auto"``: ``"fisher"`` of slots, by default from at most 100 batches, or ``"outputs"`` where
       the loss is at its least, as where a network learns its own answers; and ``"ablation"`` of
       branches, from a few hundred examples: what gates start from under a budget.
     - ``"random"``: uniform between 0 and 1, the floor under all others.
 
-    Scores of different axes are made comparable by dividing each by its axis' mean, so that a
-    slot counts by how it stands among its like (Torch-Pruning's default, too); a branch as it
-    stands among the branches. With
-    ``normalise="none"`` they are as they come, and axes of few large weights go last.
+    Each is divided by its axis' mean, so that a slot counts by how it stands among its like
+    (Torch-Pruning's default, too), and a branch among the branches. With ``normalise="none"`` they
+    are as they come, and axes of few large weights go last.
 
     Args:
         model: a gated model.
@@ -110,16 +108,20 @@ def score(
     root, gates = holder(model)
     gates.make_whole()
     how = current_name(how)
+    _check_options(normalise, batches, batch_size, seed)
+    task = None if data is None else Task.of(data, loss)
+    of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
+    values = compute_score(how, of).values
+    return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
+
+
+def _check_options(normalise: str, batches: int | None, batch_size: int, seed: int) -> None:
     if normalise not in ("axis-mean", "none"):
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
     check_whole("seed", seed, 0, SEEDS)
     check_whole("batch_size", batch_size)
     if batches is not None and batches < 1:
         raise UsageError(f"batches must be at least 1, not {batches}")
-    task = None if data is None else Task.of(data, loss)
-    of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
-    values = compute_score(how, of).values
-    return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
 
 
 def names() -> list[str]:
