@@ -166,7 +166,6 @@ def _system_error(error: BaseException | None) -> OSError | None:
 
 
 def _cannot_write(target: Path, cause: OSError) -> str:
-    """Why a file or a folder was not written, for people."""
     full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
     text = "the disk is full" if full else cause.strerror or str(cause)
     return f"{target} was not written: {text}. Whatever stood there before is unchanged."

@@ -141,7 +141,6 @@ class CutAttention(nn.MultiheadAttention):
         return given
 
     def _projections(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Weights and biases of queries, keys and values."""
         keys = self.num_heads * self.head_dim
         sizes = [keys, keys, self.out_proj.in_features]
         if self.in_proj_weight is not None:

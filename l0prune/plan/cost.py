@@ -169,7 +169,6 @@ class CostModel:
         return self._polynomials[key]
 
     def _compiled(self, unit: str, device: torch.device) -> Terms:
-        """The terms as tensors on a device."""
         if (unit, device) not in self._on_device:
             terms = self._terms_in(unit)  # first: the sums are complete only once these are known
             if device not in self._tables:

@@ -123,7 +123,6 @@ class Sums:
             yield from [axis] * (len(cuts) - 1)
 
     def _pieces(self, slots: Slots) -> Iterator[int]:
-        """The ranges that make up ``slots``."""
         offset = self._plan.axes[slots.axis].start
         for start, stop in pairwise(self._cuts[slots.axis]):
             if slots.start <= start and stop <= slots.stop:
@@ -413,7 +412,6 @@ class Terms:
         return self._table.gradient(p.to(of_sums.dtype), of_sums)
 
     def _gathered(self, p: Tensor) -> list[Tensor]:
-        """The factors of each term, column by column."""
         sums = self._table.values(p.to(self.coefficients.dtype))
         return [sums.index_select(0, column) for column in self._columns]
 

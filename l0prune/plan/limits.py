@@ -243,7 +243,6 @@ def bounds(
 
 
 def _by_axis(limit: Limit, measure: Measure) -> Iterator[Limit]:
-    """The limit on each of the axes that it is about."""
     names, meant = measure.plan.names, limit.axes(measure.plan)
     numbers = sorted(measure.axes if meant is None else measure.axes & meant)
     if not numbers:

@@ -38,6 +38,244 @@ from l0prune.selection.score_input import ScoreInput
 _TRIED = 12  # ways beside widths alone, at most: each costs a forward
 
 
+LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
+
+
+def fit(
+    model: nn.Module,
+    budget: LimitsLike | None = None,
+    scores: Tensor | None = None,
+    *,
+    round_to: Widths = "auto",
+    fill: bool = True,
+    latency: Source | None = None,
+    kinds: str | Sequence[str] = (),
+    data: Any = None,
+    loss: Any = None,
+) -> dict[str, float]:
+    """Open and close gates, in place, so that an export just meets a budget.
+
+    Gates of lowest score close first; where there is room, those of highest score open again. At
+    least one slot of an axis stays. Weights are not touched: the network computes something else,
+    and wants training. Where the real amount can be observed (a time, by running the export), it
+    is, and the choice is corrected until that meets the budget.
+
+    Args:
+        model: a gated model.
+        budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
+            ``"layer3.*: params=0.3"``, or several; None to round widths only.
+        scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
+            gates' own log α.
+        round_to: open slots of an axis come in multiples of this, or all of them. Heads and
+            groups, and single inputs of a layer that are cut beside whole maps, are not rounded.
+            ``"auto"`` takes for each axis what the runtime of ``latency`` likes, or what another
+            measure does that the budget is about; params and MACs like all widths.
+        fill: open more where the budget leaves room.
+        latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
+        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone). By
+            default all; with ``scores`` all but branches, if there are others: the score of a
+            whole branch does not compare with that of a slot.
+        data: as for ``finetune``. Then branches go, too, those of lowest score first: so many that
+            the loss is least when half of the way is cut, beside the widths that go with them.
+            Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
+        loss: see ``Task``; None for that of the data, or ``"auto"``.
+
+    Returns:
+        The export's amounts by the text of each limit, in its unit; as observed, where they are.
+
+    Raises:
+        NotGated: the model carries no gates.
+        UsageError: the budget makes no sense, or cannot be met (with what stands in the way), or no
+            axis is of these kinds; or there is data without scores, or with kinds.
+        DataError: the data is empty or does not fit the model.
+    """
+    if round_to != "auto":
+        check_whole("round_to", round_to)
+    gates = gates_of(model)
+    gates.make_whole()
+    sources = () if latency is None else (latency,)
+    wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
+    asked = (kinds,) if isinstance(kinds, str) else kinds
+    if not asked and scores is not None:
+        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
+    worth = gates.log_alpha.detach() if scores is None else scores
+    _check_scores(worth, gates.plan.size)
+    open_ = gates.open().cpu()
+    blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
+    movable: Movable | None
+    movable = widths = _movable(gates.plan, open_, asked)
+    if data is not None:
+        if scores is None or kinds or not wanted:
+            raise UsageError(
+                "data tells how many branches go when scores and a budget say what goes: give both "
+                "and no kinds, or no data"
+            )
+        oneshot = OneShot(wanted, blocks(), worth)
+        open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
+    return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
+
+
+def _check_scores(scores: Tensor, size: int) -> None:
+    if scores.shape != (size,) or not bool(torch.isfinite(scores).all()):
+        raise UsageError(
+            f"scores must be {size} finite numbers in one flat vector, one per gate; these have "
+            f"the shape {tuple(scores.shape)}"
+        )
+
+
+def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
+    """The gates of axes of these kinds, or all; and of the others those that are open."""
+    there = {axis.kind for axis in plan.axes}
+    if strange := [kind for kind in kinds if kind not in there]:
+        raise UsageError(
+            f"no axis that is gated is of the kind {strange[0]!r}; there are "
+            f"{', '.join(sorted(there))}"
+        )
+    gates = torch.zeros(plan.size, dtype=torch.bool)
+    for axis in plan.axes:
+        gates[axis.slice] = not kinds or axis.kind in kinds
+    return Movable.of(gates, open_)
+
+
+def blocks_for(
+    plan: Plan,
+    wanted: Sequence[Bound],
+    round_to: Widths,
+    latency: Source | None,
+    movable: Movable | None = None,
+) -> list[int]:
+    """Return for each axis how many slots open and close together, by the options of ``fit``.
+
+    Blocks that only a measure likes are halved until the limits can be met with them.
+
+    Raises:
+        UsageError: ``round_to`` makes no sense, or the table is of another network; or the limits
+            cannot be met with every gate closed that may be: names what stands in the way, and why
+            it is pinned.
+    """
+    measures: dict[str, Measure] = {bound.measure.name: bound.measure for bound in wanted}
+    if latency is not None and latency.name not in measures:
+        measures[latency.name] = latency.of(plan)
+    blocks = blocks_of(plan, round_to, measures.values())
+    if movable is not None:
+        of_axes = zip(plan.axes, blocks, strict=True)
+        blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
+    smaller = [blocks]
+    while round_to == "auto" and max(smaller[-1], default=1) > 1:
+        smaller.append([max(1, block // 2) for block in smaller[-1]])
+    refusals = []
+    for tried in smaller:
+        missed = unmet(plan, wanted, tried, movable)
+        if missed is None:
+            return tried
+        refusals.append(_refusal(*missed, max(tried, default=1)))
+    raise refusals[0]
+
+
+def unmet(
+    plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
+) -> tuple[Bound, Tensor] | None:
+    """Return a bound exceeded with every gate closed that may be, and the gates open then."""
+    fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
+    floors = ((bound, fitting.least(bound)) for bound in wanted)
+    return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
+
+
+def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
+    floor, measure = bound.actual(least), bound.measure
+    in_blocks = f", in blocks of {widest}" if widest > 1 else ""
+    return UsageError(
+        f"the budget {bound.limit} cannot be met: with every gate closed that may be"
+        f"{in_blocks}, {measure.show(floor)} of {measure.show(bound.dense)} "
+        f"{measure.label} stay ({floor / bound.dense:.1%}). {_in_the_way(measure, least)}"
+    )
+
+
+def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
+    """Describe where most of what cannot be removed is, and why."""
+    kept = measure.plan.kept(least).to(torch.float64)
+    taking = ((owner, amount) for owner, amount in measure.by_owner(kept).items() if amount)
+    owners = sorted(taking, key=lambda item: -item[1])
+    reasons = []
+    for owner, amount in owners[:most]:
+        pins = [p for p in measure.plan.pins if p.where.startswith(f"{owner}.")]
+        why = "; ".join(dict.fromkeys(f"{pin.where} is pinned, {pin.reason}" for pin in pins[:2]))
+        shown = measure.show(amount)
+        reasons.append(f"{owner or 'the model'} ({shown}{f': {why}' if why else ''})")
+    where = f"Most of it is in {', '.join(reasons)}. " if reasons else ""
+    return f"{where}Give a larger budget, or gate more axes (include, exclude)."
+
+
+def meet(
+    model: nn.Module,
+    wanted: Sequence[Bound],
+    worth: Tensor,
+    blocks: Sequence[int],
+    *,
+    fill: bool = True,
+    movable: Movable | None = None,
+    start: Tensor | None = None,
+) -> dict[str, float]:
+    """Fit a model to bounds that it can meet, in place; see ``fit``."""
+    gates = gates_of(model)
+    before = gates.log_alpha.detach().clone()
+    if start is None:
+        start = gates.open().cpu()
+
+    def restore() -> None:
+        with torch.no_grad():
+            gates.log_alpha.copy_(before)
+
+    def put(open_: Tensor) -> None:
+        restore()
+        gates.put(open_)
+
+    def observe(open_: Tensor) -> dict[Bound, float]:
+        put(open_)
+        return observed(model, wanted)
+
+    fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
+    try:
+        choice, tried = corrected(fitting, start, observe, fill=fill)
+        put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
+    except BaseException:
+        restore()
+        raise
+    filling = {
+        axis.name: count
+        for axis in gates.plan.axes
+        if (count := int(choice.slots.filling[axis.slice].sum()))
+    }
+    correction.done(correction.Fitted(filling, observations(tried, choice)))
+    return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
+
+
+def _without_branches(
+    model: nn.Module,
+    oneshot: OneShot,
+    task: Task,
+    widths: Movable,
+    blocks: Callable[[Movable], list[int]],
+) -> tuple[Tensor, Movable | None]:
+    """Let the loss decide which branches go: the open gates then, and those that may move.
+
+    Args:
+        widths: all but branches, which move where the loss does not tell.
+        blocks: raises UsageError where these gates alone cannot meet what is wanted.
+    """
+    of = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
+    plan, open_ = of.plan, of.gates.open().cpu()
+    left, is_settled = oneshot.choose(of)
+    if is_settled:
+        start = torch.where(switches_of(plan), left, open_)
+        return start, Movable.of(~switches_of(plan), start)
+    try:
+        blocks(widths)
+    except UsageError:
+        return left, None  # branches have to go for the rest of the way, too
+    return open_, widths
+
+
 @dataclass(frozen=True)
 class OneShot:
     """A cut at once, by scores, of a part of the way to some limits.
@@ -132,245 +370,5 @@ def most_trials(branches: int) -> int:
     return branches // _apart(branches) + 1
 
 
-def _apart(branches: int) -> int:
-    """Return the number of branches between one trial and the next."""
+def _apart(branches: int) -> int:  # from one trial to the next
     return max(1, ceil(branches / _TRIED))
-
-
-LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
-
-
-def fit(
-    model: nn.Module,
-    budget: LimitsLike | None = None,
-    scores: Tensor | None = None,
-    *,
-    round_to: Widths = "auto",
-    fill: bool = True,
-    latency: Source | None = None,
-    kinds: str | Sequence[str] = (),
-    data: Any = None,
-    loss: Any = None,
-) -> dict[str, float]:
-    """Open and close gates, in place, so that an export just meets a budget.
-
-    Gates of lowest score close first; where there is room, those of highest score open again. At
-    least one slot of an axis stays. Weights are not touched: the network computes something else,
-    and wants training. Where the real amount can be observed (a time, by running the export), it
-    is, and the choice is corrected until that meets the budget.
-
-    Args:
-        model: a gated model.
-        budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
-            ``"layer3.*: params=0.3"``, or several; None to round widths only.
-        scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
-            gates' own log α.
-        round_to: open slots of an axis come in multiples of this, or all of them. Heads and
-            groups, and single inputs of a layer that are cut beside whole maps, are not rounded.
-            ``"auto"`` takes for each axis what the runtime of ``latency`` likes, or what another
-            measure does that the budget is about; params and MACs like all widths.
-        fill: open more where the budget leaves room; else a network that is smaller may stay so.
-        latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
-        kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone). By
-            default all; with ``scores`` all but branches, if there are others: the score of a
-            whole branch does not compare with that of a slot.
-        data: as for ``finetune``. Then branches go, too, those of lowest score first: so many that
-            the loss is least when half of the way is cut, beside the widths that go with them.
-            Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
-        loss: see ``Task``; None for that of the data, or ``"auto"``.
-
-    Returns:
-        The amounts of the exported model, for each limit by its text: in parameters, in MACs, in
-        the unit of the measure; as observed, where they are.
-
-    Raises:
-        NotGated: the model carries no gates.
-        UsageError: the budget makes no sense, or cannot be met (with what stands in the way), or no
-            axis is of these kinds; or there is data without scores, or with kinds.
-        DataError: the data is empty or does not fit the model.
-    """
-    if round_to != "auto":
-        check_whole("round_to", round_to)
-    gates = gates_of(model)
-    gates.make_whole()
-    sources = () if latency is None else (latency,)
-    wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
-    asked = (kinds,) if isinstance(kinds, str) else kinds
-    if not asked and scores is not None:
-        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
-    worth = gates.log_alpha.detach() if scores is None else scores
-    _check_scores(worth, gates.plan.size)
-    open_ = gates.open().cpu()
-    blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
-    movable: Movable | None
-    movable = widths = _movable(gates.plan, open_, asked)
-    if data is not None:
-        if scores is None or kinds or not wanted:
-            raise UsageError(
-                "data tells how many branches go when scores and a budget say what goes: give both "
-                "and no kinds, or no data"
-            )
-        oneshot = OneShot(wanted, blocks(), worth)
-        open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
-    return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
-
-
-def _check_scores(scores: Tensor, size: int) -> None:
-    if scores.shape != (size,) or not bool(torch.isfinite(scores).all()):
-        raise UsageError(
-            f"scores must be {size} finite numbers in one flat vector, one per gate; these have "
-            f"the shape {tuple(scores.shape)}"
-        )
-
-
-def _without_branches(
-    model: nn.Module,
-    oneshot: OneShot,
-    task: Task,
-    widths: Movable,
-    blocks: Callable[[Movable], list[int]],
-) -> tuple[Tensor, Movable | None]:
-    """Let the loss decide which branches go: the open gates then, and those that may move.
-
-    Args:
-        widths: all but branches, which move where the loss does not tell.
-        blocks: raises UsageError where these gates alone cannot meet what is wanted.
-    """
-    of = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
-    plan, open_ = of.plan, of.gates.open().cpu()
-    left, is_settled = oneshot.choose(of)
-    if is_settled:
-        start = torch.where(switches_of(plan), left, open_)
-        return start, Movable.of(~switches_of(plan), start)
-    try:
-        blocks(widths)
-    except UsageError:
-        return left, None  # branches have to go for the rest of the way, too
-    return open_, widths
-
-
-def _movable(plan: Plan, open_: Tensor, kinds: Sequence[str]) -> Movable:
-    """The gates of axes of these kinds, or all; and of the others those that are open."""
-    there = {axis.kind for axis in plan.axes}
-    if strange := [kind for kind in kinds if kind not in there]:
-        raise UsageError(
-            f"no axis that is gated is of the kind {strange[0]!r}; there are "
-            f"{', '.join(sorted(there))}"
-        )
-    gates = torch.zeros(plan.size, dtype=torch.bool)
-    for axis in plan.axes:
-        gates[axis.slice] = not kinds or axis.kind in kinds
-    return Movable.of(gates, open_)
-
-
-def blocks_for(
-    plan: Plan,
-    wanted: Sequence[Bound],
-    round_to: Widths,
-    latency: Source | None,
-    movable: Movable | None = None,
-) -> list[int]:
-    """Return for each axis how many slots open and close together, by the options of ``fit``.
-
-    Blocks that only a measure likes are halved until the limits can be met with them.
-
-    Raises:
-        UsageError: ``round_to`` makes no sense, or the table is of another network; or the limits
-            cannot be met with every gate closed that may be: names what stands in the way, and why
-            it is pinned.
-    """
-    measures: dict[str, Measure] = {bound.measure.name: bound.measure for bound in wanted}
-    if latency is not None and latency.name not in measures:
-        measures[latency.name] = latency.of(plan)
-    blocks = blocks_of(plan, round_to, measures.values())
-    if movable is not None:
-        of_axes = zip(plan.axes, blocks, strict=True)
-        blocks = [block if movable.gates[axis.start] else 1 for axis, block in of_axes]
-    smaller = [blocks]
-    while round_to == "auto" and max(smaller[-1], default=1) > 1:
-        smaller.append([max(1, block // 2) for block in smaller[-1]])
-    refusals = []
-    for tried in smaller:
-        missed = unmet(plan, wanted, tried, movable)
-        if missed is None:
-            return tried
-        refusals.append(_refusal(*missed, max(tried, default=1)))
-    raise refusals[0]
-
-
-def unmet(
-    plan: Plan, wanted: Sequence[Bound], blocks: Sequence[int], movable: Movable | None
-) -> tuple[Bound, Tensor] | None:
-    """Return a bound exceeded with every gate closed that may be, and the gates open then."""
-    fitting = Fitting(plan, torch.zeros(plan.size), wanted, blocks, movable)
-    floors = ((bound, fitting.least(bound)) for bound in wanted)
-    return next((each for each in floors if each[0].actual(each[1]) > each[0].most), None)
-
-
-def _refusal(bound: Bound, least: Tensor, widest: int) -> UsageError:
-    floor, measure = bound.actual(least), bound.measure
-    in_blocks = f", in blocks of {widest}" if widest > 1 else ""
-    return UsageError(
-        f"the budget {bound.limit} cannot be met: with every gate closed that may be"
-        f"{in_blocks}, {measure.show(floor)} of {measure.show(bound.dense)} "
-        f"{measure.label} stay ({floor / bound.dense:.1%}). {_in_the_way(measure, least)}"
-    )
-
-
-def meet(
-    model: nn.Module,
-    wanted: Sequence[Bound],
-    worth: Tensor,
-    blocks: Sequence[int],
-    *,
-    fill: bool = True,
-    movable: Movable | None = None,
-    start: Tensor | None = None,
-) -> dict[str, float]:
-    """Fit a model to bounds that it can meet, in place; see ``fit``."""
-    gates = gates_of(model)
-    before = gates.log_alpha.detach().clone()
-    if start is None:
-        start = gates.open().cpu()
-
-    def restore() -> None:
-        with torch.no_grad():
-            gates.log_alpha.copy_(before)
-
-    def put(open_: Tensor) -> None:
-        restore()
-        gates.put(open_)
-
-    def observe(open_: Tensor) -> dict[Bound, float]:
-        put(open_)
-        return observed(model, wanted)
-
-    fitting = Fitting(gates.plan, worth, wanted, blocks, movable)
-    try:
-        choice, tried = corrected(fitting, start, observe, fill=fill)
-        put(without_idle(gates.plan, choice.open_))  # what costs nothing fits at any width
-    except BaseException:
-        restore()
-        raise
-    filling = {
-        axis.name: count
-        for axis in gates.plan.axes
-        if (count := int(choice.slots.filling[axis.slice].sum()))
-    }
-    correction.done(correction.Fitted(filling, observations(tried, choice)))
-    return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
-
-
-def _in_the_way(measure: Measure, least: Tensor, most: int = 3) -> str:
-    """Describe where most of what cannot be removed is, and why."""
-    kept = measure.plan.kept(least).to(torch.float64)
-    taking = ((owner, amount) for owner, amount in measure.by_owner(kept).items() if amount)
-    owners = sorted(taking, key=lambda item: -item[1])
-    reasons = []
-    for owner, amount in owners[:most]:
-        pins = [p for p in measure.plan.pins if p.where.startswith(f"{owner}.")]
-        why = "; ".join(dict.fromkeys(f"{pin.where} is pinned, {pin.reason}" for pin in pins[:2]))
-        shown = measure.show(amount)
-        reasons.append(f"{owner or 'the model'} ({shown}{f': {why}' if why else ''})")
-    where = f"Most of it is in {', '.join(reasons)}. " if reasons else ""
-    return f"{where}Give a larger budget, or gate more axes (include, exclude)."

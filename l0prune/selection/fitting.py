@@ -197,7 +197,6 @@ class Fitting:
         return torch.stack(full).any(0) if full else None
 
     def _ascending(self, among: Tensor) -> Tensor:
-        """Numbers of the gates that are True in ``among``, the one of lowest score first."""
         order = self._scores.argsort(stable=True)
         return order[among[order]]
 

@@ -97,8 +97,7 @@ def score(
         device: where to take gradients, as for ``finetune``.
         seed: of the order of the data, and of ``"random"``.
 
-    Returns:
-        float64, shape ``(plan.size,)``, on the CPU; 0 or more.
+    Shape: ``(plan.size,)``, float64 on the CPU; 0 or more.
 
     Raises:
         NotGated: the model carries no gates.
