@@ -7,8 +7,8 @@ to a share of the dense network's time: one thread, batch 1. Files are written b
 for all ways alike, and timed in turns with the dense network's. The ways:
 
 - ``l0prune``: gates of widths and whole branches learn under ``budget="latency=…"``, for half of
-  the epochs; branches are decided after a part ``decide`` of the steps in which gates learn, its
-  default, all of it (``-late``) or less (``-early``);
+  the epochs; branches are decided after a part ``branch_freeze_fraction`` of the steps in which
+  gates learn, its default, all of it (``-late``) or less (``-early``);
 - ``l0prune-branches``: only whole branches have gates; ``l0prune-widths``: only widths do;
 - ``l0prune-8``: these with ``round_to=8``, where the table says what the runtime likes;
 - ``l0prune-macs-8``: these under ``budget="macs=…"`` with ``round_to=8``;
@@ -216,8 +216,8 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
-    "l0prune-late": partial(in_latency, decide=1.0),
-    "l0prune-early": partial(in_latency, decide=0.4),
+    "l0prune-late": partial(in_latency, branch_freeze_fraction=1.0),
+    "l0prune-early": partial(in_latency, branch_freeze_fraction=0.4),
     "l0prune-branches": partial(in_latency, gates=BRANCHES),
     "l0prune-widths": partial(in_latency, gates=WIDTHS),
     "l0prune-8": partial(in_latency, gates=WIDTHS, round_to=8),

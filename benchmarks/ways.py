@@ -25,7 +25,7 @@ from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import LOOKS
 from l0prune.selection.scores import TRIED
 from l0prune.training import phases
-from l0prune.training.start import Looks
+from l0prune.training.start import ScoringBudget
 
 SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 5e-4}
 ADAM = {"optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}  # of networks without a convolution
@@ -208,7 +208,10 @@ def _looked(model: nn.Module, learning: float, job: Job) -> float:
         learning: epochs in which they learn.
     """
     switches = branches_of(model)
-    return Looks.of(round(learning * job.steps), BATCH, switches).steps(BATCH, switches) / job.steps
+    return (
+        ScoringBudget.of(round(learning * job.steps), BATCH, switches).steps(BATCH, switches)
+        / job.steps
+    )
 
 
 def trained(small: nn.Module, whole: int, job: Job, done: int = 0, spent: float = 0.0) -> Cut:
@@ -232,9 +235,9 @@ def scored(model: nn.Module, share: float, job: Job, how: str) -> Cut:
     l0prune.fit(model, f"macs={share}", scores, data=job.data if is_auto else None)
     looked = job.looked if how in ("taylor", "fisher", "outputs") else 0.0
     if is_auto:
-        looks = Looks(job.looks["batches"], *TRIED, LOOKS[0])
+        scoring_budget = ScoringBudget(job.looks["batches"], *TRIED, LOOKS[0])
         switches = branches_of(model)
-        looked = looks.steps(BATCH, switches) / job.steps
+        looked = scoring_budget.steps(BATCH, switches) / job.steps
     left = job.left(share, spent=looked)
     l0prune.finetune(model, job.data, **job.settings("finetune", left, learn=False))
     return Cut(l0prune.export(model).module, left * job.cost(share) + looked)

@@ -28,6 +28,7 @@ from l0prune.cli.project import defaults, newest, output_path
 from l0prune.cli.report import NoReport, repeatable
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
+from l0prune.training.settings import current_names
 
 _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
 
@@ -71,8 +72,9 @@ def finetune(
 
         torchrun --nproc-per-node 8 -m l0prune finetune --data imagefolder:DIR --batch-size 1024
     """
-    given = {**settings, **dict(map(parse_setting, setting or ()))}
-    standing = {k: v for k, v in defaults().get("finetune", {}).items() if k not in given}
+    given = current_names({**settings, **dict(map(parse_setting, setting or ()))})
+    of_project = current_names(defaults().get("finetune", {}))
+    standing = {k: v for k, v in of_project.items() if k not in given}
     chosen_settings = {**standing, **given}
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")

@@ -23,7 +23,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
-from l0prune.training.gate_settings import GateSettings
+from l0prune.training.settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
 

@@ -21,7 +21,7 @@ from l0prune.plan.limits import limits
 from l0prune.plan.measures import Latency
 from l0prune.plan.numbers import LARGEST, MOST, NETWORKS, SEEDS, THREADS
 from l0prune.running.criteria import check_name
-from l0prune.training.settings import Settings
+from l0prune.training.settings import Settings, current_names
 
 
 class _Section(BaseModel):
@@ -86,6 +86,7 @@ class GateSection(_Section):
 def _settings_of(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings of ``l0prune.finetune`` that make sense, so that no stage fails late."""
     try:
+        settings = current_names(settings)
         Settings.of(settings)
     except UsageError as error:
         raise ValueError(str(error)) from error

@@ -1,7 +1,4 @@
-"""Temporal averaging of everything that a model has learned: weights, buffers and gates.
-
-Averages of a model that the user keeps (EMA, SWA): they follow what is decided of its gates.
-"""
+"""Moving averages of weights, buffers and gates: of a run, and those that the user keeps."""
 
 from __future__ import annotations
 

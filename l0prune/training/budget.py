@@ -90,7 +90,7 @@ class Balance:
         self._pulls = None
 
 
-class Together:
+class BlockCoupling:
     """The blocks of all axes. A block is made of slots that matter about as much.
 
     Attributes:
@@ -214,7 +214,7 @@ class Budget:
         self.done = 0
         self._excess: Tensor | None = None
         self._before: Tensor | None = None
-        self._together: Together | None = None
+        self._block_coupling: BlockCoupling | None = None
         self._balance = Balance()
 
     def lagrangian(self, p: Tensor) -> Tensor:
@@ -222,8 +222,8 @@ class Budget:
         if self.multipliers.device != p.device:  # no transfer, and so no wait, in later steps
             self.multipliers = self.multipliers.to(p.device)
             self._shares, self._begins = self._shares.to(p.device), self._begins.to(p.device)
-            if self._together is not None:
-                self._together.move(p.device)
+            if self._block_coupling is not None:
+                self._block_coupling.move(p.device)
         excess = self.share_of_targets(p) - 1
         self._excess = excess.detach()
         self._balance.look(self.done, self._gates.log_alpha, excess)
@@ -234,7 +234,7 @@ class Budget:
 
         Shape: p ``(gates,)``; result ``(k,)``, of p's dtype.
         """
-        counted = p if self._together is None else self._together.least(p)
+        counted = p if self._block_coupling is None else self._block_coupling.least(p)
         shares = torch.stack([bound.expected_share(counted) for bound in self.bounds])
         return shares / self.targets.to(p)
 
@@ -283,13 +283,13 @@ class Budget:
         gates = self._gates
         log_alpha, gradient = gates.log_alpha, gates.log_alpha.grad
         if self.done == 0 and max(self.blocks, default=1) > 1 and not gates.stand_alike():
-            self._together = Together(gates.plan, self.blocks, log_alpha)
-            log_alpha.copy_(self._together.mean(log_alpha))
+            self._block_coupling = BlockCoupling(gates.plan, self.blocks, log_alpha)
+            log_alpha.copy_(self._block_coupling.mean(log_alpha))
         if gradient is not None:
             self._balance.weigh(self.done, gradient / scale, self.multipliers)
             gradient /= 1 + self.multipliers.sum() * self._balance.weight
-            if self._together is not None:
-                gradient.copy_(self._together.mean(gradient))
+            if self._block_coupling is not None:
+                gradient.copy_(self._block_coupling.mean(gradient))
         unit = 1 / self._balance.weight
         ahead = self._ahead(self._excess.float())
         self.multipliers = _ascended(self.multipliers, ahead, self._rate, unit)
@@ -341,7 +341,7 @@ class Budget:
             "weight": self._balance.weight.cpu(),
             "begins": self._begins.cpu(),
             "excess": None if self._before is None else self._before.cpu(),
-            "blocks": None if self._together is None else self._together.numbers.cpu(),
+            "blocks": None if self._block_coupling is None else self._block_coupling.numbers.cpu(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ class Budget:
         self._begins = state["begins"].to(self._shares)
         self._balance.weight = state["weight"]
         if (numbers := state["blocks"]) is not None:
-            self._together = Together(
+            self._block_coupling = BlockCoupling(
                 self._gates.plan, self.blocks, -numbers.to(self.multipliers.device)
             )
 

@@ -1,7 +1,4 @@
-"""Training the network that is left: cut in place while its gates stand, and whole in the end.
-
-Hooks of the user's inside of a model, which count on the whole of it.
-"""
+"""Training at the size that the gates leave: cut in place, and whole again in the end."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ from l0prune.running.device import device_of
 from l0prune.running.processes import is_sharded, run_on_first
 from l0prune.running.stages import stage
 from l0prune.training.averages import Average
-from l0prune.training.optimizer_states import (
+from l0prune.training.optimizers import (
     States,
     bare,
     check_held,
@@ -41,6 +38,7 @@ from l0prune.training.optimizer_states import (
     saved_whole,
     whole_states,
 )
+from l0prune.training.settings import Compact
 
 
 def watched(root: nn.Module) -> str:
@@ -354,6 +352,67 @@ class Compaction:
         if self.cut is None:
             return
         self._loaded.update(saved_cut(optimizer, saved, self.cut.by_id()))
+
+
+class CompactionPolicy:
+    """Cuts a run's model when its setting says so; where that fails, says why, and never again.
+
+    Args:
+        compaction: of the model.
+        when: see ``GateSettings.compact``.
+        say: what is called with the text of a warning.
+    """
+
+    def __init__(self, compaction: Compaction, when: Compact, say: Callable[[str], None]) -> None:
+        self._compaction, self._when, self._say = compaction, when, say
+        self._has_failed = False
+
+    def look_ahead(self, hindrance: str) -> None:
+        """Before the first step: is it known that the network cannot be cut?"""
+        if hindrance and self._when != "never":
+            self._keep_whole(hindrance)
+
+    def to_what_stands(self) -> None:
+        """From the step on at which all gates stand."""
+        if self._when != "never":
+            self._attempt(self._compaction.begin)
+
+    def to_what_is_open(self, *, begins: bool = False) -> None:
+        """While gates learn: what was closed for long enough goes, or before they begin to."""
+        if self._when == "auto":
+            self._attempt(partial(self._compaction.look, begins=begins))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How the model is cut, and whether that has failed."""
+        return {**self._compaction.state_dict(), "failed": self._has_failed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Be cut as a run was that goes on."""
+        self._has_failed = state["failed"]
+        if self._has_failed:
+            self.stop()
+        if self._when == "never":
+            state = {**state, "kept": None}
+        self._attempt(partial(self._compaction.load_state_dict, state))
+
+    def stop(self) -> None:
+        """Cut nothing from here on."""
+        self._when = "never"
+
+    def _attempt(self, cut: Callable[[], None]) -> None:
+        try:
+            cut()
+        except L0pruneError as error:
+            self.fail(str(error))
+
+    def fail(self, reason: str) -> None:
+        """The model cannot be cut after all: nothing is, from here on, also after a stop."""
+        self._has_failed = True
+        self._keep_whole(reason)
+
+    def _keep_whole(self, reason: str) -> None:
+        self.stop()
+        self._say(f"compact: the network keeps its size while it trains: {reason}")
 
 
 def _nothing() -> None:

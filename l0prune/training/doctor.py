@@ -1,7 +1,4 @@
-"""The doctor: says when gates do not do what they are for, why, and what helps.
-
-What to say when training has run into nan or inf.
-"""
+"""Diagnoses of gates that do not learn or close as they should, with causes and ways on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What gates add to training: the penalty of a step, budgets, a rate of their own, and counts.
-
-Gradients of what each process computes in full, beside those of the task's loss.
-"""
+"""Terms that gates add to the objective: penalty, budgets, a rate of their own, and counts."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from l0prune.running.task import RECORD_KEYS, Amount
 from l0prune.selection import correction
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
-from l0prune.training.gate_settings import GateSettings
 from l0prune.training.lambdas import Lambda
 from l0prune.training.penalty import penalty
 from l0prune.training.phases import Phases
+from l0prune.training.settings import GateSettings
 
 LAMBDA = "0.1/N"  # where nothing else says how small a network is to be
 ALWAYS = (Params, Macs)  # what is recorded of every run
@@ -68,14 +65,16 @@ class GateTerms:
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
         self._decay: dict[str, Any] = {"l2": settings.l2, "l2_detach": settings.l2_detach}
         self._penalty(self.lam, **self._prior)  # what makes no sense shows before training
-        self.budget = None if settings.budget is None else self._budget()
+        self.budget = self._budget()
         if self.budget is None:
             blocks_for(gates.plan, (), settings.round_to, settings.latency)
         self._measures = self._recorded()
         self.fitted: dict[str, Any] = {}
 
-    def _budget(self) -> Budget:
+    def _budget(self) -> Budget | None:
         settings = self._settings
+        if settings.budget is None:
+            return None
         return Budget(
             self._model,
             settings.budget,

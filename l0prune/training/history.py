@@ -1,25 +1,36 @@
-"""What a run measured, epoch by epoch: in memory, as JSON lines, and for TensorBoard.
-
-Records of a run for people: one in a line, all in a table.
-"""
+"""The record of a run: mean losses, records of epochs, their files, and progress on stderr."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from l0prune.capture.quiet import quietly
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
 from l0prune.plan.measures import kind_of
 from l0prune.running.environment import as_html
+from l0prune.running.processes import ALONE, World
 from l0prune.running.task import LOSS, RECORD_KEYS, Amount, amount_keys, amounts
 
 _FEW = 8  # so many axes are shown one by one
@@ -245,3 +256,152 @@ def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
             ) from error
         return None
     return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+
+_REFRESH = 0.1  # seconds
+
+
+class Display:
+    """Says how a run goes.
+
+    Attributes:
+        console: where; by default stderr.
+    """
+
+    def __init__(
+        self, epochs: int, steps: int, *, shown: bool = True, console: Console | None = None
+    ) -> None:
+        self.console = console or Console(stderr=True, quiet=not shown, highlight=False)
+        self._epochs = epochs
+        self._steps = steps
+        self._next = 0.0
+        self._loss = ""
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        if shown and self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("epoch {task.fields[epoch]} {task.fields[phase]}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+
+    def start(self, done: int) -> None:
+        """Begin, with so many steps of the run done already."""
+        if self._bar is not None:
+            total = self._epochs * self._steps
+            fields: dict[str, Any] = {"epoch": "", "phase": "", "loss": ""}
+            self._task = self._bar.add_task("", total=total, completed=done, **fields)
+            self._bar.start()
+
+    def step(self, done: int, phase: str) -> None:
+        """So many steps of the run are done; cheap enough to be told after each."""
+        if self._bar is None or (now := time.monotonic()) < self._next:
+            return
+        self._next = now + _REFRESH
+        epoch = f"{min(done // self._steps + 1, self._epochs)}/{self._epochs}"
+        self._bar.update(self._task, completed=done, epoch=epoch, phase=phase, loss=self._loss)
+
+    def loss(self, value: float) -> None:
+        """The latest mean loss."""
+        self._loss = f"loss {value:.4f}"
+
+    def epoch(self, record: Record) -> None:
+        """An epoch is done."""
+        self.console.print(escape(describe(record, self._epochs)), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+        self.console.print(escape(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+LOOK_EVERY = 50  # steps
+
+
+class NotFinite(Exception):
+    """A loss is nan or inf.
+
+    Attributes:
+        ago: how many steps after it the last one was.
+        value: the loss.
+    """
+
+    def __init__(self, ago: int, value: float) -> None:
+        super().__init__(ago, value)
+        self.ago = ago
+        self.value = value
+
+
+class Meter:
+    """Adds up the losses of an epoch; their values are fetched at every ``look`` only.
+
+    What counts is the mean over all processes, which look after the same steps.
+
+    Attributes:
+        loss: sum of the task losses looked at.
+        penalty: sum of the penalties.
+        count: number of steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        forgiving: bool,
+        loss: float = 0.0,
+        penalty: float = 0.0,
+        count: int = 0,
+        world: World = ALONE,
+    ) -> None:
+        self.loss, self.penalty, self.count = loss, penalty, count
+        self._world = world
+        # With fp16 the loss scaler leaves out steps that overflow, until its scale fits.
+        self._forgiving = forgiving
+        self._losses: list[Tensor] = []
+        self._penalties: list[Tensor] = []
+
+    def add(self, loss: Tensor, penalty: Tensor | None) -> None:
+        """One more step."""
+        self._losses.append(loss.detach())
+        if penalty is not None:
+            self._penalties.append(penalty.detach())
+
+    @property
+    def is_due(self) -> bool:
+        """Is it time for a look?"""
+        return len(self._losses) >= LOOK_EVERY
+
+    def look(self) -> float | None:
+        """The mean loss since the last look; None if there was no step.
+
+        Raises:
+            NotFinite: a loss was nan or inf.
+        """
+        if not self._losses:
+            return None
+        losses: list[float] = self._world.mean_(torch.stack(self._losses)).tolist()
+        penalties: list[float] = torch.stack(self._penalties).tolist() if self._penalties else []
+        self._losses, self._penalties = [], []
+        good = [value for value in losses if math.isfinite(value)]
+        if len(good) < len(losses) and not (self._forgiving and good):
+            first = next(n for n, value in enumerate(losses) if not math.isfinite(value))
+            raise NotFinite(len(losses) - 1 - first, losses[first])
+        # One after another, so that the sum does not depend on when we look.
+        for value in good:
+            self.loss += value
+        for value in penalties:
+            self.penalty += value
+        self.count += len(good)
+        return sum(good) / len(good)
+
+    def means(self) -> tuple[float, float]:
+        """Mean task loss and mean penalty of the steps looked at."""
+        count = max(self.count, 1)
+        return self.loss / count, self.penalty / count

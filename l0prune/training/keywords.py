@@ -1,11 +1,11 @@
 """The settings as typed keywords, by which editors complete and mypy checks them.
 
-They are those of ``Settings``, which says what each means and checks their values.
+Generated from ``settings.py`` by ``python tests/training/test_keywords.py``; do not edit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -13,37 +13,36 @@ from l0prune.plan.limits import LimitsLike
 from l0prune.plan.measures import Source
 from l0prune.running.criteria import Loss, Metric
 from l0prune.training.lambdas import LambdaLike
+from l0prune.training.settings import Compact, OptimizerFactory, Schedule
 
-# As in settings.py, with whose annotations these are compared.
 if TYPE_CHECKING:
     from torch import device as Device
     from torch.nn import Module
-    from torch.optim import Optimizer
 else:
-    Device = Module = Optimizer = Any
+    Device = Module = Any
 
 
 class GateKeywords(TypedDict, total=False):
-    """Those of ``Pruner``: ``GateSettings``."""
+    """Keywords of ``GateSettings``."""
 
     lam: LambdaLike | None
     measures: Sequence[str]
     budget: LimitsLike | None
-    round_to: int | Literal["auto"]
     latency: Source | None
+    round_to: int | Literal["auto"]
     budget_rate: float | None
     ramp: float
-    decide: float | None
+    branch_freeze_fraction: float | None
     counting: Literal["joint", "groups"]
     l2: float
     l2_detach: bool
     prior: float | Mapping[str, float] | None
     gate_lr: float | None
-    compact: Literal["auto", "settle", "never"]
+    compact: Compact
 
 
 class DenseKeywords(TypedDict, total=False):
-    """Those of ``train_dense``: ``Settings`` without what is about gates."""
+    """Keywords of ``DenseSettings``."""
 
     loss: Loss | str | None
     metric: Metric | str | None
@@ -51,10 +50,10 @@ class DenseKeywords(TypedDict, total=False):
     batch_size: int
     accumulate: int
     lr: float
-    optimizer: Literal["adam", "adamw", "sgd"] | Callable[[list[dict[str, Any]]], Optimizer]
+    optimizer: Literal["adam", "adamw", "sgd"] | OptimizerFactory
     momentum: float
     weight_decay: float
-    schedule: Literal["settle", "constant", "cosine", "step"] | Callable[[float], float]
+    schedule: Literal["settle", "constant", "cosine", "step"] | Schedule
     clip: float | None
     ema: float
     distill: float
@@ -76,11 +75,11 @@ class DenseKeywords(TypedDict, total=False):
     tensorboard: bool | None
 
 
-class Keywords(GateKeywords, DenseKeywords, total=False):
-    """Those of ``finetune``: all ``Settings``."""
+class Keywords(DenseKeywords, GateKeywords, total=False):
+    """Keywords of ``Settings``."""
 
     learn: bool
     start: str
-    at_once: float
+    oneshot_fraction: float
     warmup: float | None
     settle: float | None

@@ -1,9 +1,4 @@
-"""The training loop: steps, averages, measurements and checkpoints of one run.
-
-What is known of a run before its first step, for whoever reads of it later.
-
-Ctrl-C and SIGTERM, taken between two steps rather than in the middle of one.
-"""
+"""The training loop: steps, averages, measurements, checkpoints and signals of one run."""
 
 from __future__ import annotations
 
@@ -33,10 +28,8 @@ from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
 from l0prune.training.doctor import diverged
-from l0prune.training.history import History, Log, Record, measured
-from l0prune.training.meter import Meter, NotFinite
+from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
-from l0prune.training.progress import Display
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
 from l0prune.training.stepper import Stepper, tried

@@ -1,13 +1,4 @@
-"""The phases of a run: λ warms up, the network is pruned, the weights settle.
-
-The epochs of a run, told to whoever watches.
-
-with watched(print):
-    l0prune.finetune(model, data, out="run")
-
-The watcher gets the history after each epoch, once its checkpoint is written. Where several
-processes train together the first one tells, and the others wait.
-"""
+"""The phases of a run: λ warms up, the network is pruned, the weights settle."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gates of a model in a training loop, of l0prune's own or of anybody's.
-
-The state of a ``Pruner``: which one belongs to which run.
-"""
+"""``Pruner``: the gates of a model in any training loop."""
 
 from __future__ import annotations
 
@@ -18,17 +15,15 @@ from l0prune.gating.attaching import gates_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
 from l0prune.training.averages import Followers
-from l0prune.training.compaction import Compaction
-from l0prune.training.decision import Decision, Shrinking
+from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
-from l0prune.training.gate_settings import GateSettings
 from l0prune.training.gate_terms import GateTerms, add_gradients
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
-from l0prune.training.settings import AUTO
-from l0prune.training.start import begin_from
+from l0prune.training.settings import AUTO, GateSettings
+from l0prune.training.start import Decision, init_gates_from
 
 FORMAT = 1
 _KEYS = {"format", "axes", "phases", "step", "begun", "budget", "own", "doctor", "work", "cut"}
@@ -137,7 +132,7 @@ class Pruner:
         self._set_out()
         is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model, own_loop=self._drives_itself)
-        self._shrinking = Shrinking(
+        self._shrinking = CompactionPolicy(
             self.compaction, self._settings.compact if is_asked else "never", self._say_it
         )
         self.step = 0
@@ -154,7 +149,8 @@ class Pruner:
         self._terms = GateTerms(self.model, self.gates, self._settings, self._n, self.phases)
         self.budget = self._terms.budget
         learning = self.phases.learning
-        self._decision = Decision(self.gates, learning, self._settings.decide, self.budget)
+        fraction = self._settings.branch_freeze_fraction
+        self._decision = Decision(self.gates, learning, fraction, self.budget)
         self.doctor = Doctor(self._terms, self.phases)
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
@@ -170,7 +166,8 @@ class Pruner:
         data: Any,
         *,
         start: str = AUTO,
-        at_once: float = 0.5,
+        oneshot_fraction: float = 0.5,
+        at_once: float | None = None,
         loss: Loss | str | None = None,
         batch_size: int = 100,
         device: str | torch.device = "auto",
@@ -183,8 +180,9 @@ class Pruner:
 
         Args:
             data: what ``finetune`` takes; its training part is used.
-            start: a score, or alike; see ``Settings``, as of ``at_once``.
-            at_once: the part of the way to a budget that is cut at once, 0 to 1.
+            start: a score, or alike; see ``Settings``, as of ``oneshot_fraction``.
+            oneshot_fraction: the part of the way to a budget that is cut at once, 0 to 1.
+            at_once: the former name of ``oneshot_fraction``, deprecated.
             loss: see ``Task``; None for that of the data, or ``"auto"``.
             batch_size: examples a batch, where the data lets us choose.
             device: where to look at the data, as for ``finetune``.
@@ -204,15 +202,25 @@ class Pruner:
                 f"gates start before the first step, and {self.step} steps are done: call "
                 "start_from before the loop, and before the state of a run that goes on is loaded"
             )
-        begun = begin_from(
-            self.model, data, self.phases.learning, self.budget,
-            start=start, at_once=at_once, loss=loss, batch_size=batch_size, device=device,
+        if at_once is not None:
+            _deprecate("at_once", "oneshot_fraction")
+            oneshot_fraction = at_once
+        begun = init_gates_from(
+            self.model,
+            data,
+            self.phases.learning,
+            self.budget,
+            start=start,
+            oneshot_fraction=oneshot_fraction,
+            loss=loss,
+            batch_size=batch_size,
+            device=device,
             seed=seed,
-        )  # fmt: skip
+        )
         if begun.said:
             self._set_out()
-            if begun.decided and self._settings.decide is None:
-                self.branches_stand()
+            if begun.decided and self._settings.branch_freeze_fraction is None:
+                self.freeze_branches()
             self._decision.hold(0)
         return begun.said
 
@@ -313,11 +321,16 @@ class Pruner:
             begins = self.step == 0 and not self._drives_itself
             self._shrinking.to_what_is_open(begins=begins)
 
-    def branches_stand(self) -> None:
-        """Before the first step: branches that are open stay, those that are closed are gone."""
+    def freeze_branches(self) -> None:
+        """Keep branches that are open now, and remove the others, before the first step."""
         self._decision.first = 0
         if self.step == 0:
             self._decision.hold(0)
+
+    def branches_stand(self) -> None:
+        """Call ``freeze_branches``, of which this is the former name."""
+        _deprecate("branches_stand", "freeze_branches")
+        self.freeze_branches()
 
     def look_ahead(self, hindrance: str = "") -> None:
         """Before the first step: say so if it is known that the network cannot be cut.
@@ -508,6 +521,10 @@ class Pruner:
 
     def _axes(self) -> list[list[Any]]:
         return [[axis.name, axis.size] for axis in self.gates.plan.axes]
+
+
+def _deprecate(old: str, new: str) -> None:
+    warnings.warn(f"l0prune: {old} is called {new} now", DeprecationWarning, stacklevel=3)
 
 
 def _warned(text: str) -> None:

@@ -24,17 +24,15 @@ from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
-from l0prune.training.gate_settings import GateSettings
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
-from l0prune.training.memory import channels_last, checkpointed
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
-from l0prune.training.settings import Settings
-from l0prune.training.wrappers import agree_on_start, sharded
+from l0prune.training.settings import DenseSettings, Settings, current_names
+from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
-OF_GATES = (*GateSettings.model_fields, "warmup", "settle", "learn", "start", "at_once")
+OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys())
 
 
 def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> History:
@@ -44,8 +42,8 @@ def finetune(model: nn.Module, data: Any, **settings: Unpack[Keywords]) -> Histo
 
 def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) -> History:
     """``l0prune.train_dense`` without its page."""
-    for name in OF_GATES:
-        if name in settings:
+    for name in current_names(settings):
+        if name in OF_GATES:
             raise UsageError(f"{name} is a setting of gates, and this model is trained without")
     check_ungated(model)
     return _train(model, data, Settings.of(settings), None)
@@ -85,7 +83,7 @@ def _train_in(
         begun = start.Beginning()
         if pruner is not None and not world.from_first(goes_on):
             learning, budget = pruner.phases.learning, pruner.budget
-            begun = start.begin(model, settings, learning, budget, feed, device, world)
+            begun = start.init_gates(model, settings, learning, budget, feed, device, world)
         with (
             interrupt.caught(),
             _placed(model, device, settings, world) as trained,
@@ -103,8 +101,8 @@ def _train_in(
             fingerprint = _fingerprint(settings, feed, world, kind)
             if pruner is not None and (begun.said or trained is not model):
                 pruner = Pruner(trained, steps=phases, n=feed.size, **settings.of_gates())
-            if pruner is not None and begun.decided and settings.decide is None:
-                pruner.branches_stand()
+            if pruner is not None and begun.decided and settings.branch_freeze_fraction is None:
+                pruner.freeze_branches()
             loop = Loop(
                 trained,
                 feed,

@@ -1,45 +1,253 @@
-"""Every setting of a training run, declared once: for Python, the command line and recipes."""
+"""Every setting of a training run, declared once.
+
+From these models come the keywords of Python (``keywords.py``), the options of the command line,
+the settings in recipes and in ``l0prune.toml``, their help, their messages and their documentation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from l0prune.errors import UsageError
-from l0prune.plan.numbers import LARGEST, MOST, SEEDS
-from l0prune.training.fields import documentation
-from l0prune.training.gate_settings import GateSettings
+from l0prune.plan.numbers import LARGEST, MOST, SEEDS, check_whole, is_number
+from l0prune.training.fields import documentation, in_words
 
 # The command line reads its options off this file, and its help needs no torch.
 if TYPE_CHECKING:
     from torch import device as Device
     from torch.nn import Module
     from torch.optim import Optimizer
+
+    from l0prune.plan.limits import LimitsLike
+    from l0prune.plan.measures import Source
+    from l0prune.running.criteria import Loss, Metric
+    from l0prune.training.lambdas import LambdaLike
 else:
-    Device = Module = Optimizer = Any
+    Device = Module = Optimizer = LimitsLike = Source = Loss = Metric = LambdaLike = Any
 
 STARTS = (AUTO, ALIKE) = ("auto", "alike")
+# Spellings of before, which are accepted with a DeprecationWarning.
+RENAMED = {"at_once": "oneshot_fraction", "decide": "branch_freeze_fraction"}
 
+Compact = Literal["auto", "settle", "never"]
+Schedule = Callable[[float], float]
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
 
-class Settings(GateSettings):
-    """How to train: the keywords of ``l0prune.finetune`` and ``l0prune.train_dense``.
+def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by their names of today; a renamed one is deprecated.
+
+    Raises:
+        UsageError: both spellings of one setting are given.
+    """
+    found = {}
+    for name, value in given.items():
+        if (new := RENAMED.get(name)) is not None:
+            if new in given:
+                raise UsageError(f"{name} is the former name of {new}: give one of them")
+            warnings.warn(
+                f"l0prune: the setting {name} is called {new} now", DeprecationWarning, stacklevel=2
+            )
+        found[new or name] = value
+    return found
+
+
+class _Declared(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words(cls, given: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        given = current_names(given)
+        try:
+            return check(given)
+        except ValidationError as error:
+            raise UsageError(in_words(error, cls.model_fields, given)) from None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Make settings from keywords.
+
+        Raises:
+            UsageError: a name is unknown, or a value makes no sense.
+        """
+        return cls(**given)
+
+
+class GateSettings(_Declared):
+    """Settings of how gates learn: the keywords of ``l0prune.Pruner``, and part of ``Settings``.
 
     A name that is unknown, or a value that makes no sense, is a ``UsageError``.
     """
 
-    loss: Any = Field(
+    lam: LambdaLike | None = Field(
+        None,
+        description="λ, the price of a parameter in units of the loss; N is the number of training "
+        "examples: 0.1/N, aic, bic, or 'conv*=10/N,*=0.1/N' by globs over axis names. A number, "
+        "such a text or a mapping from globs; None is 0.1/N, or 0 where there is a budget.",
+    )
+    measures: Sequence[str] = Field(
+        (),
+        description="Measures of your own that budgets are about, as file.py:Class. In Python it "
+        "is enough that the class is registered: ``l0prune.measures.register``.",
+    )
+    budget: LimitsLike | None = Field(
+        None,
+        description="What the exported model may cost: macs=0.5, params=10k, latency=12ms, "
+        "'layer3.*: params=0.3', or 'layer3.*: width=0.5' for half of the slots of each of these "
+        "axes. A text, a mapping such as {'macs': 0.5} or a list of those; None for no such "
+        "constraint.",
+    )
+    latency: Source | None = Field(
+        None,
+        description="A table of times, as ``l0prune.measure`` makes it, for budgets in latency and "
+        "for ``round_to``.",
+    )
+    round_to: int | Literal["auto"] = Field(
+        "auto",
+        description="Widths are multiples of this, within the budget. auto for what the runtime of "
+        "``latency`` likes, or another measure that the budget is about.",
+    )
+    budget_rate: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST,
+        description="Rate of ascent of the budgets' multipliers, by default chosen by the number "
+        "of steps. See ``Budget``.",
+    )
+    ramp: float = Field(
+        0.6,
+        ge=0,
+        le=1,
+        description="Part of the steps before settling in which a budget's target sinks from what "
+        "an export would have at their beginning to what it is.",
+    )
+    branch_freeze_fraction: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Under a budget, part of the steps before settling after which branches that "
+        "have gates of their own stay or are gone, so that the widths of what stays can still "
+        "learn what it leaves them. None for 0.7; and for 0 where part of the network was cut at "
+        "once by scores, which is when the loss told how many branches go. Under a price branches "
+        "learn after the first half instead.",
+    )
+    counting: Literal["joint", "groups"] = Field(
+        "joint",
+        description="How the penalty counts: joint, exactly E‖θ‖₀; or groups, as the paper's "
+        "eq. 16 does. See ``penalty``.",
+    )
+    l2: float = Field(
+        0.0,
+        ge=0,
+        le=LARGEST,
+        description="Weight decay weighted by the gates' probabilities (eq. 15 and 17 of the "
+        "paper).",
+    )
+    l2_detach: bool = Field(False, description="Keep that weight decay from changing the gates.")
+    prior: float | Mapping[str, float] | None = Field(
+        None,
+        description="P(z ≠ 0) of the gates before any data are seen, one for all or by globs over "
+        "axis names: the variational objective (eq. 21 of the paper). None for λ alone.",
+    )
+    gate_lr: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST,
+        description="Learning rate of the gates, by default chosen by the number of steps in which "
+        "they learn. So they can move far enough and no further.",
+    )
+
+    compact: Compact = Field(
+        "auto",
+        description="When the network is trained at the size that its gates leave, which takes "
+        "less time and memory: auto, as soon as gates are closed for good (probability of being "
+        "open below 0.1, twice in a row; while it is compiled as settle); settle, from when the "
+        "gates stand; never. Only where that is shown to compute the same; in the end the model "
+        "has its own size. A loop of your own that has a ``Pruner`` asks for it.",
+    )
+
+    @field_validator("measures")
+    @classmethod
+    def _are_known(cls, measures: Sequence[str]) -> Sequence[str]:
+        if measures:
+            from l0prune.files.user_code import named
+            from l0prune.plan.measures import register
+
+            for spec in measures:
+                register(named(spec))
+        return measures
+
+    @field_validator("budget")
+    @classmethod
+    def _can_be_read(cls, budget: Any) -> Any:
+        from l0prune.plan.limits import limits
+
+        if budget is not None:
+            limits(budget)
+        return budget
+
+    @field_validator("round_to")
+    @classmethod
+    def _is_a_width(cls, width: Any) -> Any:
+        if width != "auto":
+            check_whole("round_to", width)
+        return width
+
+    @field_validator("prior")
+    @classmethod
+    def _are_probabilities(cls, prior: Any) -> Any:
+        for each in prior.values() if isinstance(prior, Mapping) else (prior,):
+            if each is not None and not (is_number(each) and 0 < each < 1):
+                raise UsageError("prior is a probability, strictly between 0 and 1")
+        return prior
+
+    @field_validator("latency")
+    @classmethod
+    def _is_a_table(cls, table: Any) -> Any:
+        if table is not None and not (hasattr(table, "name") and hasattr(table, "of")):
+            raise UsageError(
+                f"latency is a table of times, such as l0prune.measure(model), not {table!r}"
+            )
+        return table
+
+    @property
+    def rounds(self) -> bool:
+        """Return whether gates may be opened only to make widths whole blocks."""
+        return self.latency is not None if self.round_to == "auto" else self.round_to > 1
+
+
+GateSettings.__doc__ = documentation(GateSettings)
+
+
+# The command line reads its options off this file, and its help needs no torch.
+
+
+class DenseSettings(_Declared):
+    """Settings of any training: the keywords of ``l0prune.train_dense``."""
+
+    loss: Loss | str | None = Field(
         None,
         description="What is learned from: auto (the loss that a model computes itself from its "
         "labels, else cross-entropy), cross-entropy, mse, l1, smooth-l1, bce or file.py:function. "
         "In Python also a function of (outputs, targets). None for what the data says, else auto. "
         "See ``Task``.",
     )
-    metric: Any = Field(
+    metric: Metric | str | None = Field(
         None,
         description="What is reported beside the loss: error, accuracy, label-error, mae, the name "
         "of a loss or file.py:function. In Python also a function of (outputs, targets). None for "
@@ -74,7 +282,7 @@ class Settings(GateSettings):
         le=LARGEST,
         description="Weight decay of the weights. Gates are never decayed.",
     )
-    schedule: Literal["settle", "constant", "cosine", "step"] | Callable[[float], float] = Field(
+    schedule: Literal["settle", "constant", "cosine", "step"] | Schedule = Field(
         "settle",
         description="How the weights' learning rate changes: settle (constant, then to zero along "
         "a cosine while settling), constant, cosine (to zero over the whole run) or step (a tenth "
@@ -119,42 +327,6 @@ class Settings(GateSettings):
         "without its gates, with the weights that it has when training begins. Once weights have "
         "learned together with gates (a second run of ``finetune``), they are no dense network's "
         "any more: then give the network as it was before.",
-    )
-    learn: bool = Field(
-        True,
-        description="Let the gates learn, or leave them as they are, after ``l0prune fit``. Where "
-        "only the weights learn, all of the run is settling.",
-    )
-    start: str = Field(
-        AUTO,
-        description="What the gates start from: alike, as they were put on, or a score such as "
-        "fisher or outputs, told from a few batches: the more a slot matters the further open is "
-        "its gate. auto for fisher (outputs where the loss has no gradient, as of a network's own "
-        "answers), of branches for ablation, where there is a budget and all gates stand alike; "
-        "else as they are, as with alike.",
-    )
-    at_once: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Where gates start from a score under a budget: the part of the way to it that "
-        "the score goes before the first step, in factors, so that 0.5 cuts to a half where a "
-        "quarter is asked. The rest they learn, in a network that costs less to train. 0 leaves "
-        "all of it to them.",
-    )
-    warmup: float | None = Field(
-        None,
-        ge=0,
-        le=LARGEST,
-        description="Epochs, or a part of one, over which λ rises from 0, by default 5 % of the "
-        "steps.",
-    )
-    settle: float | None = Field(
-        None,
-        ge=0,
-        le=LARGEST,
-        description="Epochs, or a part of one, at the end with fixed gates, by default 30 % of the "
-        "steps. The weights recover then. Where there are budgets it is one step at least.",
     )
     recalibrate: int = Field(
         100,
@@ -223,19 +395,6 @@ class Settings(GateSettings):
             check_name(given, str(info.field_name))
         return given
 
-    @field_validator("start")
-    @classmethod
-    def _is_a_start(cls, start: str) -> str:
-        if start not in STARTS:
-            from l0prune.selection.scores import current_name, names
-
-            try:
-                return current_name(start)
-            except UsageError:
-                known = ", ".join(dict.fromkeys((*STARTS, *names())))
-                raise UsageError(f"start must be one of {known}, not {start!r}") from None
-        return start
-
     @field_validator("clip")
     @classmethod
     def _leaves_something(cls, clip: float | None) -> float | None:
@@ -266,6 +425,68 @@ class Settings(GateSettings):
             )
         return backend
 
+    @property
+    def backend(self) -> str | None:
+        """Backend of torch.compile; None where nothing is compiled."""
+        return "inductor" if self.compile is True else self.compile or None
+
+
+class Settings(DenseSettings, GateSettings):
+    """Settings of training: the keywords of ``l0prune.finetune``.
+
+    A name that is unknown, or a value that makes no sense, is a ``UsageError``.
+    """
+
+    learn: bool = Field(
+        True,
+        description="Let the gates learn, or leave them as they are, after ``l0prune fit``. Where "
+        "only the weights learn, all of the run is settling.",
+    )
+    start: str = Field(
+        AUTO,
+        description="What the gates start from: alike, as they were put on, or a score such as "
+        "fisher or outputs, told from a few batches: the more a slot matters the further open is "
+        "its gate. auto for fisher (outputs where the loss has no gradient, as of a network's own "
+        "answers), of branches for ablation, where there is a budget and all gates stand alike; "
+        "else as they are, as with alike.",
+    )
+    oneshot_fraction: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Where gates start from a score under a budget: the part of the way to it that "
+        "the score goes before the first step, in factors, so that 0.5 cuts to a half where a "
+        "quarter is asked. The rest they learn, in a network that costs less to train. 0 leaves "
+        "all of it to them.",
+    )
+    warmup: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST,
+        description="Epochs, or a part of one, over which λ rises from 0, by default 5 % of the "
+        "steps.",
+    )
+    settle: float | None = Field(
+        None,
+        ge=0,
+        le=LARGEST,
+        description="Epochs, or a part of one, at the end with fixed gates, by default 30 % of the "
+        "steps. The weights recover then. Where there are budgets it is one step at least.",
+    )
+
+    @field_validator("start")
+    @classmethod
+    def _is_a_start(cls, start: str) -> str:
+        if start not in STARTS:
+            from l0prune.selection.scores import current_name, names
+
+            try:
+                return current_name(start)
+            except UsageError:
+                known = ", ".join(dict.fromkeys((*STARTS, *names())))
+                raise UsageError(f"start must be one of {known}, not {start!r}") from None
+        return start
+
     @model_validator(mode="after")
     def _go_together(self) -> Self:
         if not self.learn and (self.lam is not None or self.budget is not None):
@@ -285,16 +506,11 @@ class Settings(GateSettings):
         return self
 
     def of_gates(self) -> dict[str, Any]:
-        """Those that ``l0prune.Pruner`` takes, too."""
+        """Return the settings that ``l0prune.Pruner`` takes, too."""
         found = {name: getattr(self, name) for name in GateSettings.model_fields}
         if self.backend is not None and self.compact == "auto":
             found["compact"] = "settle"  # each size is compiled anew
         return found
-
-    @property
-    def backend(self) -> str | None:
-        """What torch.compile is to use, None where nothing is compiled."""
-        return "inductor" if self.compile is True else self.compile or None
 
 
 Settings.__doc__ = documentation(Settings)

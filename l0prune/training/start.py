@@ -1,14 +1,13 @@
-"""Where gates start from: all alike, or as far open as a one-shot score says that they matter.
+"""Initial state of gates from one-shot scores, and the steps in which branches are frozen.
 
-By default those of slots by a first-order score; those of branches, of which that says little, by
-what the outputs do without them.
-
-How much of the data is looked at before gates learn: as much as the run can bear.
+By default slots start from a first-order score, and branches, of which that says little, from how
+the outputs change without them. A run spends a fixed share of its steps on these scores.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.bank import CLOSED, Gates
 from l0prune.plan.switches import switches_of
 from l0prune.running.batches import Feed
 from l0prune.running.criteria import Loss
@@ -46,7 +46,7 @@ _OF_WAYS = range(1, 9)  # batches
 
 
 @dataclass(frozen=True, slots=True)
-class Looks:
+class ScoringBudget:
     """Of one run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Looks:
     ways: int
 
     @classmethod
-    def of(cls, learning: int, size: int, branches: int) -> Looks:
+    def of(cls, learning: int, size: int, branches: int) -> ScoringBudget:
         """Those of a run.
 
         Args:
@@ -108,7 +108,7 @@ class Beginning:
     decided: bool = False
 
 
-def begin(
+def init_gates(
     model: nn.Module,
     settings: Settings,
     learning: int,
@@ -123,7 +123,7 @@ def begin(
 
     Args:
         model: a gated model.
-        settings: of the run; ``start`` and ``at_once`` are what is wanted.
+        settings: of the run; ``start`` and ``oneshot_fraction`` are what is wanted.
         learning: steps in which the gates learn.
         budget: of the run, if it has one; it says what is closed at once.
         feed: the batches that it trains on.
@@ -138,12 +138,12 @@ def begin(
     if how == ALIKE:
         return Beginning()
     gates, size = gates_of(model), feed.length
-    looks = Looks.of(learning, size, int(switches_of(gates.plan).sum()))
+    scoring = ScoringBudget.of(learning, size, int(switches_of(gates.plan).sum()))
     subject = ScoreInput(*holder(model), feed.task, None, feed.batch_size, device, settings.seed)
-    slots = replace(subject, batches=min(feed.steps, looks.slots))
-    most = math.ceil(feed.steps * size / max(1, looks.few))
-    branches = replace(subject, batches=min(most, looks.branches), batch_size=looks.few)
-    ways = replace(subject, batches=max(1, looks.ways))
+    slots = replace(subject, batches=min(feed.steps, scoring.slots))
+    most = math.ceil(feed.steps * size / max(1, scoring.few))
+    branches = replace(subject, batches=min(most, scoring.branches), batch_size=scoring.few)
+    ways = replace(subject, batches=max(1, scoring.ways))
 
     def lean() -> Beginning:
         try:
@@ -157,9 +157,9 @@ def begin(
         scores = over_axis_mean(gates.plan, joined_scores(gates.plan, found))
         gates.lean(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
-        if budget is None or not settings.at_once:
+        if budget is None or not settings.oneshot_fraction:
             return Beginning(said)
-        cut = _cut(ways, budget, settings.at_once, scores)
+        cut = _cut(ways, budget, settings.oneshot_fraction, scores)
         return replace(cut, said=f"{said}; {cut.said}")
 
     with stage("scoring what the gates start from"):
@@ -168,7 +168,7 @@ def begin(
     return found or Beginning()
 
 
-def begin_from(
+def init_gates_from(
     model: nn.Module,
     data: Any,
     learning: int,
@@ -195,7 +195,7 @@ def begin_from(
     if (known := feed.task.preprocessing) is not None:
         gates_of(root).facts["preprocessing"] = known.model_dump()
     with process_group() as world:
-        return begin(root, settings, learning, budget, feed, device, world)
+        return init_gates(root, settings, learning, budget, feed, device, world)
 
 
 def _said(found: ComputedScore) -> str:
@@ -228,3 +228,110 @@ def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) 
         return start
     starts = budget is not None and gates_of(model).stand_alike()
     return AUTO if starts else ALIKE
+
+
+_FREEZE = 0.7  # of the steps in which gates learn, under a budget
+_WAIT = 0.5  # of the steps in which gates learn, under a price
+
+
+class Decision:
+    """Of which branches stay.
+
+    Under a budget: once they all have to. The amount that is expected of a budget is met by widths
+    on average, since they are many. Of a branch with an even chance half of its cost is expected,
+    and none or all of it is there: so that is decided while widths can still make up for it. As
+    many of the likeliest stay as change least what is expected: if all stayed that have more than
+    an even chance, five of which two were expected would go at once, widths that are closed would
+    not open again for them, and the network would end up smaller than it may be.
+
+    Where a score has cut at once, the loss told how many branches go, and they stand from the first
+    step on. A gate learns slowly what one is worth: many steps see the network with it, or without.
+
+    Under a price branches wait for the widths instead. A branch is worth what its best width is
+    worth: at first the price is that of its full width, which none is worth, and all would go.
+
+    Args:
+        gates: of a model.
+        learning: steps in which they learn.
+        freeze_fraction: part of these after which a budget's branches are held until all gates
+            stand; None for the usual one.
+        budget: if there is one; else a price alone.
+    """
+
+    def __init__(
+        self, gates: Gates, learning: int, freeze_fraction: float | None, budget: Budget | None
+    ) -> None:
+        self._gates, self._budget = gates, budget
+        self._switches = switches_of(gates.plan).nonzero().flatten()
+        self._waiting = self._held = range(0)
+        self._kept: Tensor | None = None
+        if len(self._switches):
+            first = round((_FREEZE if freeze_fraction is None else freeze_fraction) * learning)
+            self._held = range(first if budget else learning, learning + 1)
+            if not budget and len(self._switches) < gates.plan.size:
+                self._waiting = range(round(_WAIT * learning))
+
+    @property
+    def first(self) -> int:
+        """The step from which on branches are held."""
+        return self._held.start
+
+    @first.setter
+    def first(self, step: int) -> None:
+        self._held = range(step, self._held.stop)
+
+    @torch.no_grad()
+    def keep(self, step: int) -> None:
+        """Before each step of an optimizer: where do branches stand that wait?"""
+        waits = step in self._waiting
+        self._kept = self._gates.log_alpha[self._where()].clone() if waits else None
+
+    @torch.no_grad()
+    def hold(self, step: int) -> None:
+        """After each step, and before the first: let the gates of branches that wait, or are
+        decided, stand. Before the first they stand as they are.
+
+        Those that wait are put back instead of having no gradient: an optimizer that divides by
+        the size that gradients had would send them off in leaps after so many of zero.
+        """
+        if self._kept is not None:
+            self._gates.log_alpha[self._where()] = self._kept
+        if step not in self._held:
+            return
+        log_alpha, kind, where = self._gates.log_alpha, self._gates.gate, self._where()
+        p = self._gates.open_probability()
+        stays = p[where] >= 0.5 if step else self._gates.open()[where]
+        if self._budget and step and step == self._held.start:
+            stays = likeliest(p, where, self._budget)
+        open_, closed = kind.initial(1 - CLOSED), kind.initial(CLOSED)
+        log_alpha[where] = torch.where(stays, open_, closed).to(log_alpha.dtype)
+
+    def _where(self) -> Tensor:
+        """The switches, on the device of the gates."""
+        self._switches = self._switches.to(self._gates.log_alpha.device)
+        return self._switches
+
+
+def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
+    """Which switches stay: so many of the likeliest as change least what is expected of a budget.
+
+    Args:
+        p: of each gate to be open, flat.
+        switches: numbers of some gates.
+
+    Returns:
+        bool, of the shape of ``switches``.
+    """
+    order = p[switches].argsort(descending=True, stable=True)
+    before = budget.share_of_targets(p)
+
+    def stay(count: int) -> Tensor:
+        return torch.zeros_like(order, dtype=torch.bool).index_fill(0, order[:count], True)
+
+    def change(count: int) -> float:
+        decided = p.index_copy(0, switches, stay(count).to(p))
+        return float((budget.share_of_targets(decided) / before).max())
+
+    count = bisect_right(range(len(order) + 1), 1.0, key=change)
+    around = range(max(count - 1, 0), min(count, len(order)) + 1)
+    return stay(min(around, key=lambda n: abs(change(n) - 1)))

@@ -1,8 +1,6 @@
-"""One training step: forward, penalty, backward, optimizer, average.
+"""One training step: loss, backward, penalty, clipping, optimizers and average.
 
-What fails at the sizes that a cut has left is done again on the whole network.
-
-The loss of a batch in a training step, as the settings want it computed.
+A step that fails at the sizes that a cut has left is done again on the whole network.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from l0prune.running.task import Judge, Task
 from l0prune.training.averages import Average
 from l0prune.training.checkpoint import Checkpoint, put_back
 from l0prune.training.distillation import Teacher
-from l0prune.training.memory import images_channels_last
 from l0prune.training.optimizers import Schedule, make_optimizers
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
-from l0prune.training.wrappers import replicated, whole_everywhere
+from l0prune.training.wrappers import images_channels_last, replicated, whole_everywhere
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from torch import nn
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.plan.switches import switches_of
-from l0prune.training.budget import Budget, Together
+from l0prune.training.budget import BlockCoupling, Budget
 
 
 def gated():
@@ -175,7 +175,7 @@ def test_one_block_of_each_axis_counts_as_sure_to_stay():
     plan = l0prune.gates(l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 3))).plan
     sizes = [axis.size for axis in plan.axes]
     p = torch.arange(1.0, 1 + plan.size).div(20).requires_grad_()
-    together = Together(plan, [2] + [1] * (len(sizes) - 1), p.detach())
+    together = BlockCoupling(plan, [2] + [1] * (len(sizes) - 1), p.detach())
     counted = together.least(together.mean(p))
     first = plan.axes[0].slice
     pairs = p.detach()[first].reshape(-1, 2).mean(1)

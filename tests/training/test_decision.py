@@ -13,7 +13,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.training.decision import likeliest
+from l0prune.training.start import likeliest
 
 X = torch.zeros(2, 3, 8, 8)
 STEPS = 40
@@ -48,7 +48,7 @@ def gated(probability: float) -> nn.Module:
 @pytest.mark.one_in(2)
 def test_from_then_on_a_branch_stays_or_is_gone(probability, stays):
     model = gated(probability)
-    _, seen = run(model, 30, decide=0.5, budget="params=0.9", gate_lr=0.01)
+    _, seen = run(model, 30, branch_freeze_fraction=0.5, budget="params=0.9", gate_lr=0.01)
     first = 15  # of 30 steps in which gates learn
     assert 0.01 < seen[first - 2] < 0.99
     wanted = 0.999 if stays else 0.001
@@ -62,7 +62,7 @@ def test_with_decide_0_a_branch_stays_as_it_is(stays):
     (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
     if not stays:
         gates.put(gates.open().index_fill(0, torch.tensor([switch.start]), False))
-    _, seen = run(model, 5, decide=0, budget="params=0.9", gate_lr=0.01)
+    _, seen = run(model, 5, branch_freeze_fraction=0, budget="params=0.9", gate_lr=0.01)
     assert seen == pytest.approx([0.999 if stays else 0.001] * 5, abs=1e-6)
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_goes_on_holds_branches_from_the_same_step_on():
         return l0prune.Pruner(gated(0.45), **settings, say=lambda text: None)
 
     first, second = pruner(), pruner()
-    first.branches_stand()
+    first.freeze_branches()
     second.load_state_dict(first.state_dict())
     second.advance()
     (switch,) = (axis for axis in second.gates.plan.axes if axis.kind == "branch")
@@ -83,9 +83,9 @@ def test_a_run_that_goes_on_holds_branches_from_the_same_step_on():
 def test_widths_go_on_learning():
     model = gated(0.45)
     gates = l0prune.gates(model)
-    run(model, 16, decide=0.5, budget="params=0.9", gate_lr=0.01)
+    run(model, 16, branch_freeze_fraction=0.5, budget="params=0.9", gate_lr=0.01)
     before = gates.log_alpha.detach().clone()
-    run(model, 5, decide=0.01, budget="params=0.9", gate_lr=0.01)
+    run(model, 5, branch_freeze_fraction=0.01, budget="params=0.9", gate_lr=0.01)
     moved = gates.log_alpha.detach() != before
     (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
     assert not moved[switch.start]
@@ -175,23 +175,25 @@ def test_branches_that_are_half_there_do_not_go_all_at_once():
 @pytest.mark.slow
 def test_in_the_end_the_budget_is_met_without_the_branch():
     model = gated(0.45)
-    run(model, STEPS, budget="params=0.6", decide=0.3)
+    run(model, STEPS, budget="params=0.6", branch_freeze_fraction=0.3)
     dense = l0prune.export(model)
     assert dense.gone
     assert dense.params <= 0.6 * dense.params_before
 
 
-@pytest.mark.parametrize("decide", [-0.1, 1.5, "half"])
-def test_a_part_that_makes_no_sense(decide):
-    with pytest.raises(UsageError, match="decide"):
-        l0prune.Pruner(gated(0.5), steps=10, decide=decide)
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, "half"])
+def test_a_part_that_makes_no_sense(fraction):
+    with pytest.raises(UsageError, match="branch_freeze_fraction"):
+        l0prune.Pruner(gated(0.5), steps=10, branch_freeze_fraction=fraction)
 
 
-def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on():
+@pytest.mark.parametrize("name", ["freeze_branches", "branches_stand"])
+@pytest.mark.filterwarnings("ignore:.*freeze_branches:DeprecationWarning")
+def test_in_a_loop_of_your_own_branches_stand_from_the_first_step_on(name):
     model = gated(0.45)
     settings = {"budget": "params=0.9", "steps": STEPS, "warmup": 0, "settle": 10}
     pruner = l0prune.Pruner(model, **settings, say=lambda text: None)
-    pruner.branches_stand()
+    getattr(pruner, name)()
     (switch,) = (axis for axis in pruner.gates.plan.axes if axis.kind == "branch")
     p = pruner.gates.open_probability().detach()[switch.start]
     assert float(p) == pytest.approx(0.999, abs=1e-6)

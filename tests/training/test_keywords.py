@@ -1,20 +1,19 @@
-"""Typed keywords are the settings: for editors, and for mypy in a user's script."""
+"""Typed keywords are made from the settings: for editors, and for mypy in a user's script."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
-
-import pytest
 
 import l0prune
-from l0prune.training.gate_settings import GateSettings
-from l0prune.training.keywords import DenseKeywords, GateKeywords, Keywords
-from l0prune.training.run import OF_GATES
-from l0prune.training.settings import Settings
+from l0prune.training import settings as declared
 
 PACKAGE = Path(l0prune.__file__).parent
-FILES = ["__init__.py", "report/live.py", "training/pruner.py", "training/keywords.py"]
+KEYWORDS = PACKAGE / "training" / "keywords.py"
+FILES = [
+    "__init__.py", "report/live.py", "training/pruner.py", "training/keywords.py",
+    "training/settings.py",
+]  # fmt: skip
 SCRIPT = """
 import torch
 import l0prune
@@ -31,21 +30,27 @@ WRONG = {
     "Pruner(model, steps=9, gate_rl=0.1)": 'did you mean "gate_lr"?',
     "finetun(model, data)": 'maybe "finetune"?',
 }
+NAMES = {"GateSettings": "GateKeywords", "DenseSettings": "DenseKeywords", "Settings": "Keywords"}
 
 
-def test_they_are_the_settings():
-    assert get_type_hints(GateKeywords).keys() == GateSettings.model_fields.keys()
-    assert get_type_hints(Keywords).keys() == Settings.model_fields.keys()
-    assert get_type_hints(DenseKeywords).keys() == Settings.model_fields.keys() - set(OF_GATES)
+def generated():
+    """The file of keywords: its first lines as they are, and each class as the settings have it."""
+    tree = ast.parse(Path(declared.__file__).read_text())
+    classes = {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
+    text = KEYWORDS.read_text()
+    parts = [text[: text.index("\n\nclass ")]]
+    for name, keywords in NAMES.items():
+        bases = ", ".join(NAMES.get(b.id, "TypedDict") for b in classes[name].bases)
+        lines = [f"class {keywords}({bases}, total=False):"]
+        lines += [f'    """Keywords of ``{name}``."""', ""]
+        fields = (each for each in classes[name].body if isinstance(each, ast.AnnAssign))
+        lines += [f"    {each.target.id}: {ast.unparse(each.annotation)}" for each in fields]
+        parts.append("\n".join(lines).replace("'", '"'))
+    return "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-@pytest.mark.parametrize("name", Settings.model_fields)
-def test_their_types_are_those_of_the_settings(name):
-    annotation = Settings.model_fields[name].annotation
-    if annotation is Any:  # what settings check by themselves, since it has many forms
-        assert get_type_hints(Keywords)[name] is not Any
-    else:
-        assert get_type_hints(Keywords)[name] == annotation
+def test_the_keywords_are_those_of_the_settings():
+    assert KEYWORDS.read_text() == generated(), f"write them anew: python {__file__}"
 
 
 def test_mypy_refuses_a_misspelt_setting(tmp_path):
@@ -69,3 +74,7 @@ def test_mypy_refuses_a_misspelt_setting(tmp_path):
     assert found.keys() == WRONG.keys(), done.stdout + done.stderr
     for call, text in WRONG.items():
         assert text in found[call]
+
+
+if __name__ == "__main__":
+    KEYWORDS.write_text(generated())

@@ -8,7 +8,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.training.memory import channels_last, checkpointed, repeated_blocks
+from l0prune.training.wrappers import channels_last, checkpointed, repeated_blocks
 
 
 def test_blocks_are_the_largest_repeated_parts():

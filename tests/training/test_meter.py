@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from l0prune.training.meter import LOOK_EVERY, Meter, NotFinite
+from l0prune.training.history import LOOK_EVERY, Meter, NotFinite
 
 
 def fill(meter, losses, penalties=()):

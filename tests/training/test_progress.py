@@ -5,8 +5,7 @@ from small_task import data, gated
 
 import l0prune
 from l0prune.gating.attaching import bypass
-from l0prune.training.history import describe
-from l0prune.training.progress import Display
+from l0prune.training.history import Display, describe
 
 RECORD = {
     "epoch": 3, "step": 30, "phase": "prune", "seconds": 1.24, "lr": 1e-3, "train_loss": 0.12345,

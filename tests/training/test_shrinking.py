@@ -15,8 +15,7 @@ from torch.testing import assert_close
 
 import l0prune
 from l0prune.errors import L0pruneError, UsageError
-from l0prune.training.compaction import Compaction
-from l0prune.training.decision import Shrinking
+from l0prune.training.compaction import Compaction, CompactionPolicy
 
 
 @pytest.fixture
@@ -202,12 +201,12 @@ def test_a_run_that_goes_on_knows_what_could_not_be_cut(monkeypatch):
     tried, said = [], []
     monkeypatch.setattr(Compaction, "_cut_to", in_vain)
     model = without(Inline(), "inner")
-    before = Shrinking(Compaction(model), "auto", said.append)
+    before = CompactionPolicy(Compaction(model), "auto", said.append)
     before.to_what_stands()
     assert len(tried) == 2  # there may be no way around what is gone
     state = before.state_dict()
     assert (state["failed"], state["goes_around"]) == (True, False)
-    after = Shrinking(Compaction(model), "auto", said.append)
+    after = CompactionPolicy(Compaction(model), "auto", said.append)
     after.load_state_dict(state)
     after.to_what_stands()
     assert len(tried) == 2

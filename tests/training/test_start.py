@@ -78,7 +78,7 @@ def test_under_a_budget_gates_start_from_fisher_scores(monkeypatch, capsys):
     model = gated()
     before = l0prune.gates(model).log_alpha.detach().clone()
     scores = l0prune.score(model, "fisher", data(), batches=6, batch_size=40)
-    found = start_of(model, monkeypatch, budget="params=0.5", at_once=0.0)
+    found = start_of(model, monkeypatch, budget="params=0.5", oneshot_fraction=0.0)
     assert "gates as their scores say: fisher of 6 batches" in capsys.readouterr().err
     torch.testing.assert_close(found, leaned(scores, before))
 
@@ -91,7 +91,7 @@ def test_of_own_answers_whose_loss_says_nothing_they_start_from_outputs(monkeypa
     scores = l0prune.score(model, "outputs", own, batches=6, batch_size=40)
     auto = l0prune.score(model, "auto", own, batches=6, batch_size=40)
     torch.testing.assert_close(auto, scores)
-    found = start_of(model, monkeypatch, own, budget="params=0.5", at_once=0.0)
+    found = start_of(model, monkeypatch, own, budget="params=0.5", oneshot_fraction=0.0)
     assert "gates as their scores say: outputs of 6 batches" in capsys.readouterr().err
     torch.testing.assert_close(found, leaned(scores, before))
 
@@ -115,7 +115,7 @@ def test_half_of_the_way_the_scores_go_at_once(monkeypatch, capsys):
 def test_what_is_cut_at_once_is_not_trained():
     def work(part):
         history = l0prune.finetune(
-            gated(), data(), budget="macs=0.25", epochs=8, at_once=part, progress=False
+            gated(), data(), budget="macs=0.25", epochs=8, oneshot_fraction=part, progress=False
         )
         assert history.last["budget"]["macs=0.25"]["share"] <= 0.25
         return history.last["training_macs"]
@@ -159,7 +159,7 @@ def test_branches_start_from_what_the_outputs_do_without_them(only, monkeypatch,
     if not only:
         others = l0prune.score(model, "fisher", data(), batch_size=40, batches=6)
         scores = torch.where(switches, scores, others)
-    found = start_of(model, monkeypatch, budget="params=0.7", at_once=0.0)
+    found = start_of(model, monkeypatch, budget="params=0.7", oneshot_fraction=0.0)
     torch.testing.assert_close(found, leaned(scores, before))
     told = "ablation of 1 batch" if only else "fisher of 6 batches, ablation of 1 batch"
     assert f"gates as their scores say: {told}" in capsys.readouterr().err
@@ -217,7 +217,9 @@ def test_what_is_cut_at_once_decides_the_branches(monkeypatch, capsys):
     assert torch.equal(open_, seen[-1] > 0.5)
 
 
-@pytest.mark.parametrize("settings", [{"decide": 0.7}, {"at_once": 0.0}, {"only": True}])
+@pytest.mark.parametrize(
+    "settings", [{"branch_freeze_fraction": 0.7}, {"oneshot_fraction": 0.0}, {"only": True}]
+)
 def test_branches_learn_on_where_that_is_asked_or_widths_cannot_go_the_rest(settings, monkeypatch):
     seen, model = chances(monkeypatch, budget="params=0.5", **settings)
     assert not stand(seen[0]).all()
@@ -311,7 +313,12 @@ def test_in_a_loop_of_ones_own_they_may_stay_as_they_are(settings, asked):
     ("given", "settings", "kind", "message"),
     [
         (data(), {"start": "best"}, UsageError, "start must be one of auto, alike"),
-        (data(), {"at_once": 2.0}, UsageError, "at_once must be a number from 0 to 1, not 2"),
+        (
+            data(),
+            {"oneshot_fraction": 2.0},
+            UsageError,
+            "oneshot_fraction must be a number from 0 to 1, not 2",
+        ),
         (data(), {"loss": "sorcery"}, UsageError, "sorcery"),
         (5, {}, DataError, "nothing to train on"),
         ([], {}, DataError, "empty"),
