@@ -173,8 +173,9 @@ class _Trials:
             return values[operand] if operand in values else operand.meta.get("val")
 
         for node in graph.nodes:
-            wanted, old = _shapes(sizes, node), node.meta.get("val")
+            old = node.meta.get("val")
             if node.op in ("get_attr", "placeholder"):
+                wanted = _shapes(sizes, node)
                 if old is None and node.op == "get_attr":  # an index that a rewrite has made
                     values[node] = mode.from_tensor(getattr(self.tensors, str(node.target)))
                 elif isinstance(old, Tensor) and wanted not in (None, list(old.shape)):
@@ -190,6 +191,7 @@ class _Trials:
             found = _shapes_of(value)
             if old is None or found != _shapes_of(old):
                 values[node] = value
+            wanted = _shapes(sizes, node)
             if wanted is not None and found != wanted:
                 raise _WrongGraph(f"it has shape {found} where {wanted} is planned")
 

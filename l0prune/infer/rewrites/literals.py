@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -38,11 +39,17 @@ class Sizes:
     _origins: dict[str, str] = field(default_factory=dict)
     _known: dict[Layout, int] = field(default_factory=dict)
 
+    @cached_property
+    def _cut(self) -> frozenset[int]:
+        """Axes of which a slot is gone, by number."""
+        axes = enumerate(self.plan.axes)
+        return frozenset(number for number, axis in axes if not self.kept[axis.slice].all())
+
     def of(self, layout: Layout) -> int:
         """The size of a dim with this layout after the cut."""
         if layout not in self._known:
-            whole = not axes_of(layout)
-            size = size_of(layout) if whole else int(self.plan.mask(layout, self.kept).sum())
+            is_whole = self._cut.isdisjoint(axes_of(layout))
+            size = size_of(layout) if is_whole else int(self.plan.mask(layout, self.kept).sum())
             self._known[layout] = size
         return self._known[layout]
 
