@@ -21,16 +21,16 @@ from torch.fx import Graph
 from torch.nn.utils.rnn import PackedSequence
 
 from l0prune.capture.compat import size_hint
-from l0prune.capture.copying import own_forward
-from l0prune.capture.held_inputs import plain
+from l0prune.capture.copying import class_forwards
+from l0prune.capture.example_inputs import plain
 from l0prune.capture.inlining import inline_modes
-from l0prune.capture.kept_state import exported, without_state
+from l0prune.capture.kept_state import exported, tensor_outputs_only
 from l0prune.capture.model_checks import check_owned, evaluating
-from l0prune.capture.patches import respell, without_hints
 from l0prune.capture.provenance import module_of, source_of, within
-from l0prune.capture.quiet import alone, quietly
 from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs, batch_of, widened
 from l0prune.capture.symbolic import Found, symbolic, with_symbols
+from l0prune.capture.symbolic_patches import general_code_paths, sanitize_names
+from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import CaptureError
 
 _LIBRARY = os.path.dirname(torch.__file__)
@@ -113,7 +113,7 @@ class Captured:
         dynamic: whether dim 0 of the inputs stayed symbolic.
         path: of the submodule that was captured, empty for the whole model; all names are the
             whole model's.
-        respelled: tensors that the program's own module calls otherwise than the submodule does.
+        sanitized: tensors that the program's own module calls otherwise than the submodule does.
         batches: those that the graph is right for, where their size is symbolic.
         free: names of the free sizes that stayed symbolic.
         why_fixed: the line of the model's code at which a size was fixed, or what torch said of it.
@@ -130,7 +130,7 @@ class Captured:
     batch: int
     dynamic: bool
     path: str = ""
-    respelled: Mapping[str, str] = field(default_factory=dict)
+    sanitized: Mapping[str, str] = field(default_factory=dict)
     batches: Batches = ANY
     free: frozenset[str] = frozenset()
     why_fixed: str = ""
@@ -144,7 +144,7 @@ class Captured:
 
     def stored(self, target: str) -> str:
         """The name in ``names`` of a tensor that the program's own module calls ``target``."""
-        name = within(self.path, self.respelled.get(target, target))
+        name = within(self.path, self.sanitized.get(target, target))
         return self.aliases.get(name, name)
 
 
@@ -174,12 +174,12 @@ def capture(
     # Without gradients: a part of a forward that switches them off itself is then no special case.
     # And without torch's log of what went wrong: the error says it, in the user's terms.
     with (
-        alone(),
+        one_at_a_time(),
         evaluating(part),
-        own_forward(part),
-        without_state(part, example) as opener,
-        without_hints(),
-        quietly(),
+        class_forwards(part),
+        tensor_outputs_only(part, example) as opener,
+        general_code_paths(),
+        muted(),
     ):
         found = with_symbols(part, (args, kwargs), free) if dynamic_batch and batch else Found()
         program = found.program
@@ -270,7 +270,7 @@ def _index(
         batch=batch,
         dynamic=dynamic,
         path=path,
-        respelled=respell(program),
+        sanitized=sanitize_names(program),
     )
 
 

@@ -27,7 +27,7 @@ _WRAPPED, _OWN = "forward", "_original_forward"
 
 
 @contextmanager
-def own_forward(model: nn.Module) -> Iterator[None]:
+def class_forwards(model: nn.Module) -> Iterator[None]:
     """Within the context every module has the forward of its class."""
     found = [(module, taken) for module in model.modules() if (taken := _taken_off(module))]
     try:

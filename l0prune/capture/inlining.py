@@ -144,7 +144,7 @@ def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[st
         is_written = its_own is None or not its_own.enabled or write_casts(inner, its_own)
         _inline_all(inner, its_own)
         if is_written and not any(n.op == "get_attr" for n in inner.graph.nodes):
-            renamed += put_in_line(module, node, inner, operands)[1]
+            renamed += inline_graph(module, node, inner, operands)[1]
     if renamed:
         module.graph.eliminate_dead_code()
         module.delete_all_unused_submodules()
@@ -189,7 +189,7 @@ def _inner(
     return None
 
 
-def put_in_line(
+def inline_graph(
     module: GraphModule, node: Node, inner: GraphModule, operands: Sequence[Any]
 ) -> tuple[list[Node], list[tuple[str, str]]]:
     """Put the inner graph where ``node`` is, which calls it.
@@ -229,7 +229,7 @@ def put_in_line(
     return [n for key, n in new.items() if key.op != "placeholder"], renamed
 
 
-def write_out_transforms(program: ExportedProgram) -> None:
+def inline_transforms(program: ExportedProgram) -> None:
     """Put in place of each part under transforms the operators that it amounts to.
 
     A part that torch cannot trace stays as it is.
@@ -291,7 +291,7 @@ def _written_out(module: GraphModule, part: list[Node]) -> list[tuple[str, str]]
         end.replace_all_uses_with(result)
     for node in reversed(part):
         module.graph.erase_node(node)
-    new, renamed = put_in_line(module, call, traced, operands)
+    new, renamed = inline_graph(module, call, traced, operands)
     for node in new:
         node.meta |= origin
     return [(old, to) for old, (_, to) in zip(names, renamed, strict=True)]

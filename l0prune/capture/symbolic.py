@@ -65,7 +65,7 @@ class Places:
 
 
 @contextmanager
-def noted_places() -> Iterator[Places]:
+def record_places() -> Iterator[Places]:
     """The places of what is captured within the context."""
     places = Places()
 
@@ -185,7 +185,7 @@ def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
 def _tried(model: nn.Module, example: Inputs, free: FreeSizes, batches: Batches | None) -> Found:
     """With such a batch, or with that of the example."""
     args, kwargs = widened(*example, batches) if batches else example
-    with noted_places() as places:
+    with record_places() as places:
         try:
             shapes = batch_shapes(model, args, kwargs, batches, free)
             program = exported(model, args, kwargs, dynamic_shapes=shapes, strict=False)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from l0prune.capture.provenance import is_within, within
-from l0prune.capture.quiet import alone
+from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import weights_of
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import L0pruneError, L0pruneWarning
@@ -78,7 +78,7 @@ def counted_in(plan: Plan) -> Set[str]:
     return {cost.tensor for cost in plan.costs if cost.unit == "params"}
 
 
-@alone()
+@one_at_a_time()
 def export(model: nn.Module) -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied_around
-from l0prune.capture.held_inputs import holds_objects
-from l0prune.capture.recording import examples_in
+from l0prune.capture.example_inputs import examples_in, holds_objects
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.proof import answers_to_all
 from l0prune.exporting.own_class.choice import Reference, choose, own_class

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from l0prune.capture.recording import examples_given
+from l0prune.capture.example_inputs import examples_given
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import output_of

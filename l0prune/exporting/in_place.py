@@ -26,9 +26,9 @@ from l0prune.files.cut_layers import SkippedModule, become, tensors_of
 from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import LINK
 from l0prune.gating.gated_class import CHILD, gated_class, gating_of, original_class
 from l0prune.gating.link import Link, Scale
+from l0prune.gating.multipliers import LINK
 from l0prune.infer.parts import Parts
 from l0prune.plan.layout import size_of
 

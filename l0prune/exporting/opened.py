@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.quiet import quietly
+from l0prune.capture.threads import muted
 from l0prune.errors import DataError, FileError
 from l0prune.files.artifact import load
 from l0prune.files.model_sources import load_model
@@ -148,7 +148,7 @@ class _Program(nn.Module):
                 "ONNX file of the same export needs no trust."
             )
         try:
-            with quietly():  # torch logs a traceback before it raises
+            with muted():  # torch logs a traceback before it raises
                 program = torch.export.load(path)
         except Exception as error:  # a damaged archive makes any of them
             raise FileError(f"{path} is damaged: {_first_line(error)}") from error

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured
 from l0prune.capture.copying import copied
-from l0prune.capture.recording import examples_in
+from l0prune.capture.example_inputs import examples_in
 from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import CertificateError

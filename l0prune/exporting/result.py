@@ -25,9 +25,9 @@ from torch.export import ExportedProgram
 
 import l0prune
 from l0prune.capture.copying import copied
-from l0prune.capture.held_inputs import holds_objects
-from l0prune.capture.quiet import alone
+from l0prune.capture.example_inputs import holds_objects
 from l0prune.capture.sizes import ANY
+from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
@@ -191,7 +191,7 @@ class Export:
         return "\n".join(filter(None, notes))
 
     @property
-    @alone()
+    @one_at_a_time()
     def pieces(self) -> tuple[Piece, ...]:
         """The captured parts of ``module`` as it is, each with its program, compared with it.
 
@@ -242,7 +242,7 @@ class Export:
         """Whether the batch size is free."""
         return all(piece.dynamic for piece in self._made.pieces)
 
-    @alone()
+    @one_at_a_time()
     def save_onnx(
         self,
         path: str | os.PathLike[str],
@@ -320,7 +320,7 @@ class Export:
             facts["preprocessing"] = self.preprocessing.model_dump_json()
         return facts
 
-    @alone()
+    @one_at_a_time()
     def save(self, path: str | os.PathLike[str], *, model: str = "") -> tuple[Path, ...]:
         """Write for torch: ``.pt2`` an exported program, else a state_dict with its manifest.
 
@@ -359,7 +359,7 @@ class Export:
         atomic_write(path, lambda file: torch.save(content, file))
         return (Path(path),)
 
-    @alone()
+    @one_at_a_time()
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, model: str = "", code: bool = False
     ) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from l0prune.capture.quiet import quietly
+from l0prune.capture.threads import muted
 
 # Packages whose nn.Module classes an ordinary pickled model names.
 _PACKAGES = ("torch.nn.modules", "torchvision.models", "torchvision.ops")
@@ -143,7 +143,7 @@ def _helpers() -> dict[str, Any]:
 def _module_classes(package: str) -> dict[str, StandIn]:
     """Every nn.Module class that is defined inside the package itself, by its full name."""
     found: dict[str, type[nn.Module]] = {}
-    with quietly():  # of deprecated corners that the file may never mention
+    with muted():  # of deprecated corners that the file may never mention
         root = importlib.import_module(package)
         names = [info.name for info in pkgutil.walk_packages(root.__path__, f"{package}.")]
         modules = [root, *map(importlib.import_module, names)]

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from l0prune.capture.held_inputs import opened
+from l0prune.capture.example_inputs import opened
 from l0prune.capture.sizes import FreeSizes
 from l0prune.errors import FileError, NotGated, UsageError
 from l0prune.files.atomic import PathLike

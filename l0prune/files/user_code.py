@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from l0prune.capture.quiet import quietly
+from l0prune.capture.threads import muted
 from l0prune.errors import FileError, L0pruneError, UsageError, first_line
 from l0prune.files.consent import is_code, remember
 from l0prune.gating.gated_class import CHILD
@@ -144,7 +144,7 @@ def torchvision_model(name: str, weights: str | None = None) -> nn.Module:
     options: dict[str, Any] = {"weights": weights}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
         options["weights_backbone"] = None  # else it downloads some, unasked
-    with quietly():  # two families announce that they will initialise otherwise one day
+    with muted():  # two families announce that they will initialise otherwise one day
         model: nn.Module = models.get_model(name, **options)
     return model
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from l0prune.errors import AlreadyGated, NotGated, UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import LINK, GateValues, held
 from l0prune.gating.gated_class import (
     CHILD,
     HOOKS,
@@ -19,6 +18,7 @@ from l0prune.gating.gated_class import (
     original_class,
 )
 from l0prune.gating.link import Link, kept_lists
+from l0prune.gating.multipliers import LINK, GateValues, held
 from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Site
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError
-from l0prune.gating.current import Current, GateValues
 from l0prune.gating.kinds.base import Gate
-from l0prune.gating.spreader import Spreader
+from l0prune.gating.multipliers import Current, GateValues, Spreader
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan, Site
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.capture import fixed_sizes
 from l0prune.capture.copying import inside, is_distributed
 from l0prune.capture.model_checks import check_module
-from l0prune.capture.quiet import alone
 from l0prune.capture.sizes import free_sizes
+from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.gating.attaching import attach, check_ungated, detach, gated_tensor, gates_of
 from l0prune.gating.bank import Example, Gates
@@ -94,7 +94,7 @@ class Surveyed(Protocol):
         """The inputs that it was made with."""
 
 
-@alone()
+@one_at_a_time()
 def gate(
     model: Model,
     args: Any,

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import without_torch_function
 from l0prune.errors import UsageError
-from l0prune.gating.current import LINK, held
 from l0prune.gating.gated_layer import forward_of, scale
 from l0prune.gating.link import Link, acting_link
+from l0prune.gating.multipliers import LINK, held
 
 _CONVERTED = (
     "a layer is being made from the parameters of a gated one, as "

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from l0prune.capture.compat import convolve, functorch_is_active, standard_convolution
-from l0prune.gating.current import LINK
 from l0prune.gating.link import acting_link
+from l0prune.gating.multipliers import LINK
 
 
 def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.current import LINK, GateValues
+from l0prune.gating.multipliers import LINK, GateValues
 
 
 class KeptList:

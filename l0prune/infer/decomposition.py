@@ -21,7 +21,7 @@ from l0prune.capture.compat import (
     core_aten_decompositions,
     enable_python_dispatcher,
 )
-from l0prune.capture.inlining import finish, put_in_line
+from l0prune.capture.inlining import finish, inline_graph
 from l0prune.capture.provenance import origin_of
 from l0prune.infer.nodes import (
     IDENTITIES,
@@ -50,7 +50,7 @@ def take_apart(program: ExportedProgram) -> None:
             continue
         leaves = pytree.tree_leaves((node.args, node.kwargs))
         operands = [leaf for leaf in leaves if isinstance(leaf, Node)]
-        new, names = put_in_line(module, node, inner, operands)
+        new, names = inline_graph(module, node, inner, operands)
         for each in new:
             each.meta |= origin_of(node)
         renamed += names

@@ -21,12 +21,11 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import capture
 from l0prune.capture.copying import copied
-from l0prune.capture.held_inputs import keep
+from l0prune.capture.example_inputs import examples_given, filled, keep, record
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.provenance import within
-from l0prune.capture.quiet import alone
-from l0prune.capture.recording import examples_given, filled, record
 from l0prune.capture.sizes import Inputs, batch_of
+from l0prune.capture.threads import one_at_a_time
 from l0prune.errors import CaptureError, UsageError, first_line
 from l0prune.infer.build import Analysis, analyse
 from l0prune.infer.nodes import called, draws
@@ -181,7 +180,7 @@ class Parts:
         return tuple(dict.fromkeys(called(node) for node in nodes if draws(node)))
 
 
-@alone()
+@one_at_a_time()
 @explained
 def inferred(model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None) -> Parts:
     """The plan of a model, from example inputs as a user gives them.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from l0prune.capture.model_checks import evaluating
-from l0prune.capture.quiet import printing_to
+from l0prune.capture.threads import printing_to
 from l0prune.data.dataset import (
     Augmentation,
     Data,

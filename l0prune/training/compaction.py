@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import holds_ddp
-from l0prune.capture.held_inputs import call
+from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.exporting.in_place import Cut, Form, Graph, smaller_form

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from l0prune.capture.quiet import quietly
+from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import write_whole
 from l0prune.plan.measures import kind_of
@@ -247,7 +247,7 @@ def _curves(folder: Path, done: int, wanted: bool | None) -> Any:
     if wanted is False:
         return None
     try:
-        with quietly():  # its own imports are deprecated here and there
+        with muted():  # its own imports are deprecated here and there
             from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         if wanted:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim
 
 from l0prune.capture.kept_state import exported
-from l0prune.capture.recurrent import INSTEAD
+from l0prune.capture.symbolic_patches import RECURRENT_CALLS
 
 KINDS = (nn.LSTM, nn.GRU, nn.RNN)
 
@@ -44,7 +44,7 @@ def program_of(net, x):
 def test_a_program_computes_what_torch_does_at_any_length(layer):
     net = Fn(lambda m, x: m.r(x), r=layer)
     program = program_of(net, torch.randn(3, 5, 3))
-    (call,) = [node for node in program.graph.nodes if node.target in INSTEAD]
+    (call,) = [node for node in program.graph.nodes if node.target in RECURRENT_CALLS]
     assert call.target.namespace == "aten"
     for shape in ((1, 4, 3), (7, 2, 3)):
         x = torch.randn(shape)

@@ -15,7 +15,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.capture.recording import first_of
+from l0prune.capture.example_inputs import first_of
 from l0prune.errors import UsageError
 
 

@@ -332,7 +332,7 @@ def data():
     x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
     return (x, x.sum(1)), (x, x.sum(1))
 
-def alone():
+def one_at_a_time():
     import l0prune
     return l0prune.Task([(torch.zeros(2, 4), torch.zeros(2))])
 """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.held_inputs import call
+from l0prune.capture.example_inputs import call
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest

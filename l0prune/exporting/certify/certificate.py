@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.recording import Call, examples_given, examples_in, filled, record
+from l0prune.capture.example_inputs import Call, examples_given, examples_in, filled, record
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import (

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import TorchDispatchMode, no_torch_function, schema_of, shell
 from l0prune.capture.copying import Model, copied
-from l0prune.capture.quiet import alone
 from l0prune.capture.sizes import Inputs
+from l0prune.capture.threads import one_at_a_time
 
 _OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -381,7 +381,7 @@ class InOneDtype(TorchDispatchMode):
 
         That is a setting of the process, so that threads take turns.
         """
-        self._turn = alone()
+        self._turn = one_at_a_time()
         self._turn.__enter__()
         self._default = torch.get_default_dtype()
         torch.set_default_dtype(self._lifted.get(self._default, self._default))

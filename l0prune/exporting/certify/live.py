@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import TorchDispatchMode
-from l0prune.capture.copying import copied, own_forward
-from l0prune.capture.held_inputs import call
-from l0prune.capture.kept_state import as_it_was
+from l0prune.capture.copying import class_forwards, copied
+from l0prune.capture.example_inputs import call
+from l0prune.capture.kept_state import restore_attributes
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs
@@ -102,7 +102,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     kept = _BeforeWrites([*model.parameters(), *model.buffers()])
     stance = torch.compiler.set_stance("force_eager")
     try:
-        with as_it_was(model), own_forward(model), evaluating(model), stance, kept:
+        with restore_attributes(model), class_forwards(model), evaluating(model), stance, kept:
             yield
     finally:
         with torch.no_grad():

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.example_inputs import examples_given, first_of
 from l0prune.capture.provenance import is_within
-from l0prune.capture.recording import examples_given, first_of
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.quiet import alone, quietly
+from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names
 from l0prune.exporting.onnx.older import FIRST_OF_PRESENT, is_large, move_out, of_older_opset
@@ -216,7 +216,7 @@ def to_onnx(
     is_older = opset is not None and opset < FIRST_OF_PRESENT
     export = partial(_exported, opset=opset, sizes=sizes, optimize=optimize)
     try:
-        with alone(), quietly():
+        with one_at_a_time(), muted():
             program = written_as_products(written_out(program, recurrent=not is_older))
             try:
                 made = export(program)

@@ -30,7 +30,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from l0prune.capture.recurrent import GATES, KIND_OF, RECURRENT
+from l0prune.capture.symbolic_patches import GATES, KIND_OF, RECURRENT
 from l0prune.infer.nodes import argument, operator_name
 
 if TYPE_CHECKING:

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import TorchDispatchMode, version_of
-from l0prune.capture.held_inputs import call
+from l0prune.capture.example_inputs import call, record
 from l0prune.capture.provenance import is_within, within
-from l0prune.capture.quiet import quietly
-from l0prune.capture.recording import record
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import raised_at
+from l0prune.capture.threads import muted
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.certify.certificate import Check, compare
@@ -99,7 +98,7 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask
     model, told = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
-    with quietly(), torch.no_grad(), InOneDtype(torch.float64):
+    with muted(), torch.no_grad(), InOneDtype(torch.float64):
         before = model(**(first | told))
         after = model(**(last | told | {cache: before[cache]}))
     result = after[0]
@@ -211,7 +210,7 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
     """
     given = cast(inputs, torch.float64)
     paths = [path for path, _ in new.named_modules() if path]
-    with suppress(Exception), quietly(), InOneDtype(torch.float64):
+    with suppress(Exception), muted(), InOneDtype(torch.float64):
         both = (record(lent(each, torch.float64), paths, given) for each in (module, new))
         for old, found in zip(*both, strict=True):
             shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
@@ -247,7 +246,7 @@ class InTraining:
         given = cast(inputs, torch.float64)
         before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
         in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
-        with quietly(), torch.no_grad(), in_exact, steady as draws:
+        with muted(), torch.no_grad(), in_exact, steady as draws:
             output = call(again, given)
         left = {}
         for name, tensor in _held(again):

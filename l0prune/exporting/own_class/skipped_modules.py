@@ -31,8 +31,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.copying import copied
+from l0prune.capture.example_inputs import Call, record
 from l0prune.capture.provenance import is_within, modules_of, within, without_call
-from l0prune.capture.recording import Call, record
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes, joined

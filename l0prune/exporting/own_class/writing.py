@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.quiet import quietly
+from l0prune.capture.threads import muted
 from l0prune.exporting.own_class.config import configurations
 from l0prune.exporting.own_class.origin import Trials, fault_of, tensors_of
 from l0prune.files import cut_layers, given_sizes
@@ -174,7 +174,7 @@ def _quietly() -> Iterator[None]:
     told.set_verbosity(logging.CRITICAL)
     told.disable_progress_bar()
     try:
-        with quietly():
+        with muted():
             yield
     finally:
         told.set_verbosity(level)

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.held_inputs import plain
-from l0prune.capture.kept_state import exported, without_state
-from l0prune.capture.patches import respell, without_hints
-from l0prune.capture.quiet import alone, quietly
-from l0prune.capture.recording import examples_in, first_rows
+from l0prune.capture.example_inputs import examples_in, first_rows, plain
+from l0prune.capture.kept_state import exported, tensor_outputs_only
 from l0prune.capture.sizes import (
     ALL_FIXED,
     ANY,
@@ -29,6 +26,8 @@ from l0prune.capture.sizes import (
     widened,
 )
 from l0prune.capture.symbolic import inputs_of, symbolic
+from l0prune.capture.symbolic_patches import general_code_paths, sanitize_names
+from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.exporting.certify.dtypes import Dtypes, asks_for_less, cast, converted, restored
 
 
@@ -154,13 +153,19 @@ def _with_batch(made: Exported) -> Exported:
 def _exported(module: nn.Module, example: Inputs, shapes: Callable[[], Any] | None) -> Exported:
     """The program with these dynamic shapes, or static where the module does not allow them."""
     args, kwargs = plain(example)
-    with alone(), quietly(), torch.no_grad(), without_hints(), without_state(module, example):
+    with (
+        one_at_a_time(),
+        muted(),
+        torch.no_grad(),
+        general_code_paths(),
+        tensor_outputs_only(module, example),
+    ):
         if shapes is not None:
             # the static shapes come next, and the result says so
             with suppress(Exception):
                 free = exported(module, args, kwargs, dynamic_shapes=shapes())
-                respell(free)
+                sanitize_names(free)
                 return Exported(free, True)
         program = exported(module, args, kwargs)
-    respell(program)
+    sanitize_names(program)
     return Exported(program, False)

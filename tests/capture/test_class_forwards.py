@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.capture.copying import copied, own_forward
+from l0prune.capture.copying import class_forwards, copied
 
 
 def prepared():
@@ -25,7 +25,7 @@ def prepared():
 def test_within_the_context_the_forward_is_that_of_the_class():
     model, x = prepared(), torch.randn(2, 4)
     plain = model.state_dict()
-    with own_forward(model):
+    with class_forwards(model):
         assert model(x).dtype == torch.float32
     assert model(x).dtype == torch.bfloat16
     assert plain.keys() == model.state_dict().keys()

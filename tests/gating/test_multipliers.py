@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.gating.spreader import Spreader
+from l0prune.gating.multipliers import Spreader
 from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
 from l0prune.plan.plan import Axis, Plan
 

@@ -18,7 +18,7 @@ _own: list[tuple[str, Any, Any]] = []  # name, stream of the process, ours
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Within the context no other thread is in one; it may be entered again by the same thread.
 
     torch.export keeps its state in globals, and graphs are captured and compared while functions
@@ -29,7 +29,7 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """Within the context what this thread prints, logs and warns of is dropped."""
     _here.muted = _is_muted() + 1
     try:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.capture.quiet import alone, printing_to, quietly
+from l0prune.capture.threads import muted, one_at_a_time, printing_to
 from l0prune.errors import CaptureError
 
 
@@ -55,8 +55,8 @@ def test_a_thread_is_muted_alone(capfd, caplog):
         log.warning("logged by %s", who)
         warnings.warn(f"warned by {who}", UserWarning, stacklevel=1)
 
-    def muted():
-        with quietly():
+    def one():
+        with muted():
             entered.set()
             said.wait(20)
             speak("one")
@@ -68,7 +68,7 @@ def test_a_thread_is_muted_alone(capfd, caplog):
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        run(muted, loud)
+        run(one, loud)
     assert capfd.readouterr().out == "printed by another\n"
     assert [record.getMessage() for record in caplog.records] == ["logged by another"]
     assert [str(each.message) for each in seen] == ["warned by another"]
@@ -81,14 +81,14 @@ def test_in_whatever_order_threads_are_done_the_streams_are_the_programs_own():
     )
 
     def first():
-        with quietly():
+        with muted():
             first_in.set()
             second_in.wait(20)
         first_out.set()
 
     def second():
         first_in.wait(20)
-        with quietly():
+        with muted():
             second_in.set()
             first_out.wait(20)
 
@@ -114,7 +114,7 @@ def test_after_an_error_everything_speaks_again(capfd):
 
 
 def test_one_stream_for_another(capfd):
-    with quietly(), printing_to(sys.stderr):
+    with muted(), printing_to(sys.stderr):
         print("to stderr")
     assert capfd.readouterr() == ("", "to stderr\n")
 
@@ -123,14 +123,14 @@ def test_one_thread_may_enter_twice_and_another_one_waits():
     order, inside = [], threading.Event()
 
     def first():
-        with alone(), alone():
+        with one_at_a_time(), one_at_a_time():
             inside.set()
             for _ in range(3):
                 order.append("first")
 
     def second():
         inside.wait(20)
-        with alone():
+        with one_at_a_time():
             order.append("second")
 
     run(first, second)

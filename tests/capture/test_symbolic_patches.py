@@ -5,11 +5,11 @@ import torch
 from networks import Fn
 from torch.export import Dim
 
-from l0prune.capture.kept_state import AnySize
+from l0prune.capture.symbolic_patches import SymbolicPatches
 
 
 def exported(forward, x):
-    with AnySize():
+    with SymbolicPatches():
         shapes = {"args": ({0: Dim("n")},)}
         program = torch.export.export(Fn(lambda m, x: forward(x)), (x,), dynamic_shapes=shapes)
     return program.module()
@@ -50,7 +50,7 @@ def len_of(x):
 )
 def test_sizes_that_are_numbers_do_what_they_did(forward):
     x = torch.randn(2, 5, 8, dtype=torch.float64)
-    with AnySize():
+    with SymbolicPatches():
         found = forward(x)
     torch.testing.assert_close(found, forward(x))
 

@@ -14,7 +14,7 @@ from networks import Fn
 from torch import nn
 
 import l0prune
-from l0prune.capture.held_inputs import Held, call, keep, plain
+from l0prune.capture.example_inputs import Held, call, keep, plain
 from l0prune.errors import FileError, UsageError
 
 
