@@ -6,7 +6,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots, picked, size_of
+from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots, picked
 from l0prune.plan.plan import Axis, Cost, Plan
 
 
@@ -89,7 +89,7 @@ def layouts(draw, sizes, depth=2):
             return Prod(tuple(draw(st.lists(layouts(sizes, depth - 1), min_size=1, max_size=2))))
         case "pick":
             base = draw(layouts(sizes, depth - 1))
-            positions = st.integers(0, size_of(base) - 1)
+            positions = st.integers(0, base.size - 1)
             return picked(base, tuple(draw(st.lists(positions, min_size=1, max_size=4))))
         case _:
             return draw(overlays(sizes, depth))
@@ -100,12 +100,12 @@ def overlays(draw, sizes, depth):
     """A ``Both`` whose fine layout is made to fit the base."""
     base = draw(layouts(sizes, depth - 1))
     leaf = draw(slots(sizes))
-    times, left = divmod(size_of(base), leaf.stop - leaf.start)
+    times, left = divmod(base.size, leaf.stop - leaf.start)
     if times and not left:
         return Both(base, Prod((Const(times), leaf)))
     if times == 0:
-        return Both(base, Slots(leaf.axis, leaf.start, leaf.start + size_of(base)))
-    return Both(base, Cat((leaf, Const(size_of(base) - leaf.stop + leaf.start))))
+        return Both(base, Slots(leaf.axis, leaf.start, leaf.start + base.size))
+    return Both(base, Cat((leaf, Const(base.size - leaf.stop + leaf.start))))
 
 
 @st.composite

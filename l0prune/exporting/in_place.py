@@ -30,7 +30,6 @@ from l0prune.gating.gated_class import CHILD, gated_class, gating_of, original_c
 from l0prune.gating.link import Link, Scale
 from l0prune.gating.multipliers import LINK
 from l0prune.infer.parts import Parts
-from l0prune.plan.layout import size_of
 
 _MISSING = object()
 
@@ -175,7 +174,7 @@ class Cut:
                 places[name] = Place.of(tensor, (none,) * tensor.dim())
                 first[id(tensor)] = self._first[name] = name
             elif dims is not None:
-                if list(map(size_of, dims)) != list(tensor.shape):
+                if [dim.size for dim in dims] != list(tensor.shape):
                     raise UsageError(f"{name} has another shape than when the model was gated")
                 masks = [plan.mask(dim, kept) for dim in dims]
                 if not all(bool(mask.all()) for mask in masks):

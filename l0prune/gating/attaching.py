@@ -19,7 +19,6 @@ from l0prune.gating.gated_class import (
 )
 from l0prune.gating.link import Link, kept_lists
 from l0prune.gating.multipliers import LINK, GateValues, held
-from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Site
 
 
@@ -182,7 +181,7 @@ def gated_tensor(model: nn.Module, site: Site) -> Tensor:
             f"the plan gates {site.tensor!r}, but the model has no such parameter or buffer: the "
             "plan was made for another model, or this one has changed since"
         )
-    size = size_of(site.layout)
+    size = site.layout.size
     if tensor.dim() <= site.dim or tensor.shape[site.dim] != size:
         raise UsageError(
             f"the plan gates {size} slots along dim {site.dim} of {site.tensor!r}, whose shape is "

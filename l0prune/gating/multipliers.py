@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from l0prune.capture.compat import version_of
 from l0prune.plan.expected import first_order
-from l0prune.plan.layout import Layout, size_of
+from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan
 
 LINK = "_l0prune"  # the attribute by which a module finds the bank, and what of it is gated
@@ -143,7 +143,7 @@ class Spreader:
     def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
         tables = [plan.gate_table(layout) for layout in layouts]
         order = sorted(range(len(layouts)), key=lambda number: tables[number].shape[0])
-        sizes = [size_of(layouts[number]) for number in order]
+        sizes = [layouts[number].size for number in order]
         self._sizes = sizes
         self._place = [order.index(number) for number in range(len(layouts))]
         # No row at all is a factor of one, for which the index past the last gate stands.
@@ -164,7 +164,7 @@ class Spreader:
     def __call__(self, z: Tensor) -> Sequence[Tensor]:
         """One vector per layout, of z's dtype and device; differentiable any number of times over.
 
-        Shape: z ``(plan.size,)``; results ``(size_of(layout),)`` each.
+        Shape: z ``(plan.size,)``; results ``(layout.size,)`` each.
         """
         if not self._rows:
             return ()

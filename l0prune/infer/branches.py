@@ -34,10 +34,10 @@ from l0prune.infer.dataflow import (
 )
 from l0prune.infer.inference import Inference
 from l0prune.infer.nodes import argument, dtype_of, has_tensor, operator_name, shape_of
-from l0prune.infer.solver import Cat, Const, Expr, Pick, Prod, Var, variables
+from l0prune.infer.solver import Expr, Var, variables
 from l0prune.infer.zero_flow import when_zero, zero_at
 from l0prune.plan.branch import Branch, Needs, is_needed, shortest, vital
-from l0prune.plan.layout import Layouts, axes_of
+from l0prune.plan.layout import Cat, Const, Layouts, Pick, Prod, axes_of
 from l0prune.plan.plan import Plan
 
 _DEEPEST = 100  # operators between a branch's last parameters and its end

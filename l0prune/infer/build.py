@@ -20,10 +20,11 @@ from l0prune.infer.inference import Inference, Place, Read, Write
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.reasons import Namer, Whole, pins, whole_streams
 from l0prune.infer.registry import explained
-from l0prune.infer.solver import COPIES, Cat, Const, Expr, Pick, Prod, Reason, Var, picks, variables
+from l0prune.infer.solver import COPIES, Expr, Reason, Var, picks, variables
 from l0prune.infer.zero_flow import Zeros, when_zero, zeroing
 from l0prune.plan import layout as data
 from l0prune.plan.branch import Branch, Needs
+from l0prune.plan.layout import Cat, Const, Pick, Prod
 from l0prune.plan.plan import Axis, Cost, Plan, Site
 
 
@@ -267,19 +268,11 @@ class Builder:
 
     def layout(self, expr: Expr) -> data.Layout:
         """An expression as plain data; pinned variables become constants."""
-        match self.infer.solver.resolve(expr):
-            case Const(size, _, _):
-                return data.Const(size)
-            case Var() as var:
-                if var not in self.numbers:
-                    return data.Const(var.size)
-                return data.Slots(self.numbers[var], 0, var.size)
-            case Cat(parts, _):
-                return data.Cat(tuple(self.layout(part) for part in parts))
-            case Prod(factors, _):
-                return data.Prod(tuple(self.layout(factor) for factor in factors))
-            case Pick(base, index):
-                return data.picked(self.layout(base), index)
+        return data.substitute(self.infer.solver.resolve(expr), self._slots)
+
+    def _slots(self, var: Var) -> data.Layout:
+        number = self.numbers.get(var)
+        return data.Const(var.size) if number is None else data.Slots(number, 0, var.size)
 
     def tensor_layouts(self, name: str) -> data.Layouts:
         """The layouts of a stored tensor, fine axes included."""
@@ -289,7 +282,7 @@ class Builder:
     def _with_fine(self, base: data.Layout, place: Place) -> data.Layout:
         if place not in self.fine:
             return base
-        return data.Both(base, data.Slots(self.fine[place], 0, data.size_of(base)))
+        return data.Both(base, data.Slots(self.fine[place], 0, base.size))
 
     def node_layouts(self) -> dict[str, tuple]:
         """For each node, the layouts of its dims."""
@@ -383,11 +376,11 @@ def _leaves_out(some: Pick) -> bool:
 def _nested(expr: Expr) -> list[Var]:
     """Variables that occur in more than one factor of one product."""
     match expr:
-        case Prod(factors, _):
+        case Prod(factors):
             sets = [set(variables(f)) for f in factors]
             twice = [v for i, a in enumerate(sets) for b in sets[i + 1 :] for v in a & b]
             return twice + [v for f in factors for v in _nested(f)]
-        case Cat(parts, _):
+        case Cat(parts):
             return [v for part in parts for v in _nested(part)]
         case Pick(base, _):
             return _nested(base)
@@ -398,10 +391,10 @@ def _nested(expr: Expr) -> list[Var]:
 def _has_positions(expr: Expr) -> bool:
     """Whether slots repeat over positions, as in a flattened map."""
     match expr:
-        case Prod(factors, _):
+        case Prod(factors):
             positions = (isinstance(f, Const) and f.what != COPIES for f in factors)
             return any(positions) or any(map(_has_positions, factors))
-        case Cat(parts, _):
+        case Cat(parts):
             return any(map(_has_positions, parts))
         case Pick(base, _):
             return _has_positions(base)

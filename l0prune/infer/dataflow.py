@@ -28,10 +28,10 @@ from l0prune.infer.nodes import (
     operator_name,
     written,
 )
-from l0prune.infer.solver import Const, Expr, Var
+from l0prune.infer.solver import Expr, Var
 from l0prune.plan.activations import Activation
 from l0prune.plan.branch import ALWAYS, Needs, shortest
-from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
+from l0prune.plan.layout import Const, Layout, Layouts, axes_of
 
 
 @dataclass
@@ -108,7 +108,7 @@ def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
     """A product with its constant dims in the scale, and the dims that are left."""
     for dim in dims:
         if not axes_of(dim):
-            scale *= size_of(dim)
+            scale *= dim.size
     return scale, tuple(dim for dim in dims if axes_of(dim))
 
 

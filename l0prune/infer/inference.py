@@ -33,7 +33,8 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, NotFollowed, Value, failure, registered
 from l0prune.infer.rules.pointwise import pointwise  # its package fills the registry
-from l0prune.infer.solver import Const, Expr, Solver, variables
+from l0prune.infer.solver import Expr, Solver, variables
+from l0prune.plan.layout import Const
 
 Place = tuple[str, int]  # a tensor's name and a dim of it
 

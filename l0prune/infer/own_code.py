@@ -34,7 +34,7 @@ from l0prune.infer.query_scale import query_factors
 from l0prune.infer.registry import explained
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
 from l0prune.plan.code import PARTS, Code, ReusedSize, SizedCall
-from l0prune.plan.layout import Cat, Const, Layout, Layouts, Prod, Slots, axes_of, leaves, size_of
+from l0prune.plan.layout import Cat, Const, Layout, Layouts, Prod, Slots, axes_of, leaves
 from l0prune.plan.plan import Plan
 
 # Products with a number, and what code calls them.
@@ -55,7 +55,7 @@ def given_sizes(node: Node, analysis: Analysis) -> Given:
         yield from zip(node.args[2], layouts[dim:], strict=False)  # type: ignore[arg-type]
     elif name in SPLITS:
         dim = int(argument(node, 2, "dim", 0)) % len(layouts[0])
-        given = size_of(layouts[0][dim]) if name == "aten.chunk" else node.args[1]
+        given = layouts[0][dim].size if name == "aten.chunk" else node.args[1]
         each = given if isinstance(given, list | tuple) else [given] * len(layouts)
         yield from zip(each, (piece[dim] for piece in layouts), strict=False)
     elif name in SLICES and not argument(node, 2, "start", 0):
@@ -65,7 +65,7 @@ def given_sizes(node: Node, analysis: Analysis) -> Given:
 
 def is_number_of(size: Any, dim: Layout) -> bool:
     """Is the size a number of the code, and that of the dim?"""
-    return type(size) is int and size == size_of(dim)
+    return type(size) is int and size == dim.size
 
 
 def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[SizedCall, ...]]:
@@ -145,7 +145,7 @@ def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
     size = round(number**-2) if number > 0 else 0
     if not (size and isclose(number, size**-0.5)):
         return SizedCall(SCALED, 1, (None,))
-    return SizedCall(SCALED, 1, (dims[-1] if size_of(dims[-1]) == size else Const(size),))
+    return SizedCall(SCALED, 1, (dims[-1] if dims[-1].size == size else Const(size),))
 
 
 def without_rows(dim: Layout, batch: int) -> Layout:
@@ -189,7 +189,7 @@ def _follows(node: Node, analysis: Analysis) -> set[Layout]:
 
 def _ends(dims: Layouts) -> list[int]:
     """The products of the sizes so far, from 1 on."""
-    return list(accumulate((size_of(dim) for dim in dims), mul, initial=1))
+    return list(accumulate((dim.size for dim in dims), mul, initial=1))
 
 
 def _python_name(operator: str) -> str:
@@ -257,9 +257,9 @@ def _sizes(analysis: Analysis, regions: Regions) -> dict[str, Layouts]:
     result = {}
     for path, nodes in regions.items():
         dims = list(dict.fromkeys(chain.from_iterable(_given(n, analysis) for n in nodes)))
-        cut = {size_of(dim) for dim in dims if axes_of(dim)}
+        cut = {dim.size for dim in dims if axes_of(dim)}
         if cut:
-            result[path] = tuple(dim for dim in dims if size_of(dim) in cut)
+            result[path] = tuple(dim for dim in dims if dim.size in cut)
     return result
 
 
@@ -272,11 +272,11 @@ def _not_received(
     """
     result = {}
     for path, dims in sizes.items():
-        others = {size_of(dim) for dim in dims if dim not in received[path]}
+        others = {dim.size for dim in dims if dim not in received[path]}
         result[path] = tuple(
             dim
             for dim in dims
-            if dim not in received[path] or not axes_of(dim) or size_of(dim) not in others
+            if dim not in received[path] or not axes_of(dim) or dim.size not in others
         )
     return result
 
@@ -291,14 +291,12 @@ def _reused(
     for path, dims in sizes.items():
         values = _numbers(model, path)
         for used in dims:
-            is_known = any(size_of(used) * parts in values for parts in PARTS)
+            is_known = any(used.size * parts in values for parts in PARTS)
             if is_known or used in received[path] or not axes_of(used):
                 continue
             read = [dim for dim in received[path] if axes_of(dim)]
-            alike = [dim for dim in read if size_of(dim) == size_of(used)]
-            unrelated = (
-                size_of(dim) % size_of(used) and size_of(used) % size_of(dim) for dim in read
-            )
+            alike = [dim for dim in read if dim.size == used.size]
+            unrelated = (dim.size % used.size and used.size % dim.size for dim in read)
             if alike or all(unrelated):  # else it may be worked out, and rightly so
                 yield ReusedSize(path, alike[0] if alike else None, used)
 
@@ -373,8 +371,8 @@ def _of_one_number(plan: Plan, model: nn.Module, sizes: Mapping[str, Layouts]) -
         by_kind: dict[tuple[int, str], list[Layout]] = defaultdict(list)
         for dim in dims:
             kind = _kind_of(plan, dim)
-            if kind is not None and size_of(dim) in values:
-                by_kind[size_of(dim), kind].append(dim)
+            if kind is not None and dim.size in values:
+                by_kind[dim.size, kind].append(dim)
         yield from (tuple(same) for same in by_kind.values() if len(same) > 1)
 
 
@@ -386,7 +384,7 @@ def _equal_pieces(analysis: Analysis) -> Iterator[Layouts]:
             continue
         dim = int(argument(node, 2, "dim", 0)) % len(pieces[0])
         dims = tuple(dict.fromkeys(piece[dim] for piece in pieces))
-        if len(dims) > 1 and all(size_of(each) == size_of(dims[0]) for each in dims):
+        if len(dims) > 1 and all(each.size == dims[0].size for each in dims):
             yield dims
 
 

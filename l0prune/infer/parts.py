@@ -33,7 +33,7 @@ from l0prune.infer.own_code import with_code
 from l0prune.infer.registry import explained
 from l0prune.plan.activations import steps
 from l0prune.plan.branch import Branch, is_needed
-from l0prune.plan.layout import Layout, Slots, axes_of, size_of, substitute
+from l0prune.plan.layout import Layout, Slots, axes_of, substitute
 from l0prune.plan.plan import Cost, Pin, Plan
 
 # What may be asked of a tensor that no cut changes.
@@ -66,7 +66,7 @@ class Seen:
             for tensor, dims in plan.tensors.items():
                 for dim in dims if tensor.startswith(f"{path}.") else ():
                     sizes = {i: plan.axes[i].size for i in axes_of(dim)}
-                    is_all = size_of(dim) == value
+                    is_all = dim.size == value
                     found |= {i: why for i, size in sizes.items() if is_all or size == value}
         return found
 

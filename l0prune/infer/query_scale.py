@@ -30,7 +30,6 @@ from l0prune.infer.nodes import (
 )
 from l0prune.plan.code import Factor
 from l0prune.plan.layout import Layout, axes_of
-from l0prune.plan.layout import size_of as layout_size
 
 _MOVED = (*RESHAPES, *PERMUTATIONS, *IDENTITIES, *SLICES, *SPLITS, "getitem")
 _PIECES = (*SLICES, *SPLITS, "getitem", "aten.select", "aten.unbind")
@@ -269,7 +268,7 @@ class _Followed:
         name, dim = key
         if dim is not None:
             return key, entries
-        shape = [layout_size(each) for each in self._analysis.plan.tensors[name]]
+        shape = [each.size for each in self._analysis.plan.tensors[name]]
         places = torch.unravel_index(entries, shape)
         varying = [number for number, place in enumerate(places) if len(place.unique()) > 1]
         if len(varying) != 1:

@@ -10,7 +10,8 @@ from torch.fx import Node
 from l0prune.capture.provenance import class_of, module_of, source_of
 from l0prune.infer.inference import Inference, Place, Write
 from l0prune.infer.nodes import operator_name
-from l0prune.infer.solver import Cat, Const, Expr, Pick, Prod, Reason, Var, variables
+from l0prune.infer.solver import Expr, Reason, Var, variables
+from l0prune.plan.layout import Cat, Const, Pick, Prod
 from l0prune.plan.plan import Pin
 
 
@@ -134,12 +135,12 @@ def _left_over(expr: Expr, axes: Collection[Var]) -> Iterator[Const | Var]:
         case Var():
             if expr not in axes:
                 yield expr
-        case Cat(parts, _):
+        case Cat(parts):
             for part in parts:
                 yield from _left_over(part, axes)
         case Pick(base, _):
             yield from _left_over(base, axes)
-        case Prod(factors, _):
+        case Prod(factors):
             each = [list(_left_over(factor, axes)) for factor in factors]
             if all(each):
                 for left in each:

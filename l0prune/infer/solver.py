@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch.fx import Node
+
+from l0prune.plan.layout import Cat, Const, Pick, Prod, Term, children
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +28,6 @@ class Reason:
 
 
 COPIES = "copies of a slot"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Const:
-    """``size`` positions that are no axis: batch, height, time, an image's colours."""
-
-    size: int
-    what: str = "a fixed dimension"
-    is_input: bool = False
 
 
 class Var:
@@ -52,36 +45,7 @@ class Var:
         self.pin: Reason | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cat:
-    """``parts``, one after another."""
-
-    parts: tuple[Expr, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prod:
-    """``factors`` nested in row-major order: the last varies fastest."""
-
-    factors: tuple[Expr, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pick:
-    """Position ``index[i]`` of ``base`` at i: in another order, left out or several times."""
-
-    base: Expr
-    index: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of positions."""
-        return len(self.index)
-
-
-Expr = Const | Var | Cat | Prod | Pick
+Expr: TypeAlias = "Term[Var]"
 SINGLE = "single positions are picked out of it"
 
 
@@ -97,7 +61,7 @@ def cat(parts: Iterable[Expr]) -> Expr:
                 flat.append(piece)
     if not flat:
         return Const(0)
-    return flat[0] if len(flat) == 1 else Cat(tuple(flat), sum(p.size for p in flat))
+    return flat[0] if len(flat) == 1 else Cat(tuple(flat))
 
 
 def prod(factors: Iterable[Expr]) -> Expr:
@@ -117,7 +81,7 @@ def prod(factors: Iterable[Expr]) -> Expr:
         return flat[0]
     if isinstance(flat[0], Cat):
         return cat(prod((part, *flat[1:])) for part in flat[0].parts)
-    return Prod(tuple(flat), math.prod(f.size for f in flat))
+    return Prod(tuple(flat))
 
 
 def pick(base: Expr, index: tuple[int, ...]) -> Expr:
@@ -138,29 +102,21 @@ def _merge(a: Const, b: Const, size: int) -> Const:
     return Const(size, a.what if a.what == b.what or both else "a fixed dimension", both)
 
 
-def picks(expr: Expr) -> Iterator[Pick]:
-    """Every pick in a resolved expression."""
-    match expr:
-        case Cat(inner, _) | Prod(inner, _):
-            for each in inner:
-                yield from picks(each)
-        case Pick():
-            yield expr
+def picks(expr: Expr) -> Iterator[Pick[Var]]:
+    """Return every pick in a resolved expression."""
+    if isinstance(expr, Pick):
+        yield expr
+        return
+    for child in children(expr):
+        yield from picks(child)
 
 
 def variables(expr: Expr) -> Iterator[Var]:
-    """Every variable in a resolved expression, left to right."""
-    match expr:
-        case Var():
-            yield expr
-        case Cat(parts, _):
-            for part in parts:
-                yield from variables(part)
-        case Prod(factors, _):
-            for factor in factors:
-                yield from variables(factor)
-        case Pick(base, _):
-            yield from variables(base)
+    """Return every variable in a resolved expression, left to right."""
+    if isinstance(expr, Var):
+        yield expr
+    for child in children(expr):
+        yield from variables(child)
 
 
 _MOST = 1 << 17  # positions that are looked at one by one, at most
@@ -181,7 +137,7 @@ class Meetings:
     fixed: dict[Var, Const]
 
 
-def is_order(expr: Expr) -> TypeGuard[Pick]:
+def is_order(expr: Expr) -> TypeGuard[Pick[Var]]:
     """Is it all positions of something, each once, in another order?"""
     return isinstance(expr, Pick) and sorted(expr.index) == list(range(expr.base.size))
 
@@ -248,10 +204,10 @@ def _slots(expr: Expr) -> list[Slot | Const] | None:
         case Pick(base, index):
             slots = _slots(base)
             return None if slots is None else [slots[i] for i in index]
-        case Cat(parts, _):
+        case Cat(parts):
             every = [_slots(part) for part in parts]
             return None if None in every else [slot for part in every for slot in part or ()]
-        case Prod(factors, _):
+        case Prod(factors):
             nested = [_slots(factor) for factor in factors]
             found = [_only_slot(several) for several in product(*(f or () for f in nested))]
             return None if None in nested or None in found else [f for f in found if f is not None]
@@ -318,11 +274,11 @@ class Solver:
                 for var in chain:
                     var.binding = found
                 return found
-            case Cat(parts, _):
+            case Cat(parts):
                 news = [self.resolve(p) for p in parts]
                 same = all(a is b for a, b in zip(news, parts, strict=True))
                 return expr if same else cat(news)
-            case Prod(factors, _):
+            case Prod(factors):
                 news = [self.resolve(f) for f in factors]
                 same = all(a is b for a, b in zip(news, factors, strict=True))
                 return expr if same else prod(news)
@@ -462,9 +418,9 @@ class Solver:
                 pair = [self.fresh(at), self.fresh(size - at)]
                 self._bind(expr, cat(pair))
                 return pair
-            case Cat(parts, _):
+            case Cat(parts):
                 return self._split_parts(parts, at)
-            case Prod(factors, _):
+            case Prod(factors):
                 return self._split_product(factors, at)
             case Pick(base, index):
                 if 1 in (at, len(index) - at):

@@ -31,7 +31,7 @@ from l0prune.plan.expected import (
     multiply,
     precision,
 )
-from l0prune.plan.layout import Layouts, axes_of, constant_positions, size_of
+from l0prune.plan.layout import Layouts, axes_of, constant_positions
 from l0prune.plan.plan import Cost, Plan
 
 Axes = frozenset[int] | None
@@ -77,7 +77,7 @@ class CostModel:
             everything = torch.ones(self.plan.size, dtype=torch.float64)
             return self.amount(everything, unit, through)
         terms = (cost for cost in self.costs if cost.unit == unit)
-        return sum(cost.scale * prod(map(size_of, cost.dims)) for cost in terms)
+        return sum(cost.scale * prod(dim.size for dim in cost.dims) for cost in terms)
 
     def reachable(self, unit: str) -> float:
         """The share of the dense count that is gone once every gate is closed, from 0 to 1."""
@@ -226,7 +226,7 @@ def reachable(costs: Iterable[Cost]) -> float:
     """The share of the dense count of these terms that some axis can take away, from 0 to 1."""
     total = whole = 0.0
     for cost in costs:
-        total += cost.scale * prod(map(size_of, cost.dims))
+        total += cost.scale * prod(dim.size for dim in cost.dims)
         whole += cost.scale * prod(map(constant_positions, cost.dims))
     return (total - whole) / total if total else 0.0
 

@@ -41,7 +41,6 @@ from l0prune.plan.layout import (
     children,
     distinct,
     leaves,
-    size_of,
 )
 from l0prune.plan.plan import Plan
 
@@ -200,7 +199,7 @@ def _counted_leaves(layout: Layout) -> Iterator[Slots]:
 
 def _is_order(layout: Pick) -> bool:
     """Return whether the pick only reorders: each position of its base occurs once."""
-    return sorted(layout.index) == list(range(size_of(layout.base)))
+    return sorted(layout.index) == list(range(layout.base.size))
 
 
 def _sum(polynomials: Iterable[Polynomial]) -> Polynomial:

@@ -9,20 +9,35 @@ finer axis over a layout, slot by slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from math import prod as product
-from typing import Any
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 
+class Leaf(Protocol):
+    """A part of a term that has no parts: slots of an axis, or a variable of the solver."""
+
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+
+
+L = TypeVar("L", bound=Leaf, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Const:
-    """``size`` positions that belong to no axis."""
+    """``size`` positions that belong to no axis: batch, height, time, an image's colours.
+
+    ``what`` they are is said to people, and whether the model's input has them; these are no data.
+    """
 
     size: int
+    what: str = field(default="a fixed dimension", compare=False, repr=False)
+    is_input: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +48,45 @@ class Slots:
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, slots=True)
-class Cat:
+class Cat(Generic[L]):
     """``parts``, one after another."""
 
-    parts: tuple[Layout, ...]
+    parts: tuple[Term[L], ...]
+    size: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum([part.size for part in self.parts]))
 
 
 @dataclass(frozen=True, slots=True)
-class Prod:
+class Prod(Generic[L]):
     """``factors`` nested in row-major order: the last one varies fastest."""
 
-    factors: tuple[Layout, ...]
+    factors: tuple[Term[L], ...]
+    size: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", prod([factor.size for factor in self.factors]))
+
+
+@dataclass(frozen=True, slots=True)
+class Pick(Generic[L]):
+    """Position ``index[i]`` of ``base`` at i: in another order, left out or several times."""
+
+    base: Term[L]
+    index: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return len(self.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +96,16 @@ class Both:
     base: Layout
     fine: Layout
 
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """Position ``index[i]`` of ``base`` at i: in another order, left out or several times."""
-
-    base: Layout
-    index: tuple[int, ...]
+    @property
+    def size(self) -> int:
+        """Number of positions."""
+        return self.base.size
 
 
-Layout = Const | Slots | Cat | Prod | Both | Pick
-Layouts = tuple[Layout, ...]
-
-
-def size_of(layout: Layout) -> int:
-    """Number of positions along the dimension."""
-    match layout:
-        case Const(size):
-            return size
-        case Slots(_, start, stop):
-            return stop - start
-        case Cat(parts):
-            return sum(map(size_of, parts))
-        case Prod(factors):
-            return product(map(size_of, factors))
-        case Both(base, _):
-            return size_of(base)
-        case Pick(_, index):
-            return len(index)
+# What the slots along a dim are: of variables while they are inferred, then of a plan's slots.
+Term: TypeAlias = "Const | L | Cat[L] | Prod[L] | Pick[L]"
+Layout: TypeAlias = "Term[Slots | Both]"
+Layouts: TypeAlias = "tuple[Layout, ...]"
 
 
 def picked(base: Layout, index: tuple[int, ...]) -> Layout:
@@ -90,9 +113,9 @@ def picked(base: Layout, index: tuple[int, ...]) -> Layout:
     return Pick(base, index) if axes_of(base) else Const(len(index))
 
 
-def children(layout: Layout) -> tuple[Layout, ...]:
-    """The layouts that ``layout`` is directly made of."""
-    match layout:
+def children(term: Term[Any]) -> tuple[Any, ...]:
+    """Return the terms that a term is directly made of."""
+    match term:
         case Cat(parts):
             return parts
         case Prod(factors):
@@ -118,14 +141,14 @@ def axes_of(layout: Layout) -> frozenset[int]:
     return frozenset(leaf.axis for leaf in leaves(layout))
 
 
-def substitute(layout: Layout, leaf: Callable[[Slots], Layout]) -> Layout:
-    """The layout with each ``Slots`` replaced by ``leaf(slots)``."""
-    if isinstance(layout, Slots):
-        return leaf(layout)
-    return with_children(layout, lambda child: substitute(child, leaf))
+def substitute(term: Term[Any], leaf: Callable[[Any], Layout]) -> Layout:
+    """Return the layout with ``leaf(part)`` for each part without parts that is no constant."""
+    if isinstance(term, Const | Cat | Prod | Both | Pick):
+        return with_children(term, lambda child: substitute(child, leaf))
+    return leaf(term)
 
 
-def with_children(layout: Layout, convert: Callable[[Layout], Layout]) -> Layout:
+def with_children(layout: Term[Any], convert: Callable[[Any], Layout]) -> Layout:
     """The layout with each of those that it is directly made of converted."""
     match layout:
         case Cat(parts):
@@ -142,7 +165,7 @@ def with_children(layout: Layout, convert: Callable[[Layout], Layout]) -> Layout
 
 def only(layout: Layout, axes: frozenset[int]) -> Layout:
     """The layout with every axis that is not in ``axes`` made constant."""
-    return substitute(layout, lambda s: s if s.axis in axes else Const(s.stop - s.start))
+    return substitute(layout, lambda s: s if s.axis in axes else Const(s.size))
 
 
 def show(layout: Layout, names: Sequence[str]) -> str:
@@ -198,7 +221,7 @@ def from_json(data: Any) -> Layout:
             return Prod(tuple(map(from_json, factors)))
         case ["both", base, fine]:
             return Both(from_json(base), from_json(fine))
-        case ["pick", base, [*index]] if _are_positions(index, size_of(from_json(base))):
+        case ["pick", base, [*index]] if _are_positions(index, from_json(base).size):
             return Pick(from_json(base), tuple(index))
         case _:
             raise ValueError(f"not a layout: {data!r}")
@@ -212,18 +235,18 @@ def outer(layout: Layout, size: int) -> Layout:
     """The leading ``size`` positions' worth of a product: the groups of groups × channels."""
     match layout:
         case Cat(parts):
-            whole = size_of(layout)
-            return Cat(tuple(outer(part, size * size_of(part) // whole) for part in parts))
+            whole = layout.size
+            return Cat(tuple(outer(part, size * part.size // whole) for part in parts))
         case Prod(factors):
             count, taken = 1, []
             for factor in factors:
                 if count == size:
                     break
                 taken.append(factor)
-                count *= size_of(factor)
+                count *= factor.size
             return Prod(tuple(taken)) if count == size else Const(size)
         case _:
-            return layout if size_of(layout) == size else Const(size)
+            return layout if layout.size == size else Const(size)
 
 
 def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tensor:
@@ -234,7 +257,7 @@ def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tens
         flat: where slots lie in that vector.
         one: what stands for no gate.
 
-    Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
+    Shape: ``(factors, layout.size)``, int64; no rows where the layout has no axis.
     """
 
     def table(of: Layout) -> Tensor:

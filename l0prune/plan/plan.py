@@ -46,7 +46,7 @@ def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Ten
 
     Returns:
         The layout of those that stay, in their order, and a mask over the positions, bool, shape
-        ``(size_of(layout),)``.
+        ``(layout.size,)``.
     """
     match layout:
         case Const(size):
@@ -225,7 +225,7 @@ class Plan:
     def gate_table(self, layout: Layout) -> Tensor:
         """Return the gates that multiply at each position of ``layout``; ``size`` stands for none.
 
-        Shape: ``(factors, size_of(layout))``, int64; no rows where the layout has no axis.
+        Shape: ``(factors, layout.size)``, int64; no rows where the layout has no axis.
         """
         return gate_table(layout, self.flat, one=self.size)
 

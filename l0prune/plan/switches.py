@@ -22,7 +22,6 @@ from l0prune.plan.layout import (
     Prod,
     Slots,
     children,
-    size_of,
     substitute,
     with_children,
 )
@@ -49,7 +48,7 @@ def switched(plan: Plan, names: Collection[str]) -> Plan:
     for branch in found:
         for tensor in branch.tensors:
             site = _site(plan, sites, tensor)
-            layout = Prod((switch(numbers[branch.name]), site.layout))
+            layout: Layout = Prod((switch(numbers[branch.name]), site.layout))
             sites[site.tensor, site.dim] = replace(site, layout=layout)
     costs = []
     for cost in plan.costs:
@@ -101,7 +100,7 @@ def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
     dims = plan.tensors[tensor]
     taken = (sites.get((tensor, dim)) for dim in range(len(dims)))
     dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Both))
-    return sites.get((tensor, dim)) or Site(tensor, dim, Const(size_of(dims[dim])), "write")
+    return sites.get((tensor, dim)) or Site(tensor, dim, Const(dims[dim].size), "write")
 
 
 def gone(plan: Plan, kept: Tensor) -> list[str]:

@@ -23,7 +23,7 @@ from l0prune.exporting.result import Export
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.branch import is_needed
 from l0prune.plan.cost import cost_of
-from l0prune.plan.layout import Layout, leaves, size_of
+from l0prune.plan.layout import Layout, leaves
 from l0prune.plan.plan import Cost, Plan
 from l0prune.plan.switches import gone
 from l0prune.report.content import (
@@ -143,7 +143,7 @@ def _side(
     cut = [layout for layout in layouts if any(leaves(layout))]
     before, after = side.size, side.size
     if cut:
-        before, after = prod(map(size_of, cut)), _left(plan, kept, cut)
+        before, after = prod(dim.size for dim in cut), _left(plan, kept, cut)
     axes = [numbers[name] for name in side.axes]
     return Side(before=before, after=after, axes=axes, reason=side.reason)
 

@@ -8,7 +8,7 @@ from math import prod
 
 from l0prune.capture.weights import Weight
 from l0prune.plan.cost import reachable
-from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer, size_of
+from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer
 from l0prune.plan.plan import Cost, Plan
 
 UNUSED = "not used in eval mode"
@@ -103,7 +103,7 @@ def _unused(weight: Weight) -> Side:
 
 
 def _count(costs: list[Cost]) -> int:
-    return round(sum(cost.scale * prod(map(size_of, cost.dims)) for cost in costs))
+    return round(sum(cost.scale * prod(dim.size for dim in cost.dims) for cost in costs))
 
 
 def costs_of(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
@@ -137,7 +137,7 @@ class Sides:
         self.tensor = next((n for n in alike if self._is_alike(n)), next(missing, ""))
 
     def _is_alike(self, name: str) -> bool:
-        return tuple(map(size_of, self.plan.tensors[name])) == self.weight.shape
+        return tuple(dim.size for dim in self.plan.tensors[name]) == self.weight.shape
 
     def both(self) -> tuple[Side, Side]:
         """The input side and the output side."""
@@ -183,7 +183,8 @@ class Sides:
 
     def _side(self, dims: list[int]) -> Side:
         layouts = self._layouts(dims)
-        size, whole = (prod(map(count, layouts)) for count in (size_of, constant_positions))
+        size = prod(dim.size for dim in layouts)
+        whole = prod(map(constant_positions, layouts))
         numbers = dict.fromkeys(leaf.axis for each in layouts for leaf in leaves(each))
         names = tuple(self.plan.axes[number].name for number in numbers)
         share = 1 - whole / size if size else 0.0

@@ -382,7 +382,7 @@ def _squares(tensor: Tensor, dim: int) -> Tensor:
 def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
     """The values at all positions where a gate acts, added up gate by gate.
 
-    Shape: each part's values ``(size_of(layout),)``; result ``(plan.size,)``.
+    Shape: each part's values ``(layout.size,)``; result ``(plan.size,)``.
     """
     total = torch.zeros(plan.size + 1, dtype=torch.float64)  # the last is of positions ungated
     for values, layout in parts:

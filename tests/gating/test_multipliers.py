@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.gating.multipliers import Spreader
-from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots, size_of
+from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots
 from l0prune.plan.plan import Axis, Plan
 
 SIZES = (3, 4, 12)
@@ -54,7 +54,7 @@ def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed):
     z = torch.rand(words.size, dtype=torch.float64, generator=generator).requires_grad_()
     got = Spreader(words, wanted)(z)
     expected = [words.spread(layout, z).double() for layout in wanted]
-    weights = [torch.rand(size_of(w), dtype=torch.float64, generator=generator) for w in wanted]
+    weights = [torch.rand(w.size, dtype=torch.float64, generator=generator) for w in wanted]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-14, atol=0)
     if not any(theirs.requires_grad for theirs in expected):

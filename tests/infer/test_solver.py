@@ -8,19 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from l0prune.infer.solver import (
-    Cat,
-    Const,
-    Expr,
-    Pick,
-    Prod,
-    Solver,
-    Var,
-    cat,
-    pick,
-    prod,
-    variables,
-)
+from l0prune.infer.solver import Expr, Solver, Var, cat, pick, prod, variables
+from l0prune.plan.layout import Cat, Const, Pick, Prod
 
 
 def alive(solver: Solver, expr: Expr, dead: dict[Var, int]) -> list[bool]:

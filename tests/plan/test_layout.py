@@ -66,7 +66,7 @@ layouts = st.recursive(
         st.builds(L.Cat, st.lists(inner, min_size=1, max_size=3).map(tuple)),
         st.builds(L.Prod, st.lists(inner, min_size=1, max_size=3).map(tuple)),
         inner.filter(L.axes_of).flatmap(
-            lambda base: st.builds(L.Pick, st.just(base), positions(L.size_of(base)))
+            lambda base: st.builds(L.Pick, st.just(base), positions(base.size))
         ),
     ),
     max_leaves=5,
@@ -82,7 +82,7 @@ def test_json_reads_back(layout):
 def test_spread_is_as_by_hand(layout):
     expected = spread_by_hand(layout, lambda s: VALUES[3 * s.axis :][s.start : s.stop].tolist())
     assert spread(layout).tolist() == expected
-    assert len(expected) == L.size_of(layout)
+    assert len(expected) == layout.size
     alive = spread_by_hand(layout, lambda s: [0.0] * (s.stop - s.start))
     assert constant_positions(layout) == sum(alive)
 

@@ -8,7 +8,7 @@ from plans import count, layouts, plan_of, plans
 
 from l0prune.errors import UsageError
 from l0prune.plan.code import Code, Factor
-from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots, size_of
+from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots
 from l0prune.plan.plan import Cost, Plan, Site
 
 
@@ -32,7 +32,7 @@ def test_positions_that_stay_have_the_values_that_they_had(data):
     mask = plan.mask(layout, kept)
     left = plan.narrowed(kept).spread(small, values[kept])
     assert torch.equal(left, plan.spread(layout, values)[mask])
-    assert size_of(small) == int(mask.sum())
+    assert small.size == int(mask.sum())
 
 
 @given(plans(), st.data())

@@ -28,7 +28,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.cut_layers import PickedLinear, become
 from l0prune.files.given_sizes import PADDED, GivenSizes, PaddedNorm
-from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer, size_of
+from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer
 
 _ROUNDING = 1e-10
 
@@ -126,7 +126,7 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
             within(path, "in_proj_weight" if is_packed else "q_proj_weight")
         ]
         left = [int(plan.mask(dim, kept).sum()) for dim in (rows, columns, *values)]
-        if left == [size_of(dim) for dim in (rows, columns, *values)]:
+        if left == [dim.size for dim in (rows, columns, *values)]:
             continue
         heads = int(plan.mask(outer(values[1], module.num_heads), kept).sum())
         keys = (left[0] - left[3]) // 2 if is_packed else left[0]
@@ -165,7 +165,7 @@ def _averaging(
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         if layouts is not None:
             tensors[name] = cut(plan, layouts, parameter.detach(), kept)
-    x = torch.randn([size_of(dim) for dim in dims], generator=generator, dtype=torch.float64)
+    x = torch.randn([dim.size for dim in dims], generator=generator, dtype=torch.float64)
     for number, dim in enumerate(dims):
         mask = plan.mask(dim, kept).view([-1 if d == number else 1 for d in range(len(dims))])
         x = x * mask
@@ -198,12 +198,12 @@ def _ways(
     """Yield ways in which norms are written, the least change first; ``calls``: given sizes."""
     plan = chosen.plan
     left = [int(plan.mask(dim, chosen.kept).sum()) for dim in dims]
-    gone = [number for number, dim in enumerate(dims) if left[number] != size_of(dim)]
+    gone = [number for number, dim in enumerate(dims) if left[number] != dim.size]
     shape = tuple(next(iter(tensors.values())).shape) if tensors else (left[-1],)
     yield Layer()
     # x/√(Σx²/n + ε) = √(n/k) · x/√(Σx²/k + ε·n/k); and x/(Σx/n + ε) = n/k · x/(Σx/k + ε·n/k)
     for over in (gone, *([number] for number in gone if len(gone) > 1)):
-        by = math.prod(size_of(dims[d]) for d in over) / math.prod(left[d] for d in over)
+        by = math.prod(dims[d].size for d in over) / math.prod(left[d] for d in over)
         small: dict[str, Any] = {
             name: value * by
             for name, value in vars(module).items()
@@ -218,12 +218,12 @@ def _ways(
         settings: dict[str, Any] = {
             "num_channels": left[1],
             "num_groups": 1,
-            "inputs": size_of(dims[1]),
+            "inputs": dims[1].size,
         }
         yield Layer(settings, kind="CutGroupNorm")
     if isinstance(module, nn.LayerNorm):
         for first in (-len(shape), 1):
-            inputs = math.prod(size_of(dims[d]) for d in ([1] if first == 1 else range(first, 0)))
+            inputs = math.prod(dims[d].size for d in ([1] if first == 1 else range(first, 0)))
             values: dict[str, Any] = {"normalized_shape": shape, "inputs": inputs, "dim": first}
             yield Layer(values, kind="CutLayerNorm")
     if calls:
@@ -237,7 +237,7 @@ def _whole_sizes(
     """Yield a PaddedNorm's old sizes; the last dim has its place from the end, for any rank."""
     for number in gone:
         place = -1 if number == len(dims) - 1 else number
-        yield ["", place, size_of(dims[number])]
+        yield ["", place, dims[number].size]
     for name, new in tensors.items():
         for dim, before in enumerate(module.get_parameter(name).shape):
             if before != new.shape[dim]:
@@ -252,10 +252,10 @@ def query_scales(chosen: Chosen) -> dict[str, Tensor]:
     plan, kept = chosen.plan, chosen.kept
     scales: dict[str, Tensor] = {}
     for query in plan.code.queries:
-        by = (int(plan.mask(query.head, kept).sum()) / size_of(query.head)) ** 0.5
+        by = (int(plan.mask(query.head, kept).sum()) / query.head.size) ** 0.5
         dims = plan.tensors[query.tensor]
         rows = dims[query.dim]
-        scale = torch.ones(size_of(rows), dtype=torch.float64)
+        scale = torch.ones(rows.size, dtype=torch.float64)
         for start, stop in query.ranges:
             scale[start:stop] = by
         if by != 1:

@@ -25,7 +25,7 @@ from l0prune.files.cut_layers import become
 from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.infer.own_code import SCALED
 from l0prune.plan.code import PARTS, ReusedSize, SizedCall
-from l0prune.plan.layout import Layout, axes_of, outer, size_of
+from l0prune.plan.layout import Layout, axes_of, outer
 from l0prune.plan.plan import Plan
 
 # Attributes of torch's own modules that repeat a size of a tensor: attribute → (tensor, dim), of
@@ -161,7 +161,7 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool) 
         for dim in dims:
             kinds = {plan.axes[number].kind for number in axes_of(dim)}
             kind = kinds.pop() if len(kinds) == 1 else ""
-            old_and_new = size_of(dim), _left(plan, dim, kept)
+            old_and_new = dim.size, _left(plan, dim, kept)
             sizes |= {(each, *old_and_new) for each in {kind if kind in _NAMES else "", ""}}
         numbers = {n: v for n, v in vars(model.get_submodule(path)).items() if type(v) is int}
         changes = {
@@ -225,7 +225,7 @@ def _sizes_below(plan: Plan, kept: Tensor) -> dict[str, Sizes]:
     for tensor, dims in plan.tensors.items():
         sizes: Sizes = set()
         for dim in dims:
-            sizes.add(("", size_of(dim), _left(plan, dim, kept)))
+            sizes.add(("", dim.size, _left(plan, dim, kept)))
             for number in axes_of(dim):
                 axis = plan.axes[number]
                 kind = axis.kind if axis.kind in _NAMES else ""
@@ -265,7 +265,7 @@ def unread_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> tuple[Changes, l
             if type(value) is int and not name.startswith("_"):
                 places[type(module), name].append((path, value))
     sizes = {
-        tensor: {(size_of(dim), _left(plan, dim, kept)) for dim in dims}
+        tensor: {(dim.size, _left(plan, dim, kept)) for dim in dims}
         for tensor, dims in plan.tensors.items()
     }
     cut = {size for each in sizes.values() for size, left in each if left != size}
@@ -304,7 +304,7 @@ def given_sizes(model: nn.Module, plan: Plan, kept: Tensor) -> Changes:
             continue
         rows = []
         for call in calls:
-            old = [None if dim is None else size_of(dim) for dim in call.sizes]
+            old = [None if dim is None else dim.size for dim in call.sizes]
             new = [None if dim is None else _left(plan, dim, kept) for dim in call.sizes]
             rows.append((call, (call.name, call.count), old, new))
         changed = {
@@ -343,13 +343,13 @@ def known_cause(chosen: Chosen) -> str:
 def _now_apart(plan: Plan, kept: Tensor) -> Iterator[ReusedSize]:
     """Yield where the code has one size for two dims that differ once the others are cut."""
     for reused in plan.code.reused:
-        read = size_of(reused.used) if reused.read is None else _left(plan, reused.read, kept)
+        read = reused.used.size if reused.read is None else _left(plan, reused.read, kept)
         if _left(plan, reused.used, kept) != read:
             yield reused
 
 
 def _left(plan: Plan, dim: Layout, kept: Tensor) -> int:
-    return int(plan.mask(dim, kept).sum()) if axes_of(dim) else size_of(dim)
+    return int(plan.mask(dim, kept).sum()) if axes_of(dim) else dim.size
 
 
 def _is_torchs(module: nn.Module) -> bool:

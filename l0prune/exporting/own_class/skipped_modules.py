@@ -41,7 +41,7 @@ from l0prune.files.cut_layers import Window, sizes_after
 from l0prune.infer.dataflow import Ending
 from l0prune.infer.nodes import arguments, has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
-from l0prune.plan.layout import leaves, size_of
+from l0prune.plan.layout import leaves
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import dead_parameters
 
@@ -171,7 +171,7 @@ def channels_of(part: Part, chosen: Chosen, join: Node) -> Channels | None:
     if len(found) != 1:
         return None
     (layout,) = found
-    return Channels(size_of(layout), int(chosen.plan.mask(layout, chosen.kept).sum()))
+    return Channels(layout.size, int(chosen.plan.mask(layout, chosen.kept).sum()))
 
 
 def instead(

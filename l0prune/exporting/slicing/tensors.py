@@ -23,7 +23,7 @@ from l0prune.exporting.certify.dtypes import in_terms
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.infer.parts import Part, Parts
 from l0prune.infer.rewrites.statistics import standardised_weights
-from l0prune.plan.layout import Layout, Layouts, axes_of, size_of
+from l0prune.plan.layout import Layout, Layouts, axes_of
 from l0prune.plan.plan import Plan, Site
 from l0prune.running.stages import stage
 
@@ -160,7 +160,7 @@ def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
         if constant is not None:  # else the forward makes it anew, and the class will, too
             stored[name] = constant
     fits = all(
-        name not in stored or list(map(size_of, dims)) == list(stored[name].shape)
+        name not in stored or [dim.size for dim in dims] == list(stored[name].shape)
         for name, dims in chosen.plan.tensors.items()
     )
     return _cut(chosen, stored, {}) if fits else None

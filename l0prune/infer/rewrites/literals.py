@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from l0prune.capture.compat import OpOverload
 from l0prune.infer.nodes import SIZED, SLICES, SPLITS, argument, hint, operator_name
 from l0prune.infer.rules.movement import PATTERNS
-from l0prune.plan.layout import Layout, axes_of, outer, size_of
+from l0prune.plan.layout import Layout, axes_of, outer
 from l0prune.plan.plan import Plan
 
 
@@ -49,7 +49,7 @@ class Sizes:
         """The size of a dim with this layout after the cut."""
         if layout not in self._known:
             is_whole = self._cut.isdisjoint(axes_of(layout))
-            size = size_of(layout) if is_whole else int(self.plan.mask(layout, self.kept).sum())
+            size = layout.size if is_whole else int(self.plan.mask(layout, self.kept).sum())
             self._known[layout] = size
         return self._known[layout]
 
@@ -72,7 +72,7 @@ class Sizes:
 
     def changes(self, layout: Layout) -> bool:
         """Whether anything of the dim is cut."""
-        return self.of(layout) != size_of(layout)
+        return self.of(layout) != layout.size
 
     def fitted(self, graph: Graph, value: Any, layout: Layout) -> Any:
         """A size argument of a call, made right for the dim that it describes.
@@ -148,7 +148,7 @@ def copies(sizes: Sizes, node: Node) -> None:
     counts: Any = list(node.args[1])  # type: ignore[arg-type]
     before = sizes.dims(_source(node))
     for back, layout in enumerate(reversed(sizes.dims(node)[-len(counts) :]), start=1):
-        is_one = back > len(before) or size_of(before[-back]) == 1
+        is_one = back > len(before) or before[-back].size == 1
         if is_one and sizes.changes(layout):
             counts[-back] = sizes.of(layout)
     node.update_arg(1, counts)
@@ -158,7 +158,7 @@ def copies(sizes: Sizes, node: Node) -> None:
 def copies_in_a_row(sizes: Sizes, node: Node) -> None:
     """A dim of one becomes as many copies as there are slots left."""
     dim: Any = argument(node, 2, "dim")
-    if dim is None or size_of(sizes.dims(_source(node))[dim]) != 1:
+    if dim is None or sizes.dims(_source(node))[dim].size != 1:
         return
     if sizes.changes(sizes.dims(node)[dim]):
         node.update_arg(1, sizes.of(sizes.dims(node)[dim]))
@@ -221,11 +221,11 @@ def slice_(sizes: Sizes, node: Node) -> None:
     """A range of positions becomes the range of those that stay."""
     dims = sizes.dims(_source(node))
     dim = int(argument(node, 1, "dim", 0)) % len(dims)
-    layout, size = dims[dim], size_of(sizes.dims(node)[dim])
-    if not sizes.changes(layout) or size == size_of(layout):
+    layout, size = dims[dim], sizes.dims(node)[dim].size
+    if not sizes.changes(layout) or size == layout.size:
         return
     start = argument(node, 2, "start", 0) or 0
-    start += size_of(layout) if start < 0 else 0
+    start += layout.size if start < 0 else 0
     step = int(argument(node, 4, "step", 1))
     is_narrow = operator_name(node.target) == "aten.narrow"
     step = 1 if is_narrow else step
@@ -290,12 +290,12 @@ def group_norm(sizes: Sizes, node: Node) -> None:
     """Groups that went are no longer counted."""
     channels = sizes.dims(_source(node))[1]
     groups: Any = node.args[1]
-    node.update_arg(1, groups * sizes.of(channels) // size_of(channels))
+    node.update_arg(1, groups * sizes.of(channels) // channels.size)
 
 
 def shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
     """How many positions these dims had together for each one that stays."""
-    return math.prod(map(size_of, dims)) / math.prod(map(sizes.of, dims))
+    return math.prod(dim.size for dim in dims) / math.prod(map(sizes.of, dims))
 
 
 def _scale_output(sizes: Sizes, node: Node, by: float) -> None:
@@ -313,4 +313,4 @@ def attention(sizes: Sizes, node: Node) -> None:
     """The scale that torch derives from the head's size must stay that of the whole head."""
     head = sizes.dims(_source(node))[-1]
     if sizes.changes(head) and argument(node, 6, "scale") is None:
-        node.update_kwarg("scale", 1 / math.sqrt(size_of(head)))
+        node.update_kwarg("scale", 1 / math.sqrt(head.size))

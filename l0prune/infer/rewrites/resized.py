@@ -22,7 +22,6 @@ from l0prune.infer.dataflow import Memory, joined
 from l0prune.infer.nodes import argument, is_assertion
 from l0prune.infer.rewrites import statistics  # noqa: F401  (register their rewrites)
 from l0prune.infer.rewrites.literals import Sizes, rewrite_literals, rewrites, stored_index
-from l0prune.plan.layout import size_of
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone, under_switches
 
@@ -92,7 +91,7 @@ def roll(sizes: Sizes, node: Node) -> None:
     dims, new = sizes.dims(source), []
     named: Any = argument(node, 2, "dims") or []
     for shift, dim in zip(shifts if named else (), named, strict=True):  # type: ignore[arg-type]
-        size, mask = size_of(dims[dim]), sizes.mask(dims[dim])
+        size, mask = dims[dim].size, sizes.mask(dims[dim])
         first = shift % size  # so many of the last come first
         new.append(int(mask[size - first :].sum()) if sizes.changes(dims[dim]) else shift)
     if named:

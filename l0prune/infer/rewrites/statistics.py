@@ -33,7 +33,6 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.rewrites.literals import Sizes, group_norm, rewrites, shrinkage
 from l0prune.infer.rules.reduction import TELLING, reduced_dims
-from l0prune.plan.layout import size_of
 
 _ATEN = torch.ops.aten
 
@@ -52,7 +51,7 @@ def over_all(sizes: Sizes, node: Node) -> None:
         closed = _closed_value(sizes, node, x, [d for d in reduced if sizes.changes(dims[d])])
     name = operator_name(node.target)
     if name in ("aten.sum", "aten.mean"):
-        gone = sum(size_of(dims[d]) - sizes.of(dims[d]) for d in reduced)
+        gone = sum(dims[d].size - sizes.of(dims[d]) for d in reduced)
         _put_right(sizes, node, (1, gone) if name == "aten.sum" else (share, 1 - share), closed)
     else:
         _variance(sizes, node, reduced, share, closed)
@@ -82,7 +81,7 @@ def _variance(
     """Variance or standard deviation, with the mean where it is asked for, as plain operations."""
     graph, x = node.graph, node.args[0]
     assert isinstance(x, Node)
-    count = math.prod(size_of(sizes.dims(x)[d]) for d in reduced)
+    count = math.prod(sizes.dims(x)[d].size for d in reduced)
     settings = _settings(node)
 
     def call(operator: Any, *args: Any) -> Node:
@@ -161,7 +160,7 @@ def _closed_value(sizes: Sizes, node: Node, x: Node, dims: list[int]) -> Node | 
 
 def _has_slots(sizes: Sizes, node: Node, from_end: int) -> bool:
     dims = sizes.layouts.get(node.name, ())
-    return len(dims) >= -from_end and size_of(dims[from_end]) > 1
+    return len(dims) >= -from_end and dims[from_end].size > 1
 
 
 _EPS = 1e-5

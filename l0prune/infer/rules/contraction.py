@@ -9,7 +9,8 @@ from torch.fx import Node
 
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import NotFollowed, Value, of_operand, rule, some
-from l0prune.infer.solver import COPIES, Const, Expr, prod
+from l0prune.infer.solver import COPIES, Expr, prod
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

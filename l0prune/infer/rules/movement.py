@@ -20,7 +20,8 @@ from l0prune.infer.nodes import (
     shape_of,
 )
 from l0prune.infer.registry import Value, each, of_operand, rule
-from l0prune.infer.solver import COPIES, Const, Expr, Var, prod
+from l0prune.infer.solver import COPIES, Expr, Var, prod
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

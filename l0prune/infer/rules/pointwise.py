@@ -16,7 +16,8 @@ from torch.fx.node import map_aggregate, map_arg
 from l0prune.infer.nodes import argument, operands_of, operator_name, shape_of
 from l0prune.infer.registry import Value, of_operand, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Const, Expr
+from l0prune.infer.solver import Expr
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

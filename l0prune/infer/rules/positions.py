@@ -14,7 +14,8 @@ from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
 from l0prune.infer.rules.pointwise import pointwise, zero_when_tried
-from l0prune.infer.solver import Const, prod
+from l0prune.infer.solver import prod
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

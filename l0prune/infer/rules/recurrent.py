@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from l0prune.infer.nodes import argument, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
-from l0prune.infer.solver import Const, Expr, cat, prod
+from l0prune.infer.solver import Expr, cat, prod
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from l0prune.infer.inference import Inference

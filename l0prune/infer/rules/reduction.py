@@ -11,7 +11,8 @@ from torch.fx import Node
 from l0prune.infer.nodes import argument, hint, operator_name, shape_of
 from l0prune.infer.registry import Value, each, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import Const, Expr
+from l0prune.infer.solver import Expr
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

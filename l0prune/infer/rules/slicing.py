@@ -28,7 +28,8 @@ from l0prune.infer.nodes import (
 )
 from l0prune.infer.registry import RULES, ZEROS, NotFollowed, Value, each, of_operand, rule
 from l0prune.infer.rules.movement import source
-from l0prune.infer.solver import SINGLE, Const, Expr, cat, pick
+from l0prune.infer.solver import SINGLE, Expr, cat, pick
+from l0prune.plan.layout import Const
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
