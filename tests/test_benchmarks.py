@@ -19,7 +19,7 @@ from benchmarks import cifar, depgraph, mnist, ways
 from benchmarks.curves import seconds
 from l0prune.cli import recipe_files
 from l0prune.data import Data, Tensors
-from l0prune.running.sources import shifted_and_mirrored
+from l0prune.data.preprocessing import shifted_and_mirrored
 from l0prune.training.history import NAME
 
 SHARE = 0.47
@@ -201,7 +201,7 @@ def test_an_mnist_row(row, tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"
         "from l0prune.data import Data, Tensors\n"
-        "from l0prune.running.sources import shifted\n"
+        "from l0prune.data.preprocessing import shifted\n"
         "def noise():\n"
         "    generator = torch.Generator().manual_seed(0)\n"
         "    x = torch.randn(200, 1, 28, 28, generator=generator)\n"

@@ -60,7 +60,8 @@ def evaluate(
     if (file is None) == (model_option is None):
         raise UsageError("name one model: a FILE, or --model with --weights")
     from l0prune.exporting.opened import ON_CPU, opened  # loads torch, as do the next ones
-    from l0prune.running.evaluate import evaluated
+    from l0prune.running.evaluate import evaluate_task
+    from l0prune.running.task import Task
 
     runs_on_cpu = Path(file or "").suffix in ON_CPU
     if runs_on_cpu and settings.setdefault("device", "cpu") not in ("auto", "cpu"):
@@ -77,7 +78,8 @@ def evaluate(
     source = load_data(spec, root)
     _compare_preprocessing(preprocessing_in(info, path), source, path)
     with _outputs_counted(module, getattr(source, "classes", 0), path):
-        found, examples = evaluated(module, source, batch_size=batch_size, **settings)
+        task = Task.of(source, settings.pop("loss", None), settings.pop("metric", None))
+        found, examples = evaluate_task(module, task, batch_size, **settings)
     result = {"file": str(path), "data": spec, "examples": examples, **found}
     emit(result, json, _table(result))
 

@@ -1,8 +1,7 @@
-"""Examples in memory or behind a loader, in an order that a generator reproduces.
+"""Examples in memory or behind a loader, and the parts of a batch.
 
-A batch as inputs and targets: a pair, or a dict that holds its targets as labels.
-
-What a batch may hold: tensors, in mappings and lists of any kind, as a model's arguments.
+A generator reproduces their order. A batch is (inputs, targets), or a mapping that holds its
+targets as labels; inputs may be tensors in mappings and lists of any kind.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LABELS = ("labels", "label")
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch. A mapping's targets are its labels, else all of it.
+    """Return inputs and targets of a batch; a mapping's targets are its labels, else all of it.
 
     The labels stay among the inputs: a model may compute its loss from them.
 
@@ -51,14 +50,14 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def without_labels(inputs: Any) -> Any:
-    """The inputs that are not targets."""
+    """Return the inputs that are not targets."""
     if not isinstance(inputs, Mapping):
         return inputs
     return {name: value for name, value in inputs.items() if name not in LABELS}
 
 
 def map_tensors(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor) -> Any:
-    """A part of a batch in dicts and tuples, whatever kind of mapping or list it came in.
+    """Return a part of a batch in dicts and tuples, whatever mappings and lists it came in.
 
     A tokenizer's ``BatchEncoding`` is a dict afterwards. Each tensor goes through ``change``.
     """
@@ -72,12 +71,12 @@ def map_tensors(part: Any, change: Callable[[Tensor], Any] = lambda tensor: tens
 
 
 def to_device(part: Any, device: torch.device | str) -> Any:
-    """A part of a batch with every tensor on ``device``."""
+    """Return a part of a batch with every tensor on ``device``."""
     return map_tensors(part, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a model: a tuple is the former, a mapping the latter."""
+    """Return positional and keyword arguments of a model, from a tuple and a mapping."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
@@ -91,7 +90,7 @@ WHOLE: Share = (0, 1)
 
 
 def part_slice(examples: int, part: Share) -> slice:
-    """Where this part of so many examples lies: together all parts are the whole, in order.
+    """Return the place of a part; together all parts are the whole, in order.
 
     Where there are fewer examples than parts, some are empty: those borrow one example, which
     counts for nothing, since whoever has the part may have to compute along.
@@ -101,7 +100,7 @@ def part_slice(examples: int, part: Share) -> slice:
 
 
 def part_length(examples: int, part: Share) -> int:
-    """How many examples belong to this part; 0 where it has to borrow one."""
+    """Return the number of examples of a part; 0 where it has to borrow one."""
     number, count = part
     return (number + 1) * examples // count - number * examples // count
 
@@ -142,7 +141,7 @@ class Split(Protocol):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tensors:
-    """Examples that fit into memory: a batch is one ``index_select``.
+    """Examples in memory: a batch is one ``index_select``.
 
     Attributes:
         inputs: ready for the model, shape (examples, …).
@@ -203,7 +202,7 @@ class Tensors:
         return self.inputs[:count].cpu()
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """All examples on the device, where they stay until another one is asked for."""
+        """Return all examples on the device, where they stay until another one is asked for."""
         if str(device) not in self._moved:
             self._moved.clear()
             with torch.inference_mode(False):  # else no later training step could use them
@@ -266,7 +265,7 @@ class Loaded:
 
 
 class _Parts(Sampler[list[int]]):
-    """One part of each batch, so that nobody reads the examples of others."""
+    """Part of each batch, so that no process reads the examples of others."""
 
     def __init__(self, batches: BatchSampler, part: Share) -> None:
         self._batches, self._part = batches, part
@@ -295,7 +294,6 @@ def _read(loader: DataLoader) -> Iterator[Batch]:
 
 
 def _wanted(augmentation: Any, augment: bool) -> Any:
-    """What to augment with, None for nothing."""
     if augment and augmentation is None:
         raise UsageError(
             "this data source has no augmentation of its own: leave augment out, or let your own "

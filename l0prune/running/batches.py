@@ -1,8 +1,7 @@
-"""A batch, whole or in part: what a step computes on, and how much of the mean it counts.
+"""Batches of a task: their parts, the call of a model on them, and their order.
 
-Calling a model on the inputs of a batch.
-
-Batches of any source, in an order that the seed and the number of the epoch decide.
+Seed and number of the epoch decide the order. A batch may be one part of a larger one, for
+processes and micro-batches; its weight says how much of the mean it counts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from l0prune.data.dataset import (
     LABELS,
     WHOLE,
     Share,
-    Split,
     as_arguments,
     inputs_and_targets,
     map_tensors,
@@ -58,7 +56,7 @@ class Batch(NamedTuple):
         return batch_length(self.inputs, self.targets) if self.weight else 0
 
     def part(self, part: Share) -> Batch:
-        """This part of it, with what it counts among the parts of this batch.
+        """Return one part of the batch, with its weight among all parts.
 
         Raises:
             DataError: it has tensors of other lengths than it has examples.
@@ -87,11 +85,11 @@ class Batch(NamedTuple):
         return Batch(inputs, targets, weight)
 
     def parts(self, count: int) -> Iterator[Batch]:
-        """It in so many parts, one after another."""
+        """Yield the batch in ``count`` parts, one after another."""
         return (self.part((number, count)) for number in range(count))
 
-    def begin(self, most: int) -> Batch:
-        """About so many of its examples and no more, the first; all where it cannot be divided."""
+    def head(self, most: int) -> Batch:
+        """Return the first examples, about ``most`` and no more; all where none can be cut off."""
         length = batch_length(self.inputs, self.targets)
         try:
             return self.part((0, max(1, math.ceil(length / most))))
@@ -100,12 +98,12 @@ class Batch(NamedTuple):
 
 
 def part_weight(length: int, part: Share) -> float:
-    """The number of examples in this part of so many, over that of a mean part."""
+    """Return the number of examples in a part over that in a mean part."""
     return part_length(length, part) * part[1] / length
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """The model's outputs: a tuple is its positional arguments, a mapping its keyword ones.
+    """Call the model: a tuple holds its positional arguments, a mapping its keyword ones.
 
     Labels among the inputs are passed on only where the model's forward has a place for them.
 
@@ -117,7 +115,6 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Return those keyword arguments that the model takes."""
     taken = _names(inside(model)) if given and isinstance(model, nn.Module) else None
     if taken is None:
         return given
@@ -134,7 +131,7 @@ def _fitting(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _names(model: nn.Module) -> dict[str, None] | None:
-    """The names of forward's parameters in order; None where it takes any, or cannot be told."""
+    """Return the names of forward's parameters; None where it takes any, or has no signature."""
     forward = type(model).forward
     return None if forward is nn.Module.forward else _names_of(forward)
 
@@ -197,11 +194,11 @@ class Feed:
             return self.batch_size
         own = getattr(source, "batch_size", None)
         if isinstance(own, int):
-            return own * (self.part[1] if _is_shared_out(source) else 1)
+            return own * (self.part[1] if _is_distributed(source) else 1)
         return max(1, round(self.size / self.steps))
 
     def train(self, epoch: int, device: torch.device) -> Iterator[Batch]:
-        """The batches of an epoch."""
+        """Return the batches of an epoch."""
         source = self.task.train
         if is_split(source):
             generator = torch.Generator().manual_seed(self._seed_of(epoch))
@@ -221,14 +218,14 @@ class Feed:
         if set_epoch is not None:
             set_epoch(epoch)
         loaded = islice(self._in_one_order(source, epoch), self.steps)
-        part = WHOLE if _is_shared_out(source) else self.part
+        part = WHOLE if _is_distributed(source) else self.part
         return (Batch(*to_device(self.task.pair(batch), device)).part(part) for batch in loaded)
 
     def _seed_of(self, epoch: int) -> int:
         return self._seed * 1_000_003 + epoch
 
     def _in_one_order(self, source: Any, epoch: int) -> Iterator[Any]:
-        """A loader's own batches, the same ones in every process.
+        """Return a loader's own batches, the same ones in every process.
 
         A loader draws its order from the global generator when it is asked for its first batch.
         """
@@ -241,7 +238,7 @@ class Feed:
         return chain(first, batches)
 
     def generators(self) -> list[torch.Generator]:
-        """Generators that belong to the training source and decide its order."""
+        """Return the generators that belong to the training source and decide its order."""
         found = [
             getattr(holder, "generator", None)
             for holder in (self.task.train, getattr(self.task.train, "sampler", None))
@@ -250,24 +247,24 @@ class Feed:
 
 
 def test_batches(task: Task, batch_size: int, device: torch.device, part: Share) -> Iterator[Batch]:
-    """Every test batch once, in order, or this part of each; none where there is no test data."""
+    """Yield every test batch once, in order, or one part of each; none without test data."""
     source = task.test
     if source is None:
         return
     if is_split(source):
-        lengths = _lengths(source, batch_size)
+        lengths = (min(batch_size, len(source) - k) for k in range(0, len(source), batch_size))
         batches = source.batches(batch_size, device=device, part=part)
         for (inputs, targets), length in zip(map(task.pair, batches), lengths, strict=True):
             yield Batch(map_tensors(inputs), map_tensors(targets), part_weight(length, part))
         return
-    if _is_shared_out(source):
+    if _is_distributed(source):
         part = WHOLE
     for batch in source:
         yield Batch(*to_device(task.pair(batch), device)).part(part)
 
 
 def example_inputs(task: Task, count: int) -> Any:
-    """The inputs of the first examples of the training data, ``count`` of them, on the CPU.
+    """Return the inputs of the first ``count`` training examples, on the CPU.
 
     Raises:
         DataError: there are none.
@@ -289,19 +286,11 @@ def example_inputs(task: Task, count: int) -> Any:
     return map_tensors(without_labels(inputs), first)
 
 
-def _lengths(source: Split, batch_size: int) -> Iterator[int]:
-    """The length of each batch of all examples."""
-    for start in range(0, len(source), batch_size):
-        yield min(batch_size, len(source) - start)
-
-
-def _is_shared_out(source: Any) -> bool:
-    """Return whether the source gives every process batches of its own already."""
+def _is_distributed(source: Any) -> bool:
     return isinstance(getattr(source, "sampler", None), DistributedSampler)
 
 
 def _examples(source: Source) -> int:
-    """Return the number of examples that a source holds."""
     if is_split(source):
         return len(source)
     found = _length(getattr(source, "dataset", None))
@@ -316,7 +305,7 @@ def _examples(source: Source) -> int:
 
 
 def _length(source: Any) -> int | None:
-    """The length of a source, or None where it has none; a stream's loader finds out when asked."""
+    """Return the length of a source; None where it has none, as a stream's loader."""
     try:
         return len(source)
     except TypeError:

@@ -1,7 +1,4 @@
-"""Losses and metrics by name: what is learned from, and what is reported.
-
-Answers that choose between classes: the loss and the metric where none is given.
-"""
+"""Losses and metrics by name: what is learned from, and what is reported."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     Raises:
         UsageError: the targets are neither, so that another loss is needed.
     """
-    scores = scores_of(outputs)
+    scores = _class_scores(outputs)
     if not _are_classes(scores, targets):
         raise UsageError(_other_losses(scores, targets))
     return F.cross_entropy(
@@ -41,7 +38,7 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
 
 
 def error_rate(outputs: Any, targets: Any) -> Tensor:
-    """For each example, the fraction of its targets that do not have the highest score.
+    """Return for each example the fraction of its targets without the highest score.
 
     Targets that are no number of a class, such as -100 or 255, do not count; an example that
     has only those counts as 0.
@@ -51,11 +48,11 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
     Raises:
         UsageError: the targets choose between no classes.
     """
-    scores = scores_of(outputs)
+    scores = _class_scores(outputs)
     if not _are_classes(scores, targets):
         raise UsageError(
             "the metric counts wrong classes, which the outputs and targets are not: they are "
-            f"{_described(scores)} and {_described(targets)}"
+            f"{describe(scores)} and {describe(targets)}"
         )
     assert isinstance(targets, Tensor)
     if targets.is_floating_point():
@@ -83,8 +80,8 @@ def tensor_output(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def scores_of(outputs: Any) -> Tensor:
-    """The class scores in what a model returns."""
+def _class_scores(outputs: Any) -> Tensor:
+    """Return the class scores in what a model returns."""
     scores = tensor_output(outputs)
     if scores is None:
         raise UsageError(
@@ -113,8 +110,7 @@ def _other_losses(scores: Tensor, targets: Any) -> str:
             "that is: loss=a function of (outputs, targets)"
         )
     text = (
-        f"cross-entropy is not for outputs of shape {tuple(scores.shape)} with "
-        f"{_described(targets)}"
+        f"cross-entropy is not for outputs of shape {tuple(scores.shape)} with {describe(targets)}"
     )
     if _is_one(scores):
         text += ": one number for an example is no choice between classes"
@@ -139,14 +135,8 @@ def _is_one(scores: Tensor) -> bool:
     return scores.dim() < 2 or scores.shape[1] == 1
 
 
-def _described(part: Any) -> str:
-    if not isinstance(part, Tensor):
-        return f"a {type(part).__name__}"
-    return f"{str(part.dtype).removeprefix('torch.')} of shape {tuple(part.shape)}"
-
-
 def _places(scores: Tensor) -> torch.Size:
-    """The shape of class numbers for these scores: all dims but that of the classes."""
+    """Return the shape of class numbers for these scores: all dims but that of the classes."""
     return scores.shape[:1] + scores.shape[2:]
 
 
@@ -155,7 +145,7 @@ Metric = Callable[[Any, Any], Any]
 
 AUTO = "auto"
 # One number against one: what the outputs are compared with has their shape.
-_ONE_TO_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+_ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "smooth-l1": F.smooth_l1_loss,
@@ -163,19 +153,19 @@ _ONE_TO_ONE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def one_to_one(name: str, outputs: Any, targets: Any) -> Tensor:
-    """The mean loss of this name, in float32 at least. A dim of 1 may be missing on one side.
+def _elementwise(name: str, outputs: Any, targets: Any) -> Tensor:
+    """Return the mean loss of this name, in float32 at least; a dim of 1 may be missing.
 
     Shape: outputs and targets alike, or ``(batch, 1)`` and ``(batch,)``.
 
     Raises:
         UsageError: they have other shapes, so that torch would repeat one of them.
     """
-    return _ONE_TO_ONE[name](*_alike(name, outputs, targets))
+    return _ELEMENTWISE[name](*_alike(name, outputs, targets))
 
 
 def label_error(outputs: Any, targets: Any) -> Tensor:
-    """For each example, the fraction of its labels that the scores are on the wrong side of 0 for.
+    """Return for each example the fraction of labels on whose wrong side of 0 the score is.
 
     Shape: outputs and targets of 0 and 1 ``(batch, …)``; result ``(batch,)``.
     """
@@ -185,13 +175,13 @@ def label_error(outputs: Any, targets: Any) -> Tensor:
 
 
 def accuracy(outputs: Any, targets: Any) -> Tensor:
-    """For each example, the fraction of its targets that have the highest score."""
+    """Return for each example the fraction of its targets that have the highest score."""
     return 1 - error_rate(outputs, targets)
 
 
 _LOSSES: dict[str, Loss] = {
     "cross-entropy": cross_entropy,
-    **{name: partial(one_to_one, name) for name in _ONE_TO_ONE},
+    **{name: partial(_elementwise, name) for name in _ELEMENTWISE},
 }
 LOSSES = (AUTO, *_LOSSES)
 _METRICS: dict[str, Metric] = {
@@ -206,7 +196,7 @@ LARGER_IS_BETTER = frozenset({"accuracy"})
 
 
 def check_name(given: Any, kind: str) -> None:
-    """Refuse what is neither a name of a loss (or a metric, by ``kind``), nor code, nor a function.
+    """Refuse anything but the name of a loss (or metric, by ``kind``), code, or a function.
 
     Raises:
         UsageError: with the names that there are.
@@ -223,12 +213,12 @@ def check_name(given: Any, kind: str) -> None:
 
 
 def loss_of(given: Loss | str) -> Loss:
-    """The loss that a name, ``file.py:function`` or function stands for; not for ``"auto"``."""
+    """Return the loss of a name, ``file.py:function`` or function; not of ``"auto"``."""
     return _function(given, "loss", _LOSSES)
 
 
 def metric_of(given: Metric | str) -> Metric:
-    """The metric that a name, ``file.py:function`` or function stands for."""
+    """Return the metric of a name, ``file.py:function`` or function."""
     return _function(given, "metric", _METRICS)
 
 
@@ -261,7 +251,7 @@ def _called(kind: str, given: Any) -> str:
 
 
 def scalar_loss(loss: Any, of: Any) -> Tensor:
-    """The loss of a batch, which must be a scalar.
+    """Return the loss of a batch, which must be a scalar.
 
     Raises:
         UsageError: it is none.
@@ -293,7 +283,7 @@ def metric_values(value: Any, of: Any) -> Tensor:
 
 
 def describe(part: Any) -> str:
-    """A part of a batch for people: shapes and types."""
+    """Describe a part of a batch by shapes and types."""
     if isinstance(part, Tensor):
         return f"{tuple(part.shape)} of {str(part.dtype).removeprefix('torch.')}"
     if isinstance(part, tuple | list):
@@ -304,7 +294,7 @@ def describe(part: Any) -> str:
 
 
 def _alike(name: str, outputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as numbers of one shape and type."""
+    """Return outputs and targets as numbers of one shape and type."""
     found = tensor_output(outputs)
     if found is None or not isinstance(targets, Tensor):
         raise UsageError(

@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def choose_device(
     device: str | torch.device, model: nn.Module, world: World = ALONE
 ) -> torch.device:
-    """The device to train on: ``"auto"`` stays on a GPU, else takes one, else the CPU.
+    """Return the device to compute on; ``"auto"`` stays on a GPU, else takes one, else the CPU.
 
     Of several processes on one machine each takes a GPU of its own, by ``LOCAL_RANK``.
 
@@ -57,13 +57,13 @@ def _own_gpu(world: World) -> torch.device:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the model's first parameter or buffer; the CPU if it has none."""
+    """Return the device of the model's first parameter or buffer; the CPU if it has none."""
     first = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 
 def precision(device: torch.device, autocast: str | None) -> AbstractContextManager[object]:
-    """A context in which operators run in the precision that ``autocast`` names."""
+    """Return a context in which operators run in the precision that ``autocast`` names."""
     if autocast is None:
         return nullcontext()
     return torch.autocast(device.type, _DTYPES[autocast])
@@ -71,7 +71,7 @@ def precision(device: torch.device, autocast: str | None) -> AbstractContextMana
 
 @contextmanager
 def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the context the model is on ``device``; afterwards back on its own."""
+    """Keep the model on ``device`` within the context; afterwards it is back on its own."""
     home = device_of(model)
     if home == device or (device.index is None and home.type == device.type):
         yield
@@ -85,7 +85,7 @@ def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def train_mode(model: nn.Module) -> Iterator[None]:
-    """Train mode, and afterwards the mode of each submodule as it was.
+    """Set train mode within the context, and afterwards the mode of each submodule as it was.
 
     In a model that is in train mode already, submodules in eval mode stay so: a BatchNorm that
     somebody froze, for instance.

@@ -1,9 +1,4 @@
-"""Environment of a run: command, versions and machine.
-
-Who started this process: what the environment says, known before torch is loaded.
-
-Display in notebooks: the tables of a terminal, as HTML.
-"""
+"""Environment of a run: command, versions, machine, launcher, and display in notebooks."""
 
 from __future__ import annotations
 
@@ -27,7 +22,7 @@ _PACKAGES = ("torch", "torchvision", "onnx", "onnxscript", "onnxruntime", "numpy
 
 
 def environment() -> dict[str, Any]:
-    """The command that was given, the versions of packages, and the machine; plain data."""
+    """Return the command, the versions of packages, and the machine, as plain data."""
     return {
         "command": command(sys.argv),
         "versions": {
@@ -40,7 +35,7 @@ def environment() -> dict[str, Any]:
 
 
 def command(arguments: list[str]) -> str:
-    """A command line as one would type it; empty where the process was not started by one."""
+    """Return a command line as one would type it; empty where no command started the process."""
     name = Path(arguments[0]).name if arguments else ""
     if name in ("l0prune", "__main__.py"):
         return shlex.join(["l0prune", *arguments[1:]])

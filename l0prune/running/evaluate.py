@@ -1,8 +1,6 @@
-"""Evaluation: eval mode, deterministic gates, the test data once.
+"""Evaluation passes over data: loss and metric, first checks, BatchNorm statistics.
 
-One batch through model, loss and metric, before anything is computed that takes long.
-
-Statistics of BatchNorm computed anew, for the weights and gates as they are now.
+All run in eval mode, with deterministic gates, and leave the model's mode as it was.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
 
-WHAT = "model, test data, loss and metric"
+_TEST = "model, test data, loss and metric"
 
 
 def check_first_batch(
     model: nn.Module, feed: Feed, device: torch.device, autocast: str | None
 ) -> float | None:
-    """One training batch through model and loss, so that what does not fit is known before.
+    """Check that one training batch goes through model and loss.
 
     Returns:
         The loss, in eval mode; None where the model has none then.
@@ -63,8 +61,8 @@ def check_first_test(
         UsageError: the loss or the metric is no number.
     """
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
-        with explain_mismatch([batch], WHAT), evaluating(model), precision(device, autocast):
-            feed.task.judged(call(model, batch.inputs), batch.targets)
+        with explain_mismatch([batch], _TEST), evaluating(model), precision(device, autocast):
+            feed.task.loss_and_metric(call(model, batch.inputs), batch.targets)
 
 
 @contextmanager
@@ -100,7 +98,7 @@ def evaluate(
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> dict[str, float]:
-    """Test loss and metric of any model, gated or not.
+    """Return test loss and metric of any model, gated or not.
 
     Args:
         model: left as it was found, its mode included.
@@ -121,30 +119,18 @@ def evaluate(
         DataError: there is no test data, or it does not fit the model.
         UsageError: there is no such device, loss or metric, or one of these gives no number.
     """
-    return evaluated(
-        model,
-        data,
-        loss=loss,
-        metric=metric,
-        batch_size=batch_size,
-        device=device,
-        autocast=autocast,
-    )[0]
+    return evaluate_task(model, Task.of(data, loss, metric), batch_size, device, autocast)[0]
 
 
-def evaluated(
+def evaluate_task(
     model: nn.Module,
-    data: Any,
-    *,
-    loss: Loss | str | None = None,
-    metric: Metric | str | None = None,
-    batch_size: int = 100,
+    task: Task,
+    batch_size: int,
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> tuple[dict[str, float], int]:
     """Return the result of ``evaluate``, and the number of test examples."""
     check_whole("batch_size", batch_size)
-    task = Task.of(data, loss, metric)
     if task.test is None:
         raise DataError(
             "this data has no test part, and what stands alone counts as training data. Give both, "
@@ -161,7 +147,7 @@ def evaluated(
             now[:] = [batch]
             yield batch
 
-    with on_device(model, place), task.on_device(place), explain_mismatch(now, WHAT):
+    with on_device(model, place), task.on_device(place), explain_mismatch(now, _TEST):
         found = evaluate_batches(model, counted(), task, place, autocast)
     return found, examples
 
@@ -175,7 +161,7 @@ def evaluate_batches(
     between: Callable[[], None] = lambda: None,
     world: World = ALONE,
 ) -> dict[str, float]:
-    """Loss and metric over the ``batches`` of all processes, the same in each of them.
+    """Return loss and metric over the ``batches`` of all processes, the same in each of them.
 
     ``between`` is called after each batch and may raise.
     """
@@ -183,7 +169,7 @@ def evaluate_batches(
     counts: dict[str, int] = {}
     with evaluating(model), precision(device, autocast):
         for batch in batches:
-            judged = task.judged(call(model, batch.inputs), batch.targets)
+            judged = task.loss_and_metric(call(model, batch.inputs), batch.targets)
             for name, value in judged.items():
                 found.setdefault(name, []).append(_total(value, batch.examples))
                 counts[name] = counts.get(name, 0) + batch.examples
@@ -201,18 +187,12 @@ def evaluate_batches(
 
 
 def _total(value: Tensor, examples: int) -> Tensor:
-    """The sum over a batch, of one number per example or from their mean."""
     return value.float().sum() * (examples / value.numel())
 
 
 def _sum(values: list[Tensor]) -> float:
     """Sum in float64 on the CPU, after one transfer."""
     return float(torch.stack(values).cpu().double().sum()) if values else 0.0
-
-
-def _norms_to_recalibrate(model: nn.Module) -> list[_BatchNorm]:
-    """Every BatchNorm that gathers statistics in the mode that the model is in."""
-    return [norm for norm in _with_statistics(model) if norm.training]
 
 
 def _with_statistics(model: nn.Module) -> Iterator[_BatchNorm]:
@@ -223,7 +203,7 @@ def _with_statistics(model: nn.Module) -> Iterator[_BatchNorm]:
 
 @contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Within the context each BatchNorm has the statistics of its batch, and gathers none.
+    """Normalise by the statistics of the batch within the context, and gather none.
 
     One that is of several processes (SyncBatchNorm) is left alone.
     """
@@ -252,7 +232,7 @@ def recalibrate(
     Returns:
         The buffers that were computed anew.
     """
-    norms = _norms_to_recalibrate(model)
+    norms = [norm for norm in _with_statistics(model) if norm.training]
     if not norms:
         return []
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]

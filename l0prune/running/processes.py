@@ -1,7 +1,4 @@
-"""The processes that train one model together: who they are, and how they agree.
-
-Tensors that FSDP2 keeps in shards: one process' shard, and the whole.
-"""
+"""Processes that train one model together, and the tensors that FSDP2 keeps in shards."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ _times_joined = count()
 
 
 class World:
-    """This process and those that it trains with.
+    """Group of processes that train together.
 
     Small things go from host to host on a group of their own, so that they need not wait for a
     GPU. Every method but the properties must be called by all processes, in the same order.
@@ -62,13 +59,13 @@ class World:
         return tensor
 
     def total(self, values: Sequence[float]) -> list[float]:
-        """The sums of these numbers over the processes."""
+        """Return the sums of these numbers over the processes."""
         if not self.is_shared:
             return list(values)
         return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
 
     def highest(self, value: int) -> int:
-        """The highest of the processes' numbers."""
+        """Return the highest of the processes' numbers."""
         if not self.is_shared:
             return value
         tensor = torch.tensor(value)
@@ -76,14 +73,14 @@ class World:
         return int(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, by rank."""
+        """Return the values of all processes, by rank."""
         values: list[Any] = [value] * self.size
         if self.is_shared:
             dist.all_gather_object(values, value, group=self._hosts)
         return values
 
     def from_first(self, value: T) -> T:
-        """The value that the first process has."""
+        """Return the value that the first process has."""
         values = [value]
         if self.is_shared:
             dist.broadcast_object_list(values, src=0, group=self._hosts)
@@ -128,9 +125,9 @@ _training_together: ContextVar[World | None] = ContextVar("training_together", d
 
 
 def run_on_first(action: Callable[[], T]) -> T:
-    """Return in all processes the result that ``action`` has in the first one.
+    """Run ``action`` in the first process, and return its result in all.
 
-    Those are what was ``joined``; in a loop of the user's own, all of their process group.
+    These are those of ``process_group``; in a loop of the user's own, all of their process group.
 
     Raises:
         L0pruneError: what it raised there is raised everywhere.
@@ -145,7 +142,7 @@ def run_on_first(action: Callable[[], T]) -> T:
 
 @contextmanager
 def process_group(wanted: bool = True) -> Iterator[World]:
-    """The processes that this one was started with, by torchrun or as the user's own group.
+    """Join the processes that torchrun started, or those of the user's own group.
 
     Where torchrun started it and nobody has, a process group is made, and taken down at the end.
     An error in one process ends all: the first to fail says why, the others raise
@@ -233,19 +230,19 @@ def is_sharded(tensor: Any) -> TypeGuard[Any]:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """This process' own part of a sharded tensor, sharing its memory; others as they are."""
+    """Return the part of a sharded tensor in this process, sharing memory; others as they are."""
     part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, gathered from all processes, which must call this together."""
+    """Gather a sharded tensor from all processes, which must call this together."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return full
 
 
 def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The whole ``tensor``, which every process has, in shards as ``like`` is."""
+    """Shard a ``tensor`` that every process has whole as ``like`` is."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -257,7 +254,7 @@ def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A tensor that is distributed in some way, in shards as ``like`` is."""
+    """Shard a tensor that is distributed in some way as ``like`` is."""
     if not is_sharded(tensor) or not is_sharded(like):
         return tensor
     placed: Tensor = tensor.redistribute(placements=like.placements)
@@ -265,7 +262,7 @@ def redistribute_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def from_local_like(part: Tensor, like: Tensor) -> Tensor:
-    """This process' ``part`` as a tensor in shards as ``like`` is."""
+    """Return the tensor, sharded as ``like`` is, of which this process has ``part``."""
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -277,7 +274,7 @@ def from_local_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state_dict with whole tensors, on the CPU where they are gathered."""
+    """Return the optimizer's state_dict with whole tensors, on the CPU where they are gathered."""
     return _with_state(
         optimizer.state_dict(),
         lambda _, value: full_tensor(value).cpu() if is_sharded(value) else value,
@@ -285,7 +282,7 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Shard the state that ``whole_state`` returned as the parameters of ``optimizer`` are."""
+    """Shard the state that ``full_state`` returned as the parameters of ``optimizer`` are."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def cut(number: int, value: Any) -> Any:
@@ -297,7 +294,6 @@ def sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, A
 
 
 def _with_state(state_dict: Mapping[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
-    """The state_dict with each entry of each parameter's state, by its number, changed."""
     state = {
         number: {name: change(number, value) for name, value in entries.items()}
         for number, entries in state_dict["state"].items()

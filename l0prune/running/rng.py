@@ -1,4 +1,4 @@
-"""The state of every random generator that training draws from."""
+"""State of every random generator that training draws from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = dict[str, Any]
 
 
 def capture(device: torch.device, own: Iterable[torch.Generator] = ()) -> State:
-    """The generators of Python, NumPy, torch and the device, and ``own`` ones, as plain data."""
+    """Return the state of all global and ``own`` generators as plain data."""
     numpy = np.random.get_state(legacy=False)
     assert isinstance(numpy, dict)
     inner = numpy["state"]
@@ -30,7 +30,7 @@ def capture(device: torch.device, own: Iterable[torch.Generator] = ()) -> State:
 
 
 def restore(state: State, device: torch.device, own: Iterable[torch.Generator] = ()) -> None:
-    """Inverse of ``capture``; a state taken on another kind of device leaves this one's alone."""
+    """Restore what ``capture`` returned; a state of another kind of device leaves this one's."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     inner = state["numpy"]["state"]
@@ -44,7 +44,7 @@ def restore(state: State, device: torch.device, own: Iterable[torch.Generator] =
 
 
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed all of them but ``own`` ones, differently in each process."""
+    """Seed all generators but ``own`` ones, differently in each process."""
     seed += rank * 7_368_787
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -52,7 +52,7 @@ def seed_all(seed: int, rank: int = 0) -> None:
 
 
 @contextmanager
-def undisturbed(device: torch.device, own: Iterable[torch.Generator] = ()) -> Iterator[None]:
+def preserved(device: torch.device, own: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Restore the random generators' states after the context."""
     own = list(own)
     before = capture(device, own)

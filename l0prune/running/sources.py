@@ -1,15 +1,4 @@
-"""Data sources by name, and the tasks that functions of the user's return.
-
-Data without labels: what a network answers is what another one, or it itself, learns from.
-
-Folders of images, one folder for each class.
-
-Data that a function in the user's own file returns.
-
-What small images are varied by at random while a network trains, on whole batches at once.
-
-The small sets that everybody knows, whole in memory: digits, MNIST and its like, CIFAR.
-"""
+"""Data sources by name: small sets, folders of images, functions of the user, pseudo-labels."""
 
 from __future__ import annotations
 
@@ -24,7 +13,6 @@ from zipfile import BadZipFile
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
@@ -42,7 +30,7 @@ from l0prune.data.dataset import (
     to_device,
     without_labels,
 )
-from l0prune.data.preprocessing import Preprocessing
+from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
 from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
@@ -60,7 +48,7 @@ def with_pseudo_labels(
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> Task:
-    """The same inputs, with the network's own answers in place of targets.
+    """Put the network's own answers in place of the targets, as pseudo-labels.
 
     So no labels are needed: give the dense network before it is gated. Every example is answered
     once, in eval mode, and the answers are kept in memory; ``distill`` computes them in each step
@@ -87,19 +75,21 @@ def with_pseudo_labels(
         task = Task.of(task, loss="mse")
     place = choose_device(device, network)
 
-    def of(source: Source) -> Source:
+    def labelled(source: Source) -> Source:
         batches = source.batches(batch_size) if is_split(source) else iter(source)
         pairs = [_pseudo_labelled(network, _inputs_of(batch), place) for batch in batches]
         if isinstance(source, Tensors):
             return Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
         if isinstance(source, Loaded):
             answers = torch.cat([answers for _, answers in pairs])
-            return Loaded(_Beside(source.dataset, answers), source.workers, None, _Collate(source))
+            return Loaded(
+                _WithAnswers(source.dataset, answers), source.workers, None, _Collate(source)
+            )
         return pairs
 
     with on_device(network, place), evaluating(network), precision(place, autocast):
-        train = of(task.train)
-        test = None if task.test is None else of(task.test)
+        train = labelled(task.train)
+        test = None if task.test is None else labelled(task.test)
     return replace(task, train=train, test=test)
 
 
@@ -110,7 +100,6 @@ def _inputs_of(batch: Any) -> Any:
 
 
 def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:
-    """The inputs and what the network answers, on the CPU."""
     outputs = call(network, to_device(inputs, device))
     answers = tensor_output(outputs)
     if answers is None:
@@ -121,8 +110,8 @@ def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> t
     return inputs, answers.float().cpu()
 
 
-class _Beside(Dataset):
-    """Each example of a dataset, whatever it is, with its answer."""
+class _WithAnswers(Dataset):
+    """Examples of a dataset, each with its answer."""
 
     def __init__(self, dataset: Any, answers: Tensor) -> None:
         self._dataset, self._answers = dataset, answers
@@ -135,7 +124,7 @@ class _Beside(Dataset):
 
 
 class _Collate:
-    """Makes a batch of such examples as their own source does; a class, for worker processes."""
+    """Collate examples with answers as their own source does; a class, for worker processes."""
 
     def __init__(self, source: Loaded) -> None:
         self._collate = source.collate
@@ -150,8 +139,8 @@ _BORDER = 256 / 224  # shorter side of an image over the side of the square that
 _MOST_WORKERS = 8
 
 
-def image_folder(spec: str, rest: str) -> Data:
-    """``DIR`` or ``DIR:PIXELS``, with ``train`` and ``test`` or ``val`` inside.
+def _image_folder(spec: str, rest: str) -> Data:
+    """Return the images of ``DIR`` or ``DIR:PIXELS``, in ``train`` and ``test`` or ``val``.
 
     Images become squares of that size (224 where none is given) as torchvision's networks take
     them: the shorter side is resized to 256/224 of it, and the middle is cut out; see
@@ -164,15 +153,15 @@ def image_folder(spec: str, rest: str) -> Data:
     name, _, pixels = rest.rpartition(":")
     folder, size = (Path(name), int(pixels)) if name and pixels.isdigit() else (Path(rest), _SIZE)
     train_folder, test_folder = _parts(folder)
-    preprocessing = for_imagenet(max(size, 1))
+    preprocessing = _imagenet_preprocessing(max(size, 1))
     train, test = (_read(part, preprocessing.transform()) for part in (train_folder, test_folder))
     if train.classes != test.classes:
         raise DataError(
             f"{folder}: train and {test_folder.name} hold different classes "
             f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
         )
-    workers = min(_processors(), _MOST_WORKERS)
-    augmented = _read(train_folder, _varied(preprocessing))
+    workers = min(_usable_cpus(), _MOST_WORKERS)
+    augmented = _read(train_folder, _random_crops(preprocessing))
     return Data(
         spec,
         Loaded(train, workers, augmented),
@@ -183,7 +172,6 @@ def image_folder(spec: str, rest: str) -> Data:
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """The folders of training and test images."""
     if not folder.is_dir():
         raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
     tests = [folder / part for part in ("test", "val") if (folder / part).is_dir()]
@@ -194,7 +182,7 @@ def _parts(folder: Path) -> tuple[Path, Path]:
     return folder / "train", tests[0]
 
 
-def for_imagenet(size: int) -> Preprocessing:
+def _imagenet_preprocessing(size: int) -> Preprocessing:
     """Return the preprocessing that torchvision's networks were trained with, at a size."""
     resize = round(size * _BORDER)
     return Preprocessing(
@@ -209,7 +197,7 @@ def for_imagenet(size: int) -> Preprocessing:
     )
 
 
-def _varied(preprocessing: Preprocessing) -> Any:
+def _random_crops(preprocessing: Preprocessing) -> Any:
     from torchvision import transforms as T
 
     crop = T.RandomResizedCrop(preprocessing.input_size[1])
@@ -225,8 +213,7 @@ def _read(folder: Path, transform: Any) -> Any:
         raise DataError(f"{folder} needs one folder of images per class: {error}") from error
 
 
-def _processors() -> int:
-    """How many this process may use."""
+def _usable_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -239,8 +226,8 @@ _WANTED = (
 _IGNORED = -100  # the target that torch's cross-entropy leaves out
 
 
-def data_of(found: Any, spec: str) -> Data:
-    """What ``file.py:function`` returned as a ``Data``: that itself, or training and test data.
+def _to_data(found: Any, spec: str) -> Data:
+    """Convert the result of ``file.py:function``, a ``Data`` or (training, test), to a ``Data``.
 
     Raises:
         DataError: it is something else, nothing, or its whole labels are no class numbers.
@@ -292,7 +279,7 @@ def _class_count(split: Split, spec: str) -> int | None:
 
 
 def _known_targets(dataset: Any) -> Tensor | None:
-    """All labels of a dataset that has them at hand, so that no example need be read."""
+    """Return all labels of a dataset that has them at hand, so that no example need be read."""
     if isinstance(dataset, Subset):
         whole = _known_targets(dataset.dataset)
         return None if whole is None else whole[torch.as_tensor(dataset.indices)]
@@ -312,53 +299,7 @@ def _count(targets: Any, spec: str) -> int | None:
     return int(numbers.max()) + 1 if numbers.numel() else 0
 
 
-# As CIFAR networks are trained, and as far as digits may be off the middle.
-BORDER, NARROW_BORDER = 4, 2
-
-
-def shifted_and_mirrored(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to 4 pixels over a border of zeros, and mirrored or not.
-
-    Shape: ``(n, channels, height, width)``, in and out.
-    """
-    padded = F.pad(images, (BORDER,) * 4)
-    rows, columns = _window(images, BORDER, generator)
-    mirrored = _draw(len(images), 2, generator).bool().to(images.device)
-    return _cut_out(padded, rows, torch.where(mirrored, columns.flip(1), columns))
-
-
-def shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image moved by up to 2 pixels; what comes in is like the edge.
-
-    Shape: ``(n, channels, height, width)``, in and out.
-    """
-    padded = F.pad(images, (NARROW_BORDER,) * 4, mode="replicate")
-    return _cut_out(padded, *_window(images, NARROW_BORDER, generator))
-
-
-def _window(images: Tensor, border: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """For each image the rows and the columns of a padded one that it is to show."""
-    count, _, height, width = images.shape
-    rows, columns = (
-        _draw(count, 2 * border + 1, generator).to(images.device)
-        + torch.arange(length, device=images.device)
-        for length in (height, width)
-    )
-    return rows, columns
-
-
-def _draw(count: int, below: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(0, below, (count, 1), generator=generator)
-
-
-def _cut_out(padded: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Of each padded image these rows, ``(n, height)``, and these columns, ``(n, width)``."""
-    which = torch.arange(len(padded), device=padded.device)[:, None, None]
-    chosen = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]
-    return chosen.permute(0, 3, 1, 2).contiguous()
-
-
-def _as_they_are(
+def _fixed_size(
     color: Literal["RGB", "L"],
     side: int,
     mean: list[float],
@@ -370,19 +311,19 @@ def _as_they_are(
     return Preprocessing(input_size=shape, color=color, pixel_max=pixel_max, mean=mean, std=std)
 
 
-_CIFAR = _as_they_are("RGB", 32, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+_CIFAR = _fixed_size("RGB", 32, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 # torchvision's class, and what its images become.
 _KNOWN = {
-    "mnist": ("MNIST", _as_they_are("L", 28, [0.1307], [0.3081])),
-    "fashion-mnist": ("FashionMNIST", _as_they_are("L", 28, [0.2860], [0.3530])),
+    "mnist": ("MNIST", _fixed_size("L", 28, [0.1307], [0.3081])),
+    "fashion-mnist": ("FashionMNIST", _fixed_size("L", 28, [0.2860], [0.3530])),
     "cifar10": ("CIFAR10", _CIFAR),
     "cifar100": ("CIFAR100", _CIFAR),
 }
-_DIGITS = _as_they_are("L", 8, [0.5], [0.5], pixel_max=16.0)  # from −1 to 1
+_DIGITS = _fixed_size("L", 8, [0.5], [0.5], pixel_max=16.0)  # from −1 to 1
 _DIGITS_TRAIN = 1437  # four of five
 
 
-def digits(name: str, root: Path) -> Data:
+def _digits(name: str, root: Path) -> Data:
     """1,797 handwritten digits of 8×8 pixels that scikit-learn brings along, from −1 to 1."""
     try:
         from sklearn.datasets import load_digits
@@ -397,14 +338,14 @@ def digits(name: str, root: Path) -> Data:
     return Data(name, learned, tested, 10, _DIGITS)
 
 
-def mnist(name: str, root: Path) -> Data:
+def _mnist(name: str, root: Path) -> Data:
     """Images of 28×28 pixels in ten classes: handwritten digits, or clothes."""
     sets = [_torchvision(name, root, train) for train in (True, False)]
     train, test = (_scaled(name, found.data[:, None], found.targets, shifted) for found in sets)
     return Data(name, train, test, 10, _KNOWN[name][1])
 
 
-def cifar(name: str, root: Path) -> Data:
+def _cifar(name: str, root: Path) -> Data:
     """Colour images of 32×32 pixels; CIFAR-10 also as JPEG files packed in ``cifar10-jpeg``."""
     classes = 100 if name == "cifar100" else 10
     packed = root / "cifar10-jpeg"
@@ -421,7 +362,7 @@ def cifar(name: str, root: Path) -> Data:
 
 
 def _torchvision(name: str, root: Path, train: bool) -> Any:
-    """A torchvision dataset; downloaded only where it is not there yet."""
+    """Return a torchvision dataset, downloaded only where it is not there yet."""
     from torchvision import datasets
 
     build = getattr(datasets, _KNOWN[name][0])
@@ -439,7 +380,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Any:
 
 
 def _scaled(name: str, images: Tensor, labels: Tensor, augmentation: Augmentation) -> Tensors:
-    """Bytes to floats of about zero mean and unit deviation.
+    """Scale bytes to floats of about zero mean and unit deviation.
 
     Shape: images ``(n, channels, height, width)``, uint8.
     """
@@ -447,7 +388,7 @@ def _scaled(name: str, images: Tensor, labels: Tensor, augmentation: Augmentatio
 
 
 def _unpacked(path: Path) -> tuple[Tensor, Tensor]:
-    """Images packed as JPEG files one after another (arrays jpeg, length, label).
+    """Read images packed as JPEG files one after another (arrays jpeg, length, label).
 
     Shape: images ``(n, height, width, channels)``, uint8; labels ``(n,)``.
     """
@@ -463,16 +404,16 @@ def _unpacked(path: Path) -> tuple[Tensor, Tensor]:
 
 
 _NAMED: dict[str, Callable[[str, Path], Data]] = {
-    "digits": digits,
-    "mnist": mnist,
-    "fashion-mnist": mnist,
-    "cifar10": cifar,
-    "cifar100": cifar,
+    "digits": _digits,
+    "mnist": _mnist,
+    "fashion-mnist": _mnist,
+    "cifar10": _cifar,
+    "cifar100": _cifar,
 }
 
 
 def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | Task:
-    """The data that ``spec`` names.
+    """Load the data that ``spec`` names.
 
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
@@ -493,10 +434,10 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
         cache = Path.home() / ".cache" / "l0prune"
         return _NAMED[spec](spec, Path(root or os.environ.get("L0PRUNE_DATA") or cache))
     if kind == "imagefolder" and rest:
-        return image_folder(spec, rest)
+        return _image_folder(spec, rest)
     if is_code(spec):
         found = called(named(spec), spec)
-        return replace(found, name=spec) if isinstance(found, Task) else data_of(found, spec)
+        return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
     raise UsageError(
         f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, "
         "file.py:function."

@@ -1,11 +1,9 @@
-"""The stages of a long piece of work, told to whoever watches; without a watcher nothing happens.
+"""Stages of long work, announced to those who watch; without a watcher nothing happens.
 
-with watched(print):
-    l0prune.export(model)
+    with watched(print):
+        l0prune.export(model)
 
-The watcher is told when a stage begins, and again when it is done.
-
-Events of long work, for those who watch it.
+A stage is announced when it begins, and again when it is done.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Events(Generic[T]):
 
     @contextmanager
     def watched(self, watcher: Callable[[T], None]) -> Iterator[None]:
-        """Within the context, ``watcher`` is told of each event."""
+        """Pass each event within the context to ``watcher``."""
         token = self._watchers.set((*self._watchers.get(), watcher))
         try:
             yield
@@ -43,7 +41,7 @@ class Events(Generic[T]):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that begins, or that is done.
+    """Stage that begins, or that is done.
 
     Attributes:
         name: what is being done, for people.

@@ -1,9 +1,4 @@
-"""A task: the data, the loss that is learned from and the metric that is reported.
-
-The loss that a model computes itself, where its inputs hold the targets.
-
-The amounts in a record: of each measure what is expected, what an export has, the dense one.
-"""
+"""A task: the data, the loss that is learned from, the metric that is reported, and its records."""
 
 from __future__ import annotations
 
@@ -52,7 +47,7 @@ class Amount:
     dense: float
 
     def share(self, amount: float) -> float:
-        """An amount as a share of the dense one."""
+        """Return an amount as a share of the dense one."""
         return amount / self.dense if self.dense else 0.0
 
     def entries(self, name: str) -> dict[str, float]:
@@ -67,7 +62,7 @@ def amount_keys(name: str) -> tuple[str, str, str]:
 
 
 def amounts(record: Mapping[str, Any]) -> dict[str, Amount]:
-    """The amounts in a record, by the names of the measures."""
+    """Return the amounts in a record, by the names of the measures."""
     names = [key.removeprefix(_DENSE) for key in record if key.startswith(_DENSE)]
     return {
         name: Amount(record.get(f"{_EXPECTED}{name}", record[name]), record[name], record[dense])
@@ -77,7 +72,7 @@ def amounts(record: Mapping[str, Any]) -> dict[str, Amount]:
 
 
 def model_loss(outputs: Any) -> Tensor | None:
-    """The loss in what a model returns, or None.
+    """Return the loss in what a model returns, or None.
 
     It is ``outputs.loss`` (transformers), ``outputs["loss"]``, or the sum of a dict of losses, as
     torchvision's detectors give in train mode.
@@ -91,7 +86,7 @@ def model_loss(outputs: Any) -> Tensor | None:
 
 
 def are_detections(outputs: Any) -> bool:
-    """A dict for each example: what detectors give in eval mode, where they have no loss."""
+    """Return whether there is a mapping for each example, as detectors return in eval mode."""
     is_list = isinstance(outputs, list | tuple) and len(outputs) > 0
     return is_list and all(isinstance(each, Mapping) for each in outputs)
 
@@ -194,10 +189,10 @@ class Task:
 
     @staticmethod
     def of(given: Any, loss: Any = None, metric: Any = None) -> Task:
-        """A task from what the user gives: a Task, a Data, (train, test), or training batches.
+        """Return a task from a Task, a Data, (train, test), or training batches.
 
         Args:
-            given: that.
+            given: one of these.
             loss: in place of the task's own; None for that.
             metric: the same.
 
@@ -214,7 +209,7 @@ class Task:
             return replace(given, **asked) if loss is not None or metric is not None else given
         if isinstance(given, Data):
             asked |= {"name": given.name, "preprocessing": given.preprocessing}
-            return _OfData(given.train, given.test, data=given, **asked)
+            return _DataTask(given.train, given.test, data=given, **asked)
         if isinstance(given, tuple) and len(given) == 2:
             return Task(*given, **asked)
         is_batches = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
@@ -226,7 +221,7 @@ class Task:
         )
 
     def pair(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch; the labels are inputs, too, where the model's loss counts.
+        """Return inputs and targets of a batch; labels stay inputs where the model's loss counts.
 
         Raises:
             DataError: the batch is neither a pair nor a mapping.
@@ -237,7 +232,7 @@ class Task:
         return (inputs if self.loss == AUTO else without_labels(inputs)), targets
 
     def loss_in(self, outputs: Any, targets: Any) -> Tensor | None:
-        """The mean loss of a batch, a scalar; None where the outputs have none in eval mode.
+        """Return the mean loss of a batch, a scalar; None where the outputs have none in eval mode.
 
         Raises:
             UsageError: the loss is no scalar, or does not fit the outputs and targets.
@@ -245,8 +240,8 @@ class Task:
         loss = self._loss(outputs, targets)
         return None if loss is None else criteria.scalar_loss(loss, self.loss)
 
-    def judged(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Loss and metric of a batch by name: one number, or one per example for the metric.
+    def loss_and_metric(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return loss and metric of a batch by name; the metric may be one number per example.
 
         Raises:
             UsageError: one of them is no number, or does not fit the outputs and targets.
@@ -275,7 +270,7 @@ class Task:
 
     @contextmanager
     def on_device(self, device: torch.device) -> Iterator[None]:
-        """Within the context the tensors of loss and metric are on ``device``: class weights."""
+        """Keep tensors of loss and metric, such as class weights, on ``device`` meanwhile."""
         with ExitStack() as stack:
             for each in (self._loss, self._metric):
                 if isinstance(each, nn.Module):
@@ -287,7 +282,7 @@ class Task:
         return self.loss == AUTO or self._loss is cross_entropy
 
     def _automatic(self, outputs: Any, targets: Any) -> Tensor | None:
-        """The model's own loss, else cross-entropy; None for what a detector finds."""
+        """Return the model's own loss, else cross-entropy; None for a detector's findings."""
         own = model_loss(outputs)
         if own is not None:
             return own
@@ -302,8 +297,8 @@ class Task:
 
 
 @dataclass(frozen=True, repr=False)
-class _OfData(Task):
-    """One that knows how many classes there are, and refuses a model with fewer outputs."""
+class _DataTask(Task):
+    """Task of a ``Data``, which refuses a model with fewer outputs than classes."""
 
     data: Data | None = field(default=None, repr=False)
 
@@ -315,14 +310,13 @@ class _OfData(Task):
 
 
 def is_detection_batch(inputs: Any, targets: Any) -> bool:
-    """Return whether there is a tensor and a mapping for each example, as detectors take them."""
+    """Return whether each example is a tensor and a mapping, as detectors take them."""
     if not are_detections(targets) or not isinstance(inputs, list | tuple):
         return False
     return len(inputs) == len(targets) and all(isinstance(each, Tensor) for each in inputs)
 
 
 def _brief(source: Any) -> str:
-    """A source for people, without its tensors."""
     if isinstance(source, list | tuple):
         return f"{len(source)} batches"
     return repr(source) if is_split(source) else f"a {type(source).__name__}"
@@ -334,14 +328,14 @@ def is_split(source: Any) -> TypeIs[Split]:
 
 
 def _batched(source: Any) -> Any:
-    """A source of batches; a dataset, of torch or of ``datasets``, is made one."""
+    """Return a source of batches; a dataset, of torch or of ``datasets``, is made one."""
     is_torchs = isinstance(source, Dataset) and not isinstance(source, IterableDataset)
     is_table = hasattr(source, "column_names") and hasattr(source, "__getitem__")
     return Loaded(source) if (is_torchs or is_table) and not is_split(source) else source
 
 
 def batch_length(inputs: Any, targets: Any) -> int:
-    """Number of examples in a batch.
+    """Return the number of examples in a batch.
 
     It is the length of the first tensor, of the targets if there is one in them; or the number of
     targets where they are one mapping for each example, as for detectors.

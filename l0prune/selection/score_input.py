@@ -93,7 +93,7 @@ class ScoreInput:
             DataError: the data is empty or does not fit the model.
         """
         with self._evaluating() as (_, batches), torch.no_grad():
-            for inputs, targets, _ in (Batch(*each).begin(self.batch_size) for each in batches):
+            for inputs, targets, _ in (Batch(*each).head(self.batch_size) for each in batches):
 
                 def under(z: Tensor, inputs: Any = inputs) -> Tensor:
                     with self.gates.using(z):
@@ -142,12 +142,12 @@ class ScoreInput:
         feed = Feed(self.task, self.batch_size, self.seed, augment=False)
         place = choose_device(self.device, self.root)
         with (
-            rng.undisturbed(place, feed.generators()),
+            rng.preserved(place, feed.generators()),
             on_device(self.root, place),
             self.task.on_device(place),
             evaluating(self.root),
         ):
-            with rng.undisturbed(place, feed.generators()):
+            with rng.preserved(place, feed.generators()):
                 check_first_batch(self.root, feed, place, None)
             batches = islice(feed.train(0, place), self.batches)
             yield self.task, ((inputs, targets) for inputs, targets, _ in batches)

@@ -1,7 +1,4 @@
-"""Times networks with PyTorch itself, and its operators one by one.
-
-A gated model at any widths as a graph for PyTorch: captured once, cut as often as asked.
-"""
+"""PyTorch as a runtime: graphs of a gated model at any widths, and times of their operators."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class CutGraphs:
-    """The networks of one gated model, in float32.
+    """Networks of one gated model, in float32: captured once, cut as often as asked.
 
     Args:
         model: the gated model; it stays as it is.
@@ -56,7 +53,7 @@ class CutGraphs:
         self._batch = batch
 
     def network(self, open_: Tensor) -> GraphModule:
-        """The network in which these slots are open; bool, flat."""
+        """Return the network in which these slots are open; bool, flat."""
         subject = replace(self._subject, z=open_.to(torch.float64))
         _, by_part = chosen_slots(subject, self._parts)
         tensors = cut_tensors(subject.plain, self._parts, by_part)
@@ -64,7 +61,7 @@ class CutGraphs:
         return graph.float()
 
     def inputs(self) -> Inputs:
-        """An example of the batch that is asked for."""
+        """Return an example of the batch that is asked for."""
 
         def sized(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -105,11 +102,11 @@ class Eager:
         return network
 
     def median(self, run: Callable[[], Any], times: int) -> float:
-        """The median of some runs in milliseconds."""
+        """Return the median of some runs in milliseconds."""
         return statistics.median(self._timed(run) for _ in range(times))
 
     def _timed(self, run: Callable[[], Any]) -> float:
-        """Milliseconds of one run; of a single thread on the CPU those at which it is at work."""
+        """Time one run in milliseconds; of a single thread on the CPU, only while it is at work."""
 
         def run_to_its_end() -> None:
             run()
@@ -120,13 +117,13 @@ class Eager:
         return collect.milliseconds(run_to_its_end, is_alone)
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Wait until the device has done all that it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within the context, so many threads work, without gradients."""
+        """Use so many threads within the context, without gradients."""
         before = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
@@ -136,7 +133,7 @@ class Eager:
             torch.set_num_threads(before)
 
     def operators(self, network: GraphModule, inputs: Inputs, times: int) -> OperatorTimer:
-        """The operators of a network, each with its time."""
+        """Time the operators of a network."""
         found = OperatorTimer(network, self)
         for _ in range(times):
             found.run(*inputs)
@@ -145,7 +142,7 @@ class Eager:
 
 @dataclass
 class TimedNode:
-    """One operator of a network.
+    """Operator of a network, timed.
 
     Attributes:
         node: in its graph.
@@ -159,7 +156,7 @@ class TimedNode:
 
 
 class OperatorTimer(Interpreter):
-    """Runs a graph node by node, and takes the time of each."""
+    """Interpreter that runs a graph node by node, and times each."""
 
     def __init__(self, network: GraphModule, runtime: Eager) -> None:
         super().__init__(network, garbage_collect_values=True)
@@ -168,17 +165,17 @@ class OperatorTimer(Interpreter):
         self.seen: dict[str, TimedNode] = {}
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
-        """One run of the network."""
+        """Run the network once."""
         placed = pytree.tree_leaves((args, kwargs))
         return super().run(*placed, enable_io_processing=False)
 
     def run_node(self, n: Node) -> Any:
-        """One node, which ``call_function`` then knows."""
+        """Run a node, which ``call_function`` then knows."""
         self._node = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One operator and its time."""
+        """Run an operator and time it."""
         assert self._node is not None
         self._runtime.wait()
         start = time.perf_counter()
@@ -214,11 +211,11 @@ def _is_tensor(leaf: Any) -> bool:
 def facts_of(
     found: Sequence[OperatorTimer], finder: SizeFinder
 ) -> tuple[list[str], list[NodeFacts]]:
-    """The names of nodes that all networks have, and what there is to know of them.
+    """Return the names of nodes that all networks have, and their facts.
 
     Args:
         found: operators of networks of the finder's widths.
-        finder: knows what has which size.
+        finder: of layouts by size.
     """
     names = [name for name in found[0].seen if all(name in each.seen for each in found)]
     return names, [_facts([each.seen[name] for each in found], finder) for name in names]
@@ -241,7 +238,7 @@ def _name(node: Node) -> str:
 
 
 def _owner(node: Node) -> str:
-    """The innermost module that the node is from, by the capture's notes."""
+    """Return the innermost module that the node is from, by the capture's notes."""
     return without_call(module_of(node))
 
 
@@ -251,6 +248,6 @@ class Compiled(Eager):
     name = "compile"
 
     def prepared(self, network: nn.Module) -> Callable[..., Any]:
-        """The network, to be compiled when it is first called."""
+        """Return the network, to be compiled when it is first called."""
         torch.compiler.reset()
         return torch.compile(network, dynamic=False)

@@ -1,7 +1,4 @@
-"""Facts of a network's nodes that are known before any of them is timed.
-
-Nodes that a runtime runs as one, and the sizes that their time depends on.
-"""
+"""Facts of a network's nodes that are known before timing, and groups of nodes run as one."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ class NodeFacts:
     Attributes:
         operator: such as ``Conv``.
         owner: path of the module whose code it is from, if that is known.
-        has_weights: does it read a tensor of two or more dims?
+        has_weights: whether it reads a tensor of two or more dims.
         before: number of the last node that it reads, or None.
         monomials: how many numbers it reads and writes, as products of layouts, but for factors.
     """
@@ -56,7 +53,7 @@ def number_of(node: int) -> str:
 
 
 def facts_to_json(facts: Sequence[NodeFacts]) -> dict[str, Any]:
-    """The facts as plain lists; ``facts_from_json`` reads them back."""
+    """Return the facts as plain lists; ``facts_from_json`` reads them back."""
     layouts = list(dict.fromkeys(x for node in facts for m in node.monomials for x in m))
     number = {layout: i for i, layout in enumerate(layouts)}
     nodes = [

@@ -1,6 +1,6 @@
-"""The measure that a latency table makes: smooth for gates to learn by, on stairs for widths.
+"""Latency as a measure: smooth for gates to learn by, in whole blocks for widths.
 
-Width multiples that a runtime prefers, for each axis.
+The blocks are the width multiples that a runtime prefers, axis by axis.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORTH = 1e-4  # by which a block has to be better than a finer one
 
 
 def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
-    """For each axis the block by which networks that hold as many slots are fastest.
+    """Return for each axis the block by which networks with as many slots are fastest.
 
     Random widths are rounded to whole blocks, down or up, so that on average as many slots are left
     whatever the block is: where time is linear in a width, slots are counted one by one. From the
@@ -63,7 +63,7 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
 
 
 class _BlockRounding(NamedTuple):
-    """A width between two that are whole blocks.
+    """Width between two that are whole blocks.
 
     Attributes:
         low, high: these two.
@@ -83,7 +83,7 @@ class _BlockRounding(NamedTuple):
 def _expected(
     time: Callable[[Widths], float], widths: Sequence[_BlockRounding], number: int
 ) -> float:
-    """The time where one width is as often rounded up as makes it right on average."""
+    """Return the time where one width is rounded up as often as makes it right on average."""
     rounded, one = [each.by_chance() for each in widths], widths[number]
 
     def at(width: int) -> float:
@@ -93,7 +93,7 @@ def _expected(
 
 
 def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]]]:
-    """Random networks; each says its widths for the blocks of all axes."""
+    """Return random networks; each gives its widths for the blocks of all axes."""
     generator = torch.Generator().manual_seed(1)
 
     def spread() -> list[list[float]]:
@@ -117,7 +117,7 @@ def _networks(plan: Plan) -> list[Callable[[Sequence[int]], list[_BlockRounding]
 
 
 def _between(size: int, drawn: float, chance: float, block: int) -> _BlockRounding:
-    """A width of an axis of this size; ``drawn`` from 0, the narrowest, to 1, all of it."""
+    """Place a width of an axis of this size; ``drawn`` from 0, the narrowest, to 1, all of it."""
     wanted = size * (_NARROWEST + (1 - _NARROWEST) * drawn)
     low = min(size, max(block, int(wanted // block) * block))
     high = min(size, low + block)
@@ -137,7 +137,7 @@ class TimedLatency(Latency):
     Args:
         plan: of the network.
         groups: its nodes.
-        stairs: their times.
+        model: their times.
         smooth: the same for gates to learn by.
         dense: milliseconds of the dense network, as timed.
         observing: gives what times networks of a model here, if anything does.
@@ -147,23 +147,23 @@ class TimedLatency(Latency):
         self,
         plan: Plan,
         groups: Sequence[Group],
-        stairs: LatencyModel,
+        model: LatencyModel,
         smooth: LatencyModel,
         dense: float,
         observing: Callable[[nn.Module], Observe | None],
     ) -> None:
         owners = [*(group.owner for group in groups), OVERHEAD]
         convert = under_switches(plan)
-        stairs, smooth = (_converted(each, convert) for each in (stairs, smooth))
+        model, smooth = (_converted(each, convert) for each in (model, smooth))
         switches = switches_by_module(plan)
         super().__init__(plan, CostModel(plan, _costs(smooth, owners, self.name, switches)))
-        self._owners, self._stairs = owners, stairs
-        self._switches = [switches.get(owners[term.group], ()) for term in stairs.terms]
-        self._sizes = LayoutSizes(plan, stairs.layouts)
+        self._owners, self._model = owners, model
+        self._switches = [switches.get(owners[term.group], ()) for term in model.terms]
+        self._sizes = LayoutSizes(plan, model.layouts)
         self._dense, self._observing = dense, observing
 
     def actual(self, open_: Tensor, through: Axes = None) -> float:
-        """Milliseconds of an export with these open gates, on the stairs."""
+        """Milliseconds of an export with these open gates."""
         return float(self._values(self.plan.kept(open_), through).sum())
 
     def dense(self, through: Axes = None) -> float:
@@ -175,7 +175,7 @@ class TimedLatency(Latency):
     def by_owner(self, kept: Tensor) -> dict[str, float]:
         """Milliseconds of each module, and those that no module takes; together the whole time."""
         result: dict[str, float] = defaultdict(float)
-        for term, ms in zip(self._stairs.terms, self._values(kept > 0, None), strict=True):
+        for term, ms in zip(self._model.terms, self._values(kept > 0, None), strict=True):
             result[self._owners[term.group]] += float(ms)
         return dict(result)
 
@@ -189,15 +189,15 @@ class TimedLatency(Latency):
             kept: the slots of the network; bool, flat.
             asked: those of them that were asked for.
         """
-        shares = self._stairs.used(self._sizes(kept), self._sizes(asked))
+        shares = self._model.asked_shares(self._sizes(kept), self._sizes(asked))
         filling = self._values(kept, None) * (1 - shares)
         result: dict[str, float] = defaultdict(float)
-        for term, ms in zip(self._stairs.terms, filling, strict=True):
+        for term, ms in zip(self._model.terms, filling, strict=True):
             result[self._owners[term.group]] += float(ms)
         return dict(result)
 
     def blocks(self) -> list[int]:
-        """For each axis in how many slots at once the runtime likes it to be cut."""
+        """Return for each axis the block of slots in which the runtime prefers it to be cut."""
         return self._blocks
 
     @cached_property
@@ -218,31 +218,31 @@ class TimedLatency(Latency):
         return self._dense * observe(self.plan.kept(gates_of(model).open()))
 
     def _values(self, kept: Tensor, through: Axes) -> Numbers:
-        values: Numbers = self._stairs.values(self._sizes(kept)) * self._there(kept)
+        values: Numbers = self._model.values(self._sizes(kept)) * self._holds_branches(kept)
         return values if through is None else values * self._meets(through)
 
-    def _there(self, kept: Tensor) -> Any:
+    def _holds_branches(self, kept: Tensor) -> Any:
         """Return for each term whether all of its branches are open; bool, shape ``(terms,)``."""
         return np.append(kept.numpy() > 0, True)[self._needed].all(-1)
 
     @cached_property
     def _needed(self) -> Any:
-        """For each term the slots of its switches, filled up with one that is always there."""
+        """Return for each term the slots of its switches, padded with one that is always there."""
         starts = [axis.start for axis in self.plan.axes]
         width = max([1, *map(len, self._switches)])
         filled = [[*of, *[len(starts)] * (width - len(of))] for of in self._switches]
         return np.array([*starts, self.plan.size])[np.array(filled, dtype=int).reshape(-1, width)]
 
     def _meets(self, through: frozenset[int]) -> Any:
-        """1 for each term that one of these axes could take away, else 0."""
-        of_layout = [axes_of(layout) for layout in self._stairs.layouts]
-        pairs = zip(self._stairs.terms, self._switches, strict=True)
+        """Return 1 for each term that one of these axes could take away, else 0."""
+        of_layout = [axes_of(layout) for layout in self._model.layouts]
+        pairs = zip(self._model.terms, self._switches, strict=True)
         axes = (set(of).union(*(of_layout[s.layout] for s in term.steps)) for term, of in pairs)
         return np.array([float(not through.isdisjoint(each)) for each in axes])
 
 
-def _converted(stairs: LatencyModel, convert: Callable[[Layout], Layout]) -> LatencyModel:
-    return replace(stairs, layouts=tuple(map(convert, stairs.layouts)))
+def _converted(model: LatencyModel, convert: Callable[[Layout], Layout]) -> LatencyModel:
+    return replace(model, layouts=tuple(map(convert, model.layouts)))
 
 
 def _costs(

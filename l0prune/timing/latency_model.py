@@ -1,10 +1,8 @@
-"""The time of a network as a function of its widths, on the stairs of a runtime.
+"""Model of a network's time as a function of its widths, and its fit to timed networks.
 
 A term is ``ms × Π ↑size``, where ↑ rounds up to whole blocks. It may count only where some sizes
 are multiples of a block, or only where they are not: runtimes have fast paths for these. No term
 is negative, so that a time is one, also of widths that nobody has timed.
-
-From the times of sampled networks to the terms that predict them, group by group.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _WIDEST = 2**16  # slots of a block
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A size on the stairs.
+    """Size that is rounded up to whole blocks, or has to be one.
 
     Attributes:
         layout: number of the layout.
@@ -63,13 +61,13 @@ class Term:
 
     @property
     def steps(self) -> Iterator[Step]:
-        """All that it looks at."""
+        """All steps of factors and conditions."""
         return chain(self.factors, self.aligned, *self.unless)
 
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """All terms of a network.
+    """Time of a network at any widths: a sum of terms.
 
     Attributes:
         layouts: of the plan, whose sizes the terms are in.
@@ -80,7 +78,7 @@ class LatencyModel:
     terms: tuple[Term, ...]
 
     def values(self, sizes: Numbers) -> Numbers:
-        """The value of each term, in milliseconds.
+        """Return the value of each term, in milliseconds.
 
         Args:
             sizes: of each layout; shape ``(…, layouts)``.
@@ -99,7 +97,7 @@ class LatencyModel:
         result: Numbers = ms * rounded[..., factors].prod(-1) * holds
         return result
 
-    def used(self, sizes: Numbers, asked: Numbers) -> Numbers:
+    def asked_shares(self, sizes: Numbers, asked: Numbers) -> Numbers:
         """Return the share of each term's value for positions that were asked for, from 0 to 1.
 
         Sizes that are the same at all widths count as asked for, however they are rounded up.
@@ -120,7 +118,7 @@ class LatencyModel:
 
     @cached_property
     def _arrays(self) -> tuple[Any, Any, list[Any], Any, Numbers]:
-        """Indices of steps for each term, padded with one that is always 1; steps; milliseconds."""
+        """Return indices of steps for each term, padded with one that is always 1; steps; times."""
         one = Step(len(self.layouts), 1)
         distinct = dict.fromkeys([one, *(step for term in self.terms for step in term.steps)])
         number = {step: i for i, step in enumerate(distinct)}
@@ -139,7 +137,7 @@ class LatencyModel:
         return factors, aligned, unless, steps, np.array([term.ms for term in self.terms])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers, which ``from_json`` reads back."""
+        """Return plain lists and numbers, which ``from_json`` reads back."""
         return {
             "layouts": [to_json(layout) for layout in self.layouts],
             "terms": [
@@ -175,7 +173,7 @@ class LatencyModel:
             if not all(is_number(term.ms) and is_count(term.group) for term in terms):
                 raise ValueError("a time is no number of milliseconds, or of no group")
         except (KeyError, TypeError) as error:
-            raise ValueError(f"these are no stairs: {error}") from error
+            raise ValueError(f"this is no model of latency: {error}") from error
         return LatencyModel(layouts, terms)
 
 
@@ -196,7 +194,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 class LayoutSizes:
-    """The open sizes of many layouts of a plan at once.
+    """Open sizes of many layouts of a plan at once.
 
     Args:
         plan: the plan.
@@ -218,7 +216,7 @@ class LayoutSizes:
         self._coefficients = np.array([coefficient for _, _, coefficient in entries])
 
     def __call__(self, kept: Tensor) -> Numbers:
-        """The sizes for the slots that stay; shape ``(layouts,)``."""
+        """Return the sizes for the slots that stay; shape ``(layouts,)``."""
         sums = self._table.values(kept.to(self._table.one.dtype)).numpy()
         values = self._coefficients * sums[self._columns].prod(-1)
         return np.bincount(self._rows, values, minlength=self._count).astype(np.float64)
@@ -255,13 +253,13 @@ class Samples:
         """Return whether all networks have the same widths."""
         return bool((self.sizes == self.sizes[:1]).all())
 
-    def some(self, which: Numbers) -> Samples:
+    def subset(self, which: Numbers) -> Samples:
         """Return the samples of these numbers."""
         return Samples(self.layouts, self.sizes[which], self.times[which], self.whole[which])
 
 
 def fit_model(groups: Sequence[Group], samples: Samples) -> LatencyModel:
-    """The stairs that predict the samples best, each weighted by one over its whole time.
+    """Fit the model that predicts the samples best, each weighted by one over its whole time.
 
     For each group several forms are tried, with sizes rounded to blocks or not, and with other
     times where sizes are whole blocks; that which predicts samples best that it has not seen
@@ -300,7 +298,7 @@ def _fit_group(number: int, group: Group, samples: Samples) -> list[Term]:
 
 
 def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
-    """The terms, of one millisecond each, that a group's time may be the sum of."""
+    """Yield sets of terms, of one millisecond each, whose sum a group's time may be."""
     index = {layout: i for i, layout in enumerate(samples.layouts)}
     for block in _ROUNDING:
         plain = [
@@ -316,7 +314,7 @@ def _forms(number: int, group: Group, samples: Samples) -> Iterator[list[Term]]:
 
 
 def _cells(layouts: Sequence[int]) -> Iterator[list[Cell]]:
-    """Ways to divide all widths by which of them are whole blocks."""
+    """Yield ways to divide all widths by which of them are whole blocks."""
     yield [((), ())]
     for block in _ALIGNMENT:
         steps = [Step(layout, block) for layout in layouts]
@@ -336,7 +334,7 @@ def _cells(layouts: Sequence[int]) -> Iterator[list[Cell]]:
 
 
 def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[float, Numbers]:
-    """The squared error on samples left out, one after the other, and coefficients of 0 or more.
+    """Return the squared error on samples left out in turn, and coefficients of 0 or more.
 
     With a hat matrix H, the error on a sample that was left out is that of the fit over 1 − Hᵢᵢ.
     """
@@ -351,47 +349,47 @@ def _left_out(features: Numbers, times: Numbers, weights: Numbers) -> tuple[floa
 
 
 def _beyond_nodes(sums: Sequence[Numbers], whole: Numbers) -> list[float]:
-    """The constant, and a factor on each of these sums of node times, that make whole times."""
+    """Fit whole times by a constant and a factor on each of these sums of node times."""
     features = np.stack([np.ones_like(whole), *sums], -1) / whole[:, None]
     return [float(each) for each in nonnegative_least_squares(features, np.ones_like(whole))]
 
 
 def fit_smooth(
-    stairs: LatencyModel, groups: Sequence[Group], sizes: Numbers, most: Numbers, dense: float
+    model: LatencyModel, groups: Sequence[Group], sizes: Numbers, most: Numbers, dense: float
 ) -> LatencyModel:
-    """Fit times at preferred widths, without stairs.
+    """Fit the times of a model at preferred widths without rounding.
 
-    For each group a sum of plain terms that are not negative, fitted to the stairs at these sizes;
+    For each group a sum of plain terms that are not negative, fitted to the model at these sizes;
     so that fewer slots never cost more, and gates can learn by it.
 
     Args:
-        stairs: of the runtime.
+        model: of the runtime.
         groups: their nodes.
         sizes: of the layouts, in whole blocks; shape ``(networks, layouts)``.
         most: those of the dense network, shape ``(layouts,)``.
         dense: milliseconds of that, which the result has there.
     """
-    index = {layout: i for i, layout in enumerate(stairs.layouts)}
-    values = stairs.values(sizes)
+    index = {layout: i for i, layout in enumerate(model.layouts)}
+    values = model.values(sizes)
     terms = []
     for number in range(len(groups) + 1):
-        mine = [i for i, term in enumerate(stairs.terms) if term.group == number]
+        mine = [i for i, term in enumerate(model.terms) if term.group == number]
         monomials: Sequence[Monomial] = groups[number].monomials if number < len(groups) else [()]
         form = [Term(number, 1.0, tuple(Step(index[x], 1) for x in m)) for m in monomials]
-        features = LatencyModel(stairs.layouts, tuple(form)).values(sizes)
+        features = LatencyModel(model.layouts, tuple(form)).values(sizes)
         found = nonnegative_least_squares(features, values[:, mine].sum(-1))
         terms += [
             Term(number, float(ms), term.factors)
             for term, ms in zip(form, found, strict=True)
             if ms
         ]
-    scale = dense / LatencyModel(stairs.layouts, tuple(terms)).values(most).sum()
+    scale = dense / LatencyModel(model.layouts, tuple(terms)).values(most).sum()
     scaled = (Term(t.group, t.ms * float(scale), t.factors) for t in terms)
-    return LatencyModel(stairs.layouts, tuple(scaled))
+    return LatencyModel(model.layouts, tuple(scaled))
 
 
 def nonnegative_least_squares(features: Numbers, target: Numbers) -> Numbers:
-    """Least squares whose coefficients are 0 or more: those that would be less are left out."""
+    """Fit least squares with coefficients of 0 or more: those that would be less are left out."""
     scale = np.sqrt((features**2).sum(0))
     left = np.flatnonzero(scale)
     scaled = features[:, left] / scale[left]

@@ -1,7 +1,4 @@
-"""The public ``measure``: milliseconds of a gated model at any widths, on a runtime.
-
-From what was timed on a device to a latency table, after a look at whether it is whole.
-"""
+"""The public ``measure``: time networks of many widths, and make a latency table of them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,8 @@ from l0prune.timing.table import LatencyTable, Quality, Setting
 
 _HELD_OUT = 4  # one sample in so many says how well the others predict
 _BLOCK = 16  # of the widths that the smooth times are fitted to
-FEWEST = 12
+FEWEST, SAMPLES = 12, 48
+Progress = Callable[[int, int], None]
 
 
 def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -55,7 +53,7 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def table_of(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
-    """The table of a network with this plan.
+    """Make the table of a network with this plan.
 
     Raises:
         UsageError: the results are of another network, or make no sense.
@@ -92,7 +90,7 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
     sizes = np.stack([sizes_of(plan.kept(slots_of(plan, w))) for w in about["widths"]])
     times = np.array([[group.time(each) for group in groups] for each in nodes])
     samples = Samples(layouts, sizes, times, whole)
-    stairs = fit_model(groups, samples)
+    model = fit_model(groups, samples)
     most = sizes_of(all_slots(plan))
     blocks = np.minimum(np.ceil(sizes / _BLOCK) * _BLOCK, most)
     return LatencyTable(
@@ -100,8 +98,8 @@ def _table(plan: Plan, results: Mapping[str, Any]) -> LatencyTable:
         plan=plan_id(plan),
         dense=dense,
         groups=groups,
-        stairs=stairs,
-        smooth=fit_smooth(stairs, groups, blocks, most, dense),
+        model=model,
+        smooth=fit_smooth(model, groups, blocks, most, dense),
         quality=_quality(groups, samples, beside),
         samples=tuple((tuple(w), float(ms)) for w, ms in zip(about["widths"], whole, strict=True)),
     )
@@ -134,7 +132,7 @@ def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Qual
     """Cross-validate: predict some of the samples from the others."""
     everyone = np.arange(len(samples.whole))
     unseen = everyone % _HELD_OUT == _HELD_OUT - 1
-    seen = samples.some(everyone[~unseen])
+    seen = samples.subset(everyone[~unseen])
     predicted = fit_model(groups, seen).values(samples.sizes[unseen]).sum(-1)
     errors = np.abs(predicted / samples.whole[unseen] - 1)
     low, high = np.quantile(beside, (0.25, 0.75))
@@ -144,10 +142,6 @@ def _quality(groups: Sequence[Group], samples: Samples, beside: Numbers) -> Qual
         networks=int(unseen.sum()),
         noise=float((high - low) / np.median(beside) / 2),
     )
-
-
-SAMPLES = 48
-Progress = Callable[[int, int], None]
 
 
 def measure(
@@ -162,7 +156,7 @@ def measure(
     folder: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> LatencyTable:
-    """Time a gated model at many widths, and learn what it takes at any.
+    """Time a gated model at many widths, and fit its time at any.
 
     Some exports show which number in its ONNX file is the size of what. Then networks of random
     widths are written and timed, each in turns with the dense one; ONNX Runtime's profile says

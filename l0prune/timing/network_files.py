@@ -1,12 +1,6 @@
-"""A folder of ONNX files: the dense network, and any others that are asked for.
+"""ONNX files of a gated model at any widths, in a folder or bundle, to be timed.
 
-A model that was captured in parts has no one time.
-
-The ONNX files of a gated model at several widths, to be compared and timed.
-
-A folder with networks to be timed on the device that will serve them, and what times them.
-
-Jobs: the networks that a runtime times, and its settings.
+A model that was captured in parts has no one time, and is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +69,7 @@ _NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equa
 
 @dataclass(frozen=True)
 class Network:
-    """One network of a model's, as an export writes it.
+    """Network of a model, as an export writes it.
 
     Attributes:
         kept: the slots that stay, bool, flat.
@@ -108,7 +102,7 @@ class Exporter:
         self._gates, self._batch = gates_of(self._model), batch
 
     def network(self, widths: Widths) -> Network:
-        """The network in which so many slots of each axis are open.
+        """Export the network in which so many slots of each axis are open.
 
         Raises:
             UsageError: it was captured in parts, or does not take that batch.
@@ -116,7 +110,7 @@ class Exporter:
         return self.network_of(slots_of(self._gates.plan, widths))
 
     def network_of(self, open_: Tensor) -> Network:
-        """The network with these open gates, bool and flat.
+        """Export the network with these open gates, bool and flat.
 
         Raises:
             UsageError: as ``network``.
@@ -143,7 +137,7 @@ def _disturbed(model: nn.Module) -> nn.Module:
 
 
 def _inputs(model: onnx.ModelProto, piece: Piece, batch: int) -> Iterator[tuple[str, Tensor]]:
-    """Examples for each input of the file, as many as ``batch`` where their number is free."""
+    """Yield examples for each input of the file, ``batch`` of them where their number is free."""
     leaves: Sequence[Any] = piece.read(piece.answers[0].inputs)
     for given, leaf, sizes in zip(model.graph.input, leaves, piece.sizes, strict=True):
         value = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
@@ -203,13 +197,13 @@ class NetworkFiles:
             )
 
     def write(self, name: str, kept: Tensor) -> Path:
-        """The file of the network that keeps these slots, bool and flat.
+        """Write the file of the network that keeps these slots, bool and flat.
 
         One without some branch has other nodes, and is exported.
         """
         path = self.folder / name
         if name in self._written and torch.equal(self._written[name], kept):
-            return path  # a look at what was looked at before
+            return path  # the same choice as before
         if gone(self._plan, kept):
             made = self._exporter.network_of(kept).model
         else:
@@ -220,7 +214,7 @@ class NetworkFiles:
 
 
 def _template(exporter: Exporter, plan: Plan) -> tuple[Network, ModelProto, Template]:
-    """The dense network, a file whose weights to take, and what files of all widths are made of.
+    """Return the dense network, a file with weights to take, and the template of all files.
 
     The dense network may have other nodes than one that is cut; then a third one that is cut is
     compared in its place.
@@ -271,7 +265,7 @@ ABOUT, SCRIPT = "bundle.json", "run.py"
 def write_bundle(
     model: nn.Module, folder: Path, *, batch: int, samples: int, seed: int = 0
 ) -> None:
-    """Write networks of random widths, a script that times them, and what it is all about.
+    """Write networks of random widths, a script that times them, and a description.
 
     A folder that holds the same already is left as it is.
 

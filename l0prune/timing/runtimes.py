@@ -1,7 +1,4 @@
-"""The runtimes that networks can be timed on, by name.
-
-Times of networks of many widths in PyTorch, in the form of a bundle's results.
-"""
+"""Runtimes that networks can be timed on, by name: ONNX Runtime and PyTorch."""
 
 from __future__ import annotations
 
@@ -92,7 +89,7 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
 
 
 class AlternatingTimer:
-    """Times networks of one model, each in turns with the dense one.
+    """Timer of networks of one model, each in turns with the dense one.
 
     Args:
         model: gated.
@@ -131,7 +128,7 @@ class AlternatingTimer:
         return {**found, "nodes": operators.times(names)}
 
     def of_slots(self, kept: Tensor, seconds: float) -> dict[str, list[float]]:
-        """The medians of that which keeps these slots, and of the dense one, in turns."""
+        """Time the network of these slots and the dense one in turns; return the medians."""
         with self._runtime.running():
             own = self._prepared(self._network(kept))
             median = self._runtime.median
@@ -141,7 +138,7 @@ class AlternatingTimer:
         return self._graphs.network(kept).to(self._runtime.device)
 
     def _prepared(self, network: GraphModule) -> Callable[[], Any]:
-        """One run of a network, which has run before."""
+        """Return one run of a network, which has run before."""
         call, (args, kwargs) = self._runtime.prepared(network), self._inputs
         call(*args, **kwargs)
         return lambda: call(*args, **kwargs)
@@ -160,14 +157,14 @@ class Runtime(Protocol):
     version: str
 
     def results(self, job: Job) -> dict[str, Any]:
-        """The results; what was timed already is taken from the folder.
+        """Time networks of random widths; what was timed already is taken from the folder.
 
         Raises:
             UsageError: the model cannot be timed on it.
         """
 
     def bench(self, job: Job) -> Observe:
-        """Times single networks of the model; its files lie in the job's folder."""
+        """Return what times single networks of the model; its files lie in the job's folder."""
 
 
 class OnnxRuntime:

@@ -1,6 +1,6 @@
-"""Match numbers in ONNX files to layouts, by their values in files of several widths.
+"""Widths of networks to try, and the layouts that numbers in their files are the sizes of.
 
-Widths to try: some that tell every axis from the others, and many that show the steps.
+A number is matched to a layout by its values in files of several widths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A whole number that follows the widths: ``offset + times · |layout| / over``.
+    """Whole number that follows the widths: ``offset + times · |layout| / over``.
 
     Attributes:
         layout: a constant one, of one position, where the number is always the same.
@@ -38,7 +38,7 @@ class Size:
     offset: int = 0
 
     def at(self, positions: int) -> int:
-        """The number when the layout has so many open positions."""
+        """Return the number for so many open positions of the layout."""
         return self.offset + self.times * positions // self.over
 
     @property
@@ -47,7 +47,7 @@ class Size:
         return not axes_of(self.layout)
 
     def to_json(self) -> list[Any]:
-        """Plain lists and numbers, which ``from_json`` reads back."""
+        """Return plain lists and numbers, which ``from_json`` reads back."""
         return [to_json(self.layout), self.times, self.over, self.offset]
 
     @staticmethod
@@ -64,12 +64,12 @@ class Size:
 
 
 def constant(number: int) -> Size:
-    """A number that is the same at all widths."""
+    """Return a size that is the same at all widths."""
     return Size(Const(1), 0, 1, number)
 
 
 class SizeFinder:
-    """Finds what a number is the size of, given what it is at several choices of slots.
+    """Finder of the layout of a number, given its values at several choices of slots.
 
     Args:
         plan: whose layouts a number may be the size of.
@@ -90,12 +90,12 @@ class SizeFinder:
             self._by_steps.setdefault(_steps(numbers), layout)
 
     @property
-    def told_apart(self) -> tuple[int, int]:
+    def distinct_counts(self) -> tuple[int, int]:
         """Count the layouts, and ratios of sizes, that have distinct sizes in the files."""
         return len(self._by_numbers), len(self._by_direction)
 
     def numbers(self, layout: Layout) -> Numbers:
-        """The open positions of a layout in each file."""
+        """Return the open positions of a layout in each file."""
         if layout not in self._numbers:
             masks = (self.plan.mask(layout, kept) for kept in self._kept)
             self._numbers[layout] = tuple(int(mask.sum()) for mask in masks)
@@ -106,7 +106,7 @@ class SizeFinder:
 
         Args:
             numbers: one for each file.
-            hint: what it is, if that fits.
+            hint: the layout to prefer, if it fits.
         """
         if len(set(numbers)) == 1:
             return constant(numbers[0])
@@ -130,7 +130,7 @@ class SizeFinder:
         return Size(layout, numbers[0] // common, own[0] // common)
 
     def _product(self, numbers: Numbers) -> Layout | None:
-        """Two layouts whose sizes multiply to these, but for a factor."""
+        """Return two layouts whose sizes multiply to these, but for a factor."""
         for first in list(self._by_direction.values()):
             own = self.numbers(first)
             if all(number % size == 0 for number, size in zip(numbers, own, strict=True)):
@@ -163,13 +163,13 @@ def _add(parts: tuple[Layout, ...], more: tuple[Layout, ...]) -> tuple[Layout, .
 
 
 def _direction(numbers: Numbers) -> Numbers:
-    """The numbers up to a common factor."""
+    """Return the numbers up to a common factor."""
     common = gcd(*numbers) or 1
     return tuple(number // common for number in numbers)
 
 
 def _steps(numbers: Sequence[int]) -> Numbers:
-    """The numbers up to a common offset."""
+    """Return the numbers up to a common offset."""
     return tuple(number - numbers[0] for number in numbers)
 
 
@@ -183,7 +183,7 @@ Widths = list[int]
 
 
 def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]:
-    """Widths of so many networks or more that tell all dims apart, beside the dense one.
+    """Return widths of ``least`` networks or more that tell all dims apart, with the dense one.
 
     Random ones between a quarter and all of each axis, such as no other of its size has. A few
     heads have few widths: then it takes more networks until no two dims are always equally wide.
@@ -193,18 +193,18 @@ def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]
         least: networks.
         seed: of chance.
     """
-    wanted = _apart(plan, _drawn(plan, _MOST, seed + 1))
+    wanted = _count_distinct(plan, _drawn(plan, _MOST, seed + 1))
     for count in range(least, _MOST + 1):
         found = _drawn(plan, count, seed)
-        if all(map(ge, _apart(plan, found), wanted)):
+        if all(map(ge, _count_distinct(plan, found), wanted)):
             break
     return found
 
 
-def _apart(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
+def _count_distinct(plan: Plan, networks: Sequence[Widths]) -> tuple[int, int]:
     """Count the dims whose sizes differ from all others in these networks and the dense one."""
     kept = [plan.kept(slots_of(plan, widths)) for widths in networks]
-    return SizeFinder(plan, [all_slots(plan), *kept]).told_apart
+    return SizeFinder(plan, [all_slots(plan), *kept]).distinct_counts
 
 
 def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
@@ -222,7 +222,7 @@ def _drawn(plan: Plan, count: int, seed: int) -> list[Widths]:
 
 
 def _fewer(axis: Axis, generator: torch.Generator) -> int:
-    """Some slots, but not all, if there are several."""
+    """Draw a number of slots, fewer than all if there are several."""
     low = max(1, axis.size // 4)
     return int(torch.randint(low, max(low + 1, axis.size), (), generator=generator))
 
@@ -230,7 +230,7 @@ def _fewer(axis: Axis, generator: torch.Generator) -> int:
 def sampled_widths(
     plan: Plan, seed: int = 0, aligned: Sequence[float] = _ALIGNED
 ) -> Iterator[Widths]:
-    """Random widths without end.
+    """Yield random widths without end.
 
     Args:
         plan: whose axes.
@@ -276,5 +276,5 @@ def slots_of(plan: Plan, widths: Widths) -> Tensor:
 
 
 def all_slots(plan: Plan) -> Tensor:
-    """Every slot; bool, flat."""
+    """Return a mask of every slot; bool, flat."""
     return torch.ones(plan.size, dtype=torch.bool)

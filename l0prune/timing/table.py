@@ -1,7 +1,4 @@
-"""The latency table: what a network of any widths takes on one runtime, and its file.
-
-Conditions of a measurement: runtime, machine, threads, batch.
-"""
+"""The latency table: the time of a network at any widths on one runtime, and its file."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class Setting:
         )
 
 
-def bench_of(setting: Setting, model: nn.Module) -> Observe | None:
+def _bench_of(setting: Setting, model: nn.Module) -> Observe | None:
     """Return the bench for a gated model in this setting; None if it is not available here.
 
     That is on another machine, or with another version of the runtime.
@@ -126,7 +123,7 @@ class LatencyTable:
         plan: id of the plan that it was made for.
         dense: milliseconds of the dense network.
         groups: nodes that are run as one.
-        stairs: their times, and what is beyond them.
+        model: their times, and what is beyond them.
         smooth: the same for gates to learn by.
         quality: how well it predicts.
         samples: of each network that was timed its widths and milliseconds.
@@ -137,7 +134,7 @@ class LatencyTable:
     plan: str
     dense: float
     groups: tuple[Group, ...]
-    stairs: LatencyModel
+    model: LatencyModel
     smooth: LatencyModel
     quality: Quality
     samples: tuple[tuple[tuple[int, ...], float], ...] = field(default=(), repr=False)
@@ -147,35 +144,33 @@ class LatencyTable:
     name = "latency"
 
     def of(self, plan: Plan) -> TimedLatency:
-        """The measure of a network with this plan.
+        """Return the measure of a network with this plan.
 
         Raises:
-            UsageError: the table was made for another one, or speaks of what this does not have.
+            UsageError: it was made for another network, or is about layouts that this one lacks.
         """
         if plan_id(plan) != self.plan:
             raise UsageError(
                 "this latency table was made for another model, or for the same with other gates: "
                 "make one for this (l0prune measure model.gated.pt, or l0prune.measure(model))"
             )
-        layouts = {*self.stairs.layouts, *self.smooth.layouts}
+        layouts = {*self.model.layouts, *self.smooth.layouts}
         layouts.update(layout for group in self.groups for layout in group.layouts)
         try:
             check_layouts(layouts, plan.axes, _POSITIONS)
         except ValueError as error:
             raise UsageError(f"this latency table does not fit its model: {error}") from error
-        return TimedLatency(
-            plan, self.groups, self.stairs, self.smooth, self.dense, self._observing
-        )
+        return TimedLatency(plan, self.groups, self.model, self.smooth, self.dense, self._observing)
 
     def _observing(self, model: nn.Module) -> Observe | None:
         """Return the bench in the table's setting for the model; None on another machine."""
         if not self._benches:
-            self._benches.append(bench_of(self.setting, model))
+            self._benches.append(_bench_of(self.setting, model))
         return self._benches[0]
 
     @property
     def warning(self) -> str:
-        """Why the table is not to be trusted; empty where nothing speaks against it."""
+        """Reason not to trust the table; empty where nothing speaks against it."""
         if self.quality.noise > _NOISY:
             return (
                 f"the machine is too noisy to trust these times: those of the dense network "
@@ -192,7 +187,7 @@ class LatencyTable:
         return f"{self.setting}: dense {self.dense:.3g} ms; {self.quality}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         return {
             "kind": _KIND,
             "format": FORMAT,
@@ -204,7 +199,7 @@ class LatencyTable:
                 [g.owner, g.operator, list(g.nodes), [list(map(to_json, m)) for m in g.monomials]]
                 for g in self.groups
             ],
-            "stairs": self.stairs.to_json(),
+            "model": self.model.to_json(),
             "smooth": self.smooth.to_json(),
             "samples": [[list(widths), ms] for widths, ms in self.samples],
             "command": self.command,
@@ -230,7 +225,7 @@ class LatencyTable:
                     )
                     for owner, operator, nodes, ms in data["groups"]
                 ),
-                LatencyModel.from_json(data["stairs"]),
+                LatencyModel.from_json(data["model"]),
                 LatencyModel.from_json(data["smooth"]),
                 TypeAdapter(Quality).validate_python(data["quality"]),
                 tuple((tuple(widths), ms) for widths, ms in data["samples"]),
@@ -260,7 +255,7 @@ class LatencyTable:
             raise ValueError("a time in it is no number of milliseconds")
         if not all(is_count(width) for widths, _ in self.samples for width in widths):
             raise ValueError("a width in it is no number of slots")
-        terms = (*self.stairs.terms, *self.smooth.terms)
+        terms = (*self.model.terms, *self.smooth.terms)
         if any(term.group > len(self.groups) for term in terms):  # the last is the runtime itself
             raise ValueError("a term in it is of no group")
 

@@ -1,18 +1,16 @@
-"""An ONNX file whose widths can be chosen: what follows them in it is found by comparing files.
+"""An ONNX file whose widths can be chosen, found by comparing files of several widths.
 
-A network is exported with several choices of slots. The files have the same nodes; every number
-in which they differ (the dims of a weight, the shape that a Reshape is given, the groups of a
-convolution) is the size of something that the plan knows. So a file for other widths is written in
-milliseconds. Its weights are slices of the dense ones, since time does not depend on their values.
-
-Small files of networks of any widths, all of which read one file of weights.
+The files have the same nodes; every number in which they differ (the dims of a weight, the shape
+that a Reshape is given, the groups of a convolution) is the size of something that the plan knows.
+So a file for other widths is written in milliseconds. Its weights are slices of the dense ones, in
+one file that all read, since time does not depend on their values.
 """
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -45,7 +43,7 @@ class NoTemplate(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of floats: slices of the dense one.
+    """Tensor of floats: a slice of the dense one.
 
     Attributes:
         name: in the file.
@@ -60,7 +58,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Integers:
-    """A tensor of whole numbers: sizes, or as many positions as its dims say.
+    """Tensor of whole numbers: sizes, or as many positions as its dims say.
 
     Attributes:
         values: row-major; None for the numbers from 0 on.
@@ -95,7 +93,7 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
 
     Args:
         models: the files, in the order of the finder's choices of slots.
-        finder: knows what has which size.
+        finder: of layouts by size.
 
     Raises:
         NoTemplate: they differ by more than sizes.
@@ -125,7 +123,7 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
 
 
 def _owner(node: NodeProto) -> str:
-    """The innermost module among the scopes that torch's exporter notes; the last one is a node."""
+    """Return the innermost module of the exporter's scopes, of which the last one is a node."""
     for entry in node.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
             scopes = ast.literal_eval(entry.value)
@@ -134,7 +132,7 @@ def _owner(node: NodeProto) -> str:
 
 
 def _difference(models: Sequence[ModelProto]) -> str:
-    """The first node that not all files have, with its module."""
+    """Describe the first node that not all files have, with its module."""
     counts = [Counter((_owner(n), n.op_type) for n in model.graph.node) for model in models]
     for owner, kind in {key: None for count in counts for key in count}:
         if len({count[owner, kind] for count in counts}) > 1:
@@ -159,7 +157,7 @@ def _find_all(
 
 
 def _hints(model: ModelProto, finder: SizeFinder) -> dict[str, Sequence[Layout]]:
-    """The layouts of tensors that are still called as in the model, by their new names."""
+    """Return the layouts of tensors that are still called as in the model, by new names."""
     known = finder.plan.tensors
     return {
         _tensor_name(number, position): known[name]
@@ -193,7 +191,7 @@ def _sorted(node: NodeProto) -> list[AttributeProto]:
 
 
 def _structure(graph: GraphProto) -> list[tuple[Any, ...]]:
-    """The nodes and what they read, in the names of ``with_names``."""
+    """Return the nodes and what they read, in the names of ``with_numbered_names``."""
     return [
         (node.domain, node.op_type, *node.input, *(a.name for a in _sorted(node)))
         for node in graph.node
@@ -201,7 +199,7 @@ def _structure(graph: GraphProto) -> list[tuple[Any, ...]]:
 
 
 def with_numbered_names(model: ModelProto) -> ModelProto:
-    """A copy whose nodes, values and tensors are called by number, so that profiles tell them.
+    """Return a copy whose nodes, values and tensors are called by number, as profiles need.
 
     Node 12 is ``n00012_``, its first output ``n00012_0``, the tensor that it reads as its second
     input ``w00012_1``: each node has its own, since exporters share those that happen to be equal.
@@ -278,7 +276,7 @@ def _facts(
 
 
 def _known_shapes(model: ModelProto) -> dict[str, Numbers]:
-    """The shapes of all values of a file; free dims count as one example."""
+    """Return the shapes of all values of a file; free dims count as one example."""
     stripped = ModelProto()
     stripped.CopyFrom(model)
     del stripped.graph.initializer[:]
@@ -311,12 +309,12 @@ WEIGHTS = "weights.bin"
 _PAGE = 4096  # bytes; where each tensor begins, so that it can be mapped into memory
 
 Count = Callable[[Size], int]
-"""What a size is for one choice of slots."""
+"""The number of a size for one choice of slots."""
 
 
 @dataclass
 class Resizer:
-    """Writes files of one template at any widths into a folder.
+    """Writer of files of one template at any widths into a folder.
 
     Attributes:
         made: the template.
@@ -343,11 +341,11 @@ class Resizer:
                 file.write(b"\0" * (-file.tell() % _PAGE))
                 offsets[weight.name] = file.tell()
                 array = numpy_helper.to_array(arrays[weight.name])
-                file.write(np.resize(array, prod(_counted(weight.dims, most))).tobytes())
+                file.write(np.resize(array, prod(map(most, weight.dims))).tobytes())
         return cls(made, offsets)
 
     def model(self, count: Count) -> ModelProto:
-        """The file for the widths by which ``count`` counts; its weights lie in ``WEIGHTS``."""
+        """Return the file for the widths by which ``count`` counts; weights lie in ``WEIGHTS``."""
         result = ModelProto()
         result.CopyFrom(self.made.model)
         graph = result.graph
@@ -370,10 +368,10 @@ class Resizer:
 
 
 def _elsewhere(weight: Weight, dims: list[int], offset: int) -> TensorProto:
-    """A tensor whose numbers lie in the file of weights."""
+    """Return a tensor whose numbers lie in the file of weights."""
     tensor = TensorProto(name=weight.name, data_type=weight.dtype, dims=dims)
     tensor.data_location = TensorProto.EXTERNAL
-    length = prod(dims) * _item_size(weight)
+    length = prod(dims) * np.dtype(helper.tensor_dtype_to_np_dtype(weight.dtype)).itemsize
     for key, value in (("location", WEIGHTS), ("offset", offset), ("length", length)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor
@@ -385,11 +383,3 @@ def _set(node: NodeProto, name: str, numbers: list[int]) -> None:
             attribute.i = numbers[0]
         elif attribute.name == name:
             attribute.ints[:] = numbers
-
-
-def _item_size(weight: Weight) -> int:
-    return int(np.dtype(helper.tensor_dtype_to_np_dtype(weight.dtype)).itemsize)
-
-
-def _counted(sizes: Iterable[Size], count: Count) -> list[int]:
-    return [count(size) for size in sizes]

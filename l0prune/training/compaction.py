@@ -197,7 +197,7 @@ class Compaction:
         to_device = partial(pytree.tree_map_only, Tensor, lambda x: x.to(device))
         example = to_device(self._gates.example)
         try:
-            with rng.undisturbed(device), evaluating(self._root):
+            with rng.preserved(device), evaluating(self._root):
                 call(self._root, example)
         except Exception as error:
             raise UsageError(
@@ -239,7 +239,7 @@ class Compaction:
         return self.cut is not None and bool((self._left(open_) & ~self.cut.kept).any())
 
     def _form(self, kept: Tensor) -> Form:
-        with rng.undisturbed(device_of(self._root)):
+        with rng.preserved(device_of(self._root)):
             return run_on_first(lambda: smaller_form(self._root, kept, self._graph))
 
     def end(self, rest: States | None = None) -> None:

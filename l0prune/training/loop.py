@@ -229,7 +229,7 @@ class Loop:
         if self._pruner is not None:
             self._complain(self._pruner.doctor.before(self._stepper.optimizers))
         if (teacher := self._stepper.teacher) is not None:
-            with rng.undisturbed(self._device, self._feed.generators()):
+            with rng.preserved(self._device, self._feed.generators()):
                 self._complain(teacher.before(self._feed, self._device, self._settings.autocast))
 
     def note(self, text: str) -> None:
@@ -291,7 +291,7 @@ class Loop:
             "penalty": penalty,
         }
         own, alone = self._feed.generators(), None if self._world.is_shared else self._pruner
-        with rng.undisturbed(self._device, own):
+        with rng.preserved(self._device, own):
             record = tried(alone, partial(self._with_test, record))
         return self._world.from_first(record)
 
@@ -313,7 +313,7 @@ class Loop:
         """What the test says of the model with its gates out of the way; empty without gates."""
         if self._pruner is None:
             return {}
-        with rng.undisturbed(self._device, self._feed.generators()), bypass(self._model):
+        with rng.preserved(self._device, self._feed.generators()), bypass(self._model):
             return self._tested()
 
     def _tested(self) -> dict[str, float]:

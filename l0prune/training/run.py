@@ -90,11 +90,11 @@ def _train_in(
             task.on_device(device),
             train_mode(trained),
             taught(trained, settings, origin=model) as teacher,
-            rng.undisturbed(device, own),
+            rng.preserved(device, own),
         ):
             for generator in own:
                 generator.set_state(world.from_first(generator.get_state()))
-            with rng.undisturbed(device, own):
+            with rng.preserved(device, own):
                 check_first_batch(trained, feed, device, settings.autocast)
                 check_first_test(trained, feed, device, settings.autocast)
             rng.seed_all(settings.seed, world.rank)

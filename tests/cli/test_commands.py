@@ -453,7 +453,7 @@ def test_loss_and_metric_by_name_and_of_a_file(command, tmp_path):
     short = (*given, "--epochs", "2", "--json")
     code, _, err = command("finetune", *short)
     assert code == 2
-    assert "float32 of shape (32,): one number for an example is no choice between classes" in err
+    assert "(32,) of float32: one number for an example is no choice between classes" in err
     code, _, err = command("finetune", *short, "--loss", "mes")
     assert (code, "did you mean 'mse'" in err) == (2, True)
     assert not (tmp_path / "net.run").exists()

@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from l0prune.data import Data, Loaded, Tensors
+from l0prune.data.preprocessing import shifted, shifted_and_mirrored
 from l0prune.errors import DataError, UsageError
-from l0prune.running.sources import shifted, shifted_and_mirrored
 
 
 def numbered(count, **options):

@@ -111,7 +111,7 @@ def test_wide_resnet_runs(tmp_path):
     (tmp_path / "noise.py").write_text(
         "import torch\n"
         "from l0prune.data import Data, Tensors\n"
-        "from l0prune.running.sources import shifted_and_mirrored\n"
+        "from l0prune.data.preprocessing import shifted_and_mirrored\n"
         "def noise():\n"
         "    x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 10\n"
         "    return Data('noise', Tensors(x, y, shifted_and_mirrored), Tensors(x, y), 10)\n"

@@ -57,12 +57,12 @@ def test_tensors_of_other_lengths_cannot_be_divided():
 
 def test_its_beginning_is_no_longer_than_asked():
     batch = Batch(torch.arange(100), (torch.arange(100), torch.tensor(1.0)))
-    assert batch.begin(32).inputs.tolist() == list(range(25))
-    assert batch.begin(16).targets[0].tolist() == list(range(14))
-    assert batch.begin(100) is batch
-    assert batch.begin(500) is batch
+    assert batch.head(32).inputs.tolist() == list(range(25))
+    assert batch.head(16).targets[0].tolist() == list(range(14))
+    assert batch.head(100) is batch
+    assert batch.head(500) is batch
     odd = Batch(torch.zeros(9, 2), torch.zeros(5))
-    assert odd.begin(2) is odd  # which cannot be divided
+    assert odd.head(2) is odd  # which cannot be divided
 
 
 def test_lists_of_a_detector_are_divided_by_image():

@@ -57,11 +57,11 @@ HALF_WRONG = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])  # of 
         (SCORES[:, 0], torch.rand(2), "a loss of your own"),
         (SCORES[:, :1], torch.rand(4), "loss='mse'"),
         (SCORES, torch.rand(4, 3) + 1, "0 or 1 loss='bce'"),
-        (SCORES, HALF_WRONG, r"float32 of shape \(4, 3\)"),
+        (SCORES, HALF_WRONG, r"\(4, 3\) of float32"),
         (SCORES, HALF_WRONG.bool(), "loss='bce'"),
         (SCORES, HALF_WRONG.long(), "loss='bce'"),
         (SCORES, TARGETS.float(), r"targets\.long\(\)"),
-        (SCORES, TARGETS[:, None], r"int64 of shape \(4, 1\)"),
+        (SCORES, TARGETS[:, None], r"\(4, 1\) of int64"),
     ],
 )
 def test_what_cross_entropy_is_not_for_is_refused_with_what_to_write(outputs, targets, says):

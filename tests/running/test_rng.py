@@ -53,7 +53,7 @@ def test_nothing_is_disturbed_even_by_an_error():
     state = rng.capture(CPU)
     first = draw()
     rng.restore(state, CPU)
-    with pytest.raises(ZeroDivisionError), rng.undisturbed(CPU):
+    with pytest.raises(ZeroDivisionError), rng.preserved(CPU):
         draw_and_fail()
     assert draw() == first
 

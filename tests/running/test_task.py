@@ -22,7 +22,7 @@ SPLIT = Tensors(torch.zeros(4, 6), TARGETS)
 def test_a_task_with_a_loss_of_its_own_reports_that_alone(loss):
     task = Task(SPLIT, SPLIT, loss=loss)
     assert task.metric_name == "test_loss"
-    assert task.judged(SCORES, SCORES + 2) == {"test_loss": 4}
+    assert task.loss_and_metric(SCORES, SCORES + 2) == {"test_loss": 4}
 
 
 def named(outputs, targets):
@@ -53,10 +53,10 @@ def test_a_metric_has_a_name(metric, name):
 
 
 def test_a_task_reports_what_it_is_given():
-    found = Task(SPLIT, metric=named).judged(SCORES, TARGETS)
+    found = Task(SPLIT, metric=named).loss_and_metric(SCORES, TARGETS)
     assert found == {"test_loss": cross_entropy(SCORES, TARGETS), "named": SCORES.mean()}
-    assert Task(SPLIT, metric=Named()).judged(SCORES, TARGETS)["Named"] == 0.5
-    found = Task(SPLIT, metric="accuracy").judged(SCORES, TARGETS)
+    assert Task(SPLIT, metric=Named()).loss_and_metric(SCORES, TARGETS)["Named"] == 0.5
+    found = Task(SPLIT, metric="accuracy").loss_and_metric(SCORES, TARGETS)
     assert found["accuracy"].tolist() == [1, 1, 0, 0]
 
 
@@ -86,7 +86,7 @@ def test_a_file_may_define_them(tmp_path):
     (tmp_path / "mine.py").write_text("def twice(y, t):\n    return 2 * y.mean()\nsome = 3\n")
     task = Task(SPLIT, loss=f"{tmp_path}/mine.py:twice", metric=f"{tmp_path}/mine.py:twice")
     wanted = 2 * SCORES.mean()
-    assert task.judged(SCORES, TARGETS) == {"test_loss": wanted, "twice": wanted}
+    assert task.loss_and_metric(SCORES, TARGETS) == {"test_loss": wanted, "twice": wanted}
     with pytest.raises(UsageError, match="not a function for a loss"):
         Task(SPLIT, loss=f"{tmp_path}/mine.py:some")
     with pytest.raises(FileError, match="does not exist"):
@@ -95,14 +95,14 @@ def test_a_file_may_define_them(tmp_path):
 
 def test_a_loss_must_be_one_number_and_a_metric_a_number():
     with pytest.raises(UsageError, match=r"loss smooth must be one number.*\(4, 3\) of float32"):
-        Task(SPLIT, loss=smooth).judged(SCORES, SCORES)
+        Task(SPLIT, loss=smooth).loss_and_metric(SCORES, SCORES)
     with pytest.raises(UsageError, match=r"the loss must be one number.*a float"):
-        Task(SPLIT, loss=lambda y, t: 0.5).judged(SCORES, TARGETS)
+        Task(SPLIT, loss=lambda y, t: 0.5).loss_and_metric(SCORES, TARGETS)
     for given, says in (({"f1": 0.5}, "f1: a float"), (None, "None"), ("good", "a str")):
         with pytest.raises(UsageError, match=f"the metric must give one number.*it gives {says}"):
-            Task(SPLIT, metric=lambda y, t, given=given: given).judged(SCORES, TARGETS)
+            Task(SPLIT, metric=lambda y, t, given=given: given).loss_and_metric(SCORES, TARGETS)
     with pytest.raises(UsageError, match=r"\(0,\) of float32"):
-        Task(SPLIT, metric=lambda y, t: y[:0, 0]).judged(SCORES, TARGETS)
+        Task(SPLIT, metric=lambda y, t: y[:0, 0]).loss_and_metric(SCORES, TARGETS)
 
 
 def smooth(outputs, targets):
@@ -132,7 +132,7 @@ def test_the_models_own_loss_is_used(outputs):
 
 
 def test_of_class_scores_the_error_is_told_beside_the_models_own_loss():
-    judge = Task(SPLIT).judged
+    judge = Task(SPLIT).loss_and_metric
     found = judge(Outputs(loss=OWN, logits=SCORES), TARGETS)
     assert found.pop("error").tolist() == [0, 0, 1, 1]
     assert found == {"test_loss": OWN}
@@ -152,9 +152,9 @@ def test_without_a_loss_of_its_own_cross_entropy_is_taken():
 def test_a_detector_has_no_loss_in_eval_mode():
     found = [{"boxes": torch.zeros(3, 4)}, {"boxes": torch.zeros(0, 4)}]
     assert Task(SPLIT).loss_in(found, found) is None
-    assert Task(SPLIT, metric=lambda y, t: len(y)).judged(found, found) == {"metric": 2}
+    assert Task(SPLIT, metric=lambda y, t: len(y)).loss_and_metric(found, found) == {"metric": 2}
     with pytest.raises(UsageError, match="give a metric"):
-        Task(SPLIT).judged(found, found)
+        Task(SPLIT).loss_and_metric(found, found)
 
 
 def test_what_is_asked_for_beside_the_data_counts():

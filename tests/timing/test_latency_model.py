@@ -1,4 +1,4 @@
-"""Times on stairs: values, sizes of layouts, and what a fit finds again."""
+"""The model of latency: values, sizes of layouts, and what a fit finds again."""
 
 import math
 
@@ -51,13 +51,15 @@ def test_values_are_those_of_the_formula(inputs, outputs):
 def test_what_was_asked_for_is_a_share_of_whole_blocks(inputs, outputs, part):
     asked = math.floor(part * inputs)
     work = asked / up(inputs, 16) * outputs / up(outputs, 16)
-    found = STAIRS.used(np.array([inputs, outputs], float), np.array([asked, outputs], float))
+    found = STAIRS.asked_shares(
+        np.array([inputs, outputs], float), np.array([asked, outputs], float)
+    )
     assert found.tolist() == pytest.approx([1, work, work, 1])
 
 
 def test_what_is_always_there_counts_as_asked_for():
     stairs = LatencyModel((Const(3), OUT), (Term(0, 1.0, (Step(0, 16), Step(1, 16))),))
-    assert stairs.used(np.array([3.0, 32]), np.array([3.0, 24])).tolist() == [24 / 32]
+    assert stairs.asked_shares(np.array([3.0, 32]), np.array([3.0, 24])).tolist() == [24 / 32]
 
 
 def test_many_networks_at_once_have_the_values_of_each():
@@ -65,7 +67,7 @@ def test_many_networks_at_once_have_the_values_of_each():
     assert np.array_equal(STAIRS.values(sizes), np.stack([STAIRS.values(row) for row in sizes]))
 
 
-def test_stairs_survive_json():
+def test_a_model_survives_json():
     assert LatencyModel.from_json(STAIRS.to_json()) == STAIRS
     for terms in (
         [[0, 1.0, [[2, 16]], [], []]],
