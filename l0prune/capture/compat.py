@@ -6,6 +6,7 @@ that test fails, and says by its name what has changed.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,13 +18,16 @@ from torch._decomp import core_aten_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# ConvolutionBase: class of all convolution layers, transposed ones among them.
 # NormBase: class of all batch and instance norms, also of those of other packages.
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
 # have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
@@ -34,17 +38,22 @@ __all__ = [
     "PRESERVED",
     "SIZE_ASKED",
     "SIZE_FIXED",
+    "ConvolutionBase",
     "FakeTensor",
     "NormBase",
     "OpOverload",
     "TorchDispatchMode",
+    "attention_of",
+    "auto_classes",
     "average_",
     "convolve",
     "copy_all_",
     "core_aten_decompositions",
+    "drop_from_state",
     "enable_python_dispatcher",
     "first_to_set",
     "functorch_is_active",
+    "has_pre_hooks",
     "leave_to_ddp",
     "no_torch_function",
     "on_copy",
@@ -173,3 +182,29 @@ def first_to_set(key: str, value: str) -> str:
     store = torch.distributed.distributed_c10d._get_default_store()
     found: str = store.compare_set(key, "", value).decode()
     return found
+
+
+def has_pre_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before the module's forward."""
+    return bool(module._forward_pre_hooks)
+
+
+def drop_from_state(program: ExportedProgram, name: str) -> None:
+    """Let a program no longer hold a parameter that its signature does not name any more."""
+    program._state_dict.pop(name, None)
+
+
+def attention_of(module: nn.Module) -> str | None:
+    """Return the kind of attention that a model of transformers runs; None for other models."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def auto_classes(module: nn.Module) -> list[str]:
+    """Return the AutoModel classes of transformers that make a model's class of its config."""
+    known = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
+    names = [name for name in known if name.startswith("AutoModel")]
+    mappings = {name: getattr(known[name], "_model_mapping", {}) for name in names}
+    config: Any = type(module.config)
+    return [
+        name for name, each in mappings.items() if config in each and each[config] is type(module)
+    ]

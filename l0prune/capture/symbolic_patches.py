@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from keyword import iskeyword
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import SymInt, Tensor, nn
@@ -45,6 +45,22 @@ KIND_OF = {function: kind for kind, functions in _KINDS.items() for function in 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
+class Settings(NamedTuple):
+    """The last arguments of a recurrent call."""
+
+    has_biases: bool
+    layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def directions(self) -> int:
+        """Number of directions."""
+        return 2 if self.bidirectional else 1
+
+
 @torch.library.custom_op(
     "l0prune::recurrent",
     mutates_args=(),
@@ -64,20 +80,15 @@ def _(
     x: Tensor,
     states: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *settings: Any,
 ) -> list[Tensor]:
-    directions = 2 if bidirectional else 1
+    given = Settings(*settings)
     output, cell = weights[1].shape[1], weights[1].shape[0] // GATES[kind]
     ends = (output, cell) if kind == "lstm" else (output,)
-    batch = x.shape[0 if batch_first else 1]
+    batch = x.shape[0 if given.batch_first else 1]
     return [
-        x.new_empty((*x.shape[:2], output * directions)),
-        *(x.new_empty((layers * directions, batch, size)) for size in ends),
+        x.new_empty((*x.shape[:2], output * given.directions)),
+        *(x.new_empty((given.layers * given.directions, batch, size)) for size in ends),
     ]
 
 

@@ -36,9 +36,8 @@ from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.older import check_opset, data_beside
 from l0prune.exporting.onnx.times import Times, times_of
-from l0prune.exporting.own_class.config import shortened
 from l0prune.exporting.own_class.origin import apart_from_state, described
-from l0prune.exporting.own_class.writing import write_folder
+from l0prune.exporting.own_class.writing import shortened, write_folder
 from l0prune.exporting.pieces import InParts, Piece, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement

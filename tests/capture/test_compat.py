@@ -226,3 +226,33 @@ def test_norm_base(kind):
     assert {"weight", "running_mean"} <= vars(kind(3, affine=True, track_running_stats=True))[
         "_parameters"
     ].keys() | vars(kind(3, affine=True, track_running_stats=True))["_buffers"].keys()
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose3d])
+def test_convolution_base(kind):
+    layer = kind(2, 4, 3, groups=2)
+    assert isinstance(layer, compat.ConvolutionBase)
+    assert (layer.groups, layer.transposed) == (2, kind is nn.ConvTranspose3d)
+
+
+def test_hooks_before_a_forward_are_seen():
+    module = nn.Linear(2, 2)
+    assert not compat.has_pre_hooks(module)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert compat.has_pre_hooks(module)
+
+
+def test_a_program_lets_go_of_a_parameter():
+    made = export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+    compat.drop_from_state(made, "bias")
+    assert list(made.state_dict) == ["weight"]
+
+
+def test_transformers_names_attention_and_auto_classes():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=5, n_positions=4)
+    config._attn_implementation = "eager"
+    model = transformers.GPT2LMHeadModel(config)
+    assert compat.attention_of(model) == "eager"
+    assert "AutoModelForCausalLM" in compat.auto_classes(model)
+    assert compat.attention_of(nn.Linear(2, 2)) is None

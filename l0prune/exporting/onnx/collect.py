@@ -64,7 +64,7 @@ class Network:
             )
 
     def median(self, inputs: dict[str, Any], times: int) -> float:
-        """The median in milliseconds.
+        """Return the median in milliseconds.
 
         Of a single thread on the CPU it is the time at work: what it waits while the system lets
         others work is no property of the network. On a machine of one's own both are the same.
@@ -74,7 +74,7 @@ class Network:
 
 
 def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
-    """What a run takes; of a thread that is alone at it, that which it is at work."""
+    """Return the time of a run; of a thread that is alone at it, the time at work."""
     start, busy = time.perf_counter(), time.thread_time()
     run()
     busy = time.thread_time() - busy
@@ -83,7 +83,7 @@ def milliseconds(run: Callable[[], Any], is_alone: bool) -> float:
 
 
 def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
-    """Milliseconds a run that each node of the file took, of its last ``runs`` runs.
+    """Return milliseconds a run that each node of the file took, of its last ``runs`` runs.
 
     What the runtime adds, such as a node that brings numbers into another order, is charged to
     the node before it.
@@ -106,17 +106,17 @@ def node_times(events: list[dict[str, Any]], runs: int) -> dict[str, float]:
 
 
 def typical(times: Sequence[float]) -> float:
-    """The lower quartile: where others work meanwhile some are too long, and none is too short."""
+    """Return the lower quartile: where others work meanwhile, some are too long, none too short."""
     return sorted(times)[len(times) // 4]
 
 
 def share(own: Sequence[float], dense: Sequence[float]) -> float:
-    """The time of a network over that of the dense one, of their turns."""
+    """Return the time of a network over that of the dense one, of their turns."""
     return typical(own) / typical(dense)
 
 
 def runs(ms: float) -> int:
-    """How many runs of a network that takes so long make a turn."""
+    """Return the number of runs that make a turn, of a network that takes so long."""
     return min(MOST, max(FEWEST, round(TURN * 1e3 / max(ms, 1e-3))))
 
 
@@ -125,7 +125,7 @@ Median = Callable[[int], float]
 
 
 def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
-    """The medians of a network and of the dense one, which take turns.
+    """Return the medians of a network and of the dense one, which take turns.
 
     What slows a machine down for seconds slows networks down that are small, and not others: so
     turns are short and many, and ``typical`` looks at those that were not disturbed.
@@ -144,14 +144,14 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
 def networks_turns(
     own: Network, dense: Network, inputs: dict[str, Any], seconds: float
 ) -> dict[str, list[float]]:
-    """``turns`` of two files."""
+    """Return ``turns`` of two files."""
     return turns(partial(own.median, inputs), partial(dense.median, inputs), seconds)
 
 
 def timed(
     path: Path, dense: Network, inputs: dict[str, Any], threads: int, provider: str
 ) -> dict[str, Any]:
-    """What one network took, the dense one beside it, and each of its nodes."""
+    """Return the times of one network, of the dense one beside it, and of each of its nodes."""
     found = networks_turns(Network(path, threads, provider), dense, inputs, SECONDS)
     times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
     return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
@@ -160,7 +160,7 @@ def timed(
 def profiled(
     path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
 ) -> dict[str, float]:
-    """Milliseconds of each node, by ONNX Runtime's own profile."""
+    """Return milliseconds of each node, by ONNX Runtime's own profile."""
     with tempfile.TemporaryDirectory() as folder:
         network = Network(path, threads, provider, profile=str(Path(folder) / "profile"))
         network.median(inputs, times + 1)
@@ -169,14 +169,14 @@ def profiled(
 
 
 def version() -> str:
-    """That of ONNX Runtime."""
+    """Return the version of ONNX Runtime."""
     import onnxruntime
 
     return str(onnxruntime.__version__)
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are of."""
+    """Return what identifies the machine."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -185,7 +185,7 @@ def machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name of the processor."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -195,13 +195,13 @@ def processor() -> str:
 
 
 def digest(results: dict[str, Any]) -> str:
-    """A checksum of all but itself."""
+    """Return a checksum of all results but itself."""
     rest = {key: value for key, value in results.items() if key != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict[str, Any]:
-    """What times are of, as results say it."""
+    """Return the settings that results name, beside their times."""
     return {
         "format": FORMAT,
         "runtime": runtime,
@@ -213,7 +213,7 @@ def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict
 
 
 def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier run, which was stopped, found of the same; else nothing."""
+    """Return what an earlier run, which was stopped, found of the same; else nothing."""
     try:
         old: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
         is_same = old | settings == old and old["about"] | about == old["about"]

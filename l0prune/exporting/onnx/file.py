@@ -1,11 +1,8 @@
 """The ONNX file: made from the dense program, run by ONNX Runtime, written whole.
 
-What the values of an ONNX file are called: outputs as in the model's own code, sizes by name.
-
-Subnormal weights of an ONNX file, which the exporter makes when it folds one into another.
-
-A BatchNorm is folded into the convolution before it, a scale into a weight: products of normal
-numbers may be subnormal ones. (See ``slicing.subnormal`` for why they are flushed.)
+Outputs are called as in the model's own code, sizes by their names. Where the exporter folds one
+weight into another (a BatchNorm into a convolution) products may be subnormal: these are flushed
+(``slicing.tensors`` says why).
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _NAME = r"[A-Za-z_]\w*"
 
 
 def output_names(program: ExportedProgram) -> list[str]:
-    """A name for each tensor that a program returns: its key or field, else its place.
+    """Return a name for each tensor that a program returns: its key or field, else its place.
 
     ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
     """
@@ -96,7 +93,7 @@ def rename(
 
 
 def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Call values otherwise, also where a branch of the graph reads them."""
+    """Rename values, also where a branch of the graph reads them."""
     for node in graph.node:
         for values in (node.input, node.output):
             for number, value in enumerate(values):
@@ -117,7 +114,7 @@ _SHAPING = frozenset(("Expand", "Reshape", "Split", "Squeeze", "Transpose", "Uns
 
 
 def flush_weights(model: onnx_ir.Model) -> None:
-    """Let subnormal weights of float32 be zero, in place, if only sums of products read them."""
+    """Set subnormal weights of float32 to zero, in place, if only sums of products read them."""
     import onnx_ir
 
     for graph in model.graphs():
@@ -134,7 +131,7 @@ def flush_weights(model: onnx_ir.Model) -> None:
 
 
 def _is_linear(value: onnx_ir.Value) -> bool:
-    """Is it read by such operators alone, also by way of another shape?"""
+    """Check that it is read by such operators alone, also by way of another shape."""
     if value.is_graph_output():
         return False
     return all(
@@ -198,7 +195,7 @@ def to_onnx(
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
 ) -> onnx.ModelProto:
-    """The program in ONNX, quietly. Outputs that are no tensors (numbers, None) are left out.
+    """Translate the program to ONNX, quietly. Outputs that are no tensors are left out.
 
     Args:
         program: the program.
@@ -261,7 +258,7 @@ def _exported(
 
 
 def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
-    """The program, or a copy that returns its tensors only: ONNX files have no other outputs."""
+    """Return the program, or a copy that returns tensors only: ONNX has no other outputs."""
     specs = program.graph_signature.output_specs
     is_tensor = [isinstance(spec.arg, TensorArgument) for spec in specs]
     if all(is_tensor):
@@ -280,7 +277,7 @@ def _with_tensors_only(program: ExportedProgram) -> ExportedProgram:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of what is at the bottom of the exporter's pages."""
+    """Return the first line of what is at the bottom of the exporter's pages."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -303,7 +300,7 @@ class Session:
         self._names = [given.name for given in self._session.get_inputs()]
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Outputs for positional inputs."""
+        """Return outputs for positional inputs."""
         with _named():
             values = (np.ascontiguousarray(tensor.numpy()) for tensor in inputs)
             feed = dict(zip(self._names, values, strict=True))
@@ -312,7 +309,7 @@ class Session:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """What ONNX Runtime raises, in words that say where it comes from."""
+    """Say of what ONNX Runtime raises where it comes from."""
     try:
         yield
     except Exception as error:

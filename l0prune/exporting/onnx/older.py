@@ -1,9 +1,8 @@
-"""Files of an older opset, by torch's former exporter: the present one knows 18 and later.
+"""Files of an opset before 18, by torch's former exporter, and weights beside a file.
 
-The former one follows a forward with TorchScript. What it follows here is the graph of the program
-that other files are made from, in which sizes are read off the tensors.
-
-Weights beside an ONNX file: one file cannot be larger than 2 GB.
+The former exporter follows a forward with TorchScript. What it follows here is the graph of the
+program that other files are made from, in which sizes are read off the tensors. Weights lie beside
+the file where both would be larger than 2 GB, which protobuf does not allow.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _ROOM = 0.95  # of it for weights; the rest is for the graph
 
 @contextmanager
 def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where the weights of an ONNX file may lie, if they have to lie apart; its name is new.
+    """Give a new path for the weights of an ONNX file, if they have to lie apart.
 
     To be entered before the ONNX file is made and left after that has its name. So a kill leaves
     the old file with its weights, or the new one with its own. In the end weights go that the file
@@ -60,13 +59,13 @@ def data_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def is_large(model: onnx_ir.Model) -> bool:
-    """Are its weights too large for one file?"""
+    """Check whether its weights are too large for one file."""
     weights = {id(value.const_value): value.const_value for value in _weights(model)}
     return sum(tensor.nbytes for tensor in weights.values() if tensor) > _ROOM * LARGEST
 
 
 def move_out(model: onnx_ir.Model, data: Path) -> None:
-    """Write its weights to a file, one after the other, and let it name that file, in place."""
+    """Write the weights to a file that the model then names, in place."""
     import onnx_ir
 
     onnx_ir.external_data.unload_from_model(model, data.parent, data.name)

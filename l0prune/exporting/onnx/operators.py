@@ -1,20 +1,15 @@
-"""Attention as products of matrices, in fewer nodes than torch's ONNX exporter makes of it.
+"""Operators that torch's ONNX exporter lacks or writes at length, in other terms.
 
-The exporter turns the keys by way of three dims, whose sizes it reads off at run time: ten nodes
-and one more pass over the keys for every attention, and it takes four dims only. Written out, the
+Attention: the exporter turns the keys by way of three dims, whose sizes it reads off at run time:
+ten nodes and one more pass over the keys, and it takes four dims only. As products of matrices the
 keys are turned as they are, and ONNX Runtime merges that with what lies before and after.
 
-The same program in terms that torch's ONNX exporter can translate.
+Recurrent layers: the operators LSTM, GRU and RNN of ONNX, one for each layer. ONNX has no
+projections: an LSTM with them is a loop (``Scan``) over its steps.
 
-Recurrent layers as the operators LSTM, GRU and RNN of ONNX, one for each layer.
-
-ONNX has no projections: an LSTM with them is a loop (``Scan``) over its steps.
-
-Operators that ONNX lacks, or has with constants alone, written in terms of others.
-
-A convolution in which every example has filters of its own puts the batch into the channels, and
-has as many groups as there are examples. In ONNX the number of groups is a constant. As a product
-of matrices, of patches of the image or followed by their sum, it is free.
+Convolutions in which every example has filters of its own have as many groups as there are
+examples, which in ONNX is a constant. As a product of matrices, of patches of the image or
+followed by their sum, it is free.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from l0prune.capture.symbolic_patches import GATES, KIND_OF, RECURRENT
+from l0prune.capture.symbolic_patches import GATES, KIND_OF, RECURRENT, Settings
 from l0prune.infer.nodes import argument, operator_name
 
 if TYPE_CHECKING:
@@ -41,7 +36,7 @@ _ATEN = torch.ops.aten
 
 
 def written_as_products(program: ExportedProgram) -> ExportedProgram:
-    """The program, or a copy around its tensors in which attention is written out.
+    """Return the program, or a copy around its tensors in which attention is written out.
 
     What is causal, or has fewer heads of keys than of queries, stays for the exporter.
     """
@@ -57,13 +52,13 @@ def written_as_products(program: ExportedProgram) -> ExportedProgram:
 
 
 def around_its_tensors(program: ExportedProgram) -> ExportedProgram:
-    """A copy of the program that shares its parameters, buffers and constants."""
+    """Return a copy of the program that shares its parameters, buffers and constants."""
     held = [*program.state_dict.values(), *program.constants.values()]
     return copy.deepcopy(program, {id(each): each for each in held})
 
 
 def views_that_may_copy(program: ExportedProgram) -> None:
-    """Let a view be a reshape, in place: in ONNX there is no difference."""
+    """Turn each view into a reshape, in place: in ONNX there is no difference."""
     for node in program.graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default
 
@@ -109,7 +104,7 @@ def _value(node: Node) -> Tensor:
 
 
 def in_plain_terms(program: ExportedProgram) -> ExportedProgram:
-    """A copy whose views may copy, and whose attention lies in memory as its ``view`` expects.
+    """Return a copy whose views may copy, and whose attention lies in memory as those expect.
 
     The exporter decomposes causal attention into operators whose result lies otherwise in memory
     than that of the fused one, and then fails at the ``view`` that comes after it.
@@ -124,7 +119,7 @@ def in_plain_terms(program: ExportedProgram) -> ExportedProgram:
 
 
 def _contiguous(graph: Graph, node: Node) -> None:
-    """The result of attention in row-major order."""
+    """Put the result of attention into row-major order."""
     with graph.inserting_after(node):
         kwargs: Any = {"memory_format": torch.contiguous_format}
         plain = graph.call_function(_ATEN.clone.default, (node,), kwargs)
@@ -164,7 +159,7 @@ def with_one_operator(program: ExportedProgram) -> ExportedProgram:
 
 
 def arrange_weights(model: onnx_ir.Model) -> None:
-    """Let the weights of recurrent operators lie in the file as these take them, in place."""
+    """Lay the weights of recurrent operators out in the file as these take them, in place."""
     from onnxscript import optimizer
 
     found: set[onnx_ir.Node] = set()
@@ -185,23 +180,19 @@ def by_layer(
     x: Tensor,
     states: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *settings: Any,
 ) -> list[Tensor]:
     """Decompose a call of ``l0prune::recurrent`` into one operator of ONNX for each layer.
 
     ``states`` are empty where they are zero.
     """
-    directions = 2 if bidirectional else 1
-    each = len(weights) // (layers * directions)
-    is_projected = each > (4 if has_biases else 2)
-    x = x.transpose(0, 1) if batch_first else x
+    given = Settings(*settings)
+    directions = given.directions
+    each = len(weights) // (given.layers * directions)
+    is_projected = each > (4 if given.has_biases else 2)
+    x = x.transpose(0, 1) if given.batch_first else x
     ends = []
-    for layer in range(layers):
+    for layer in range(given.layers):
         start = layer * directions
         ways = [weights[each * way : each * (way + 1)] for way in range(start, start + directions)]
         mine = [state[start : start + directions] for state in states]
@@ -210,7 +201,7 @@ def by_layer(
         else:
             x, *last = _layer(kind, x, mine, ways)
         ends.append(last)
-    x = x.transpose(0, 1) if batch_first else x
+    x = x.transpose(0, 1) if given.batch_first else x
     return [x, *map(torch.cat, zip(*ends, strict=True))]
 
 
@@ -255,7 +246,7 @@ def _arranged(weight: Tensor, kind: str) -> Tensor:
 
 
 def _scanned(x: Tensor, states: Sequence[Tensor], ways: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the same of one layer of an LSTM with projections."""
+    """Return what ``_layer`` does of an LSTM with projections."""
     outputs, ends = [], []
     for number, (inputs, hidden, *others) in enumerate(ways):
         *biases, projection = others
@@ -307,7 +298,7 @@ def _has_to_be(node: Node) -> bool:
 
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
-    """From every point to every other."""
+    """Return the distances from every point to every other."""
     apart = x1.unsqueeze(-2) - x2.unsqueeze(-3)
     if p == 0:
         return (apart != 0).to(apart.dtype).sum(-1)
@@ -327,7 +318,7 @@ def _conv2d(
     dilation: Sequence[int] = (1,),
     groups: int | SymInt = 1,
 ) -> Tensor:
-    """Patches of the image times filters."""
+    """Multiply patches of the image by filters."""
     if not isinstance(groups, SymInt):
         result: Tensor = _ATEN.convolution(
             x, weight, bias, stride, padding, dilation, False, [0, 0], groups
@@ -355,7 +346,7 @@ def _conv_transpose2d(
     groups: int | SymInt = 1,
     dilation: Sequence[int] = (1,),
 ) -> Tensor:
-    """The sum of what each pixel, times the filters, writes around itself."""
+    """Sum what each pixel, times the filters, writes around itself."""
     if not isinstance(groups, SymInt):
         result: Tensor = _ATEN.convolution(
             x, weight, bias, stride, padding, dilation, True, output_padding, groups
@@ -387,7 +378,7 @@ def _biased(result: Tensor, bias: Tensor | None) -> Tensor:
 def _scatter_mean(
     x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
-    """A sum, divided by how many it is of; other reductions are in ONNX as they are."""
+    """Divide a sum by how many it is of; other reductions are in ONNX as they are."""
     if reduce != "mean":
         return NotImplemented
     given = src[tuple(slice(size) for size in index.shape)]

@@ -1,4 +1,4 @@
-"""How long a file and that of the dense network take, timed in turns by ONNX Runtime."""
+"""Times of an ONNX file and of the dense network's, taken in turns by ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Times:
 
     @property
     def share(self) -> float:
-        """The small one's time over the dense one's."""
+        """Time of the small network over that of the dense one."""
         return collect.share(self.small, self.dense)
 
     @property
     def spread(self) -> float:
-        """How far the middle half of the turns lie apart, in shares of their median."""
+        """Distance between the quartiles of the turns, in shares of their median."""
         return max(map(_spread, (self.dense, self.small)))
 
     @property
@@ -74,7 +74,7 @@ class Times:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return all of it as plain data."""
         return asdict(self)
 
 
@@ -133,7 +133,7 @@ def _spread(turns: Sequence[float]) -> float:
 def _one(
     inputs: Sequence[Any], sizes: Sequence[Mapping[int, str]]
 ) -> tuple[list[np.ndarray[Any, Any]], int]:
-    """What is fed: one example where their number is free, and how many they are."""
+    """Return what is fed, one example where their number is free, and how many they are."""
     given, batch = [], 1
     for leaf, free in zip(inputs, sizes, strict=True):
         value = torch.as_tensor(leaf)

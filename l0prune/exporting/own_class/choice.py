@@ -1,6 +1,7 @@
-"""The user's own class at the new sizes, where it is shown to be the same function.
+"""Choice of the attributes and layers with which the user's own class computes the same when cut.
 
-What has to be known beside the tensors to make the model's own class anew at its new sizes.
+Candidates are tried, the surest first; the one with the fewest faults is kept, and of its guesses
+only those that it needs.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from l0prune.running.stages import stage
 
 @dataclass(frozen=True)
 class OwnClass:
-    """The model's own class at the new sizes, as it may be.
+    """Candidates for the model's own class at the new sizes.
 
     Attributes:
         plain: the ungated model at its old sizes.
@@ -61,7 +62,7 @@ class OwnClass:
         scales: by parameter, what it is multiplied with.
         hint: why it may be wrong, for the user; empty where nothing is known.
         gone: branches that are left out, which its code would compute.
-        told: further attributes that follow the sizes, though its forward may not read them.
+        unread: further attributes that follow the sizes, though its forward may not read them.
         dropped: parameters of branches that are gone, which its code reads: zeros stand there.
     """
 
@@ -72,11 +73,11 @@ class OwnClass:
     scales: Mapping[str, Tensor]
     hint: str = ""
     gone: tuple[Branch, ...] = ()
-    told: Changes = field(default_factory=dict)
+    unread: Changes = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
 
     def build(self, changes: Changes) -> nn.Module:
-        """The class with the cut tensors and these attributes."""
+        """Return the class with the cut tensors and these attributes."""
         result = resized(self.plain, changes, self.own_tensors())
         for path, layer in self.layers.items():
             layer.put_on(result.get_submodule(path))
@@ -84,7 +85,7 @@ class OwnClass:
         return result
 
     def own_tensors(self, apart_from: Sequence[str] = ()) -> dict[str, Tensor]:
-        """The cut tensors as the class has to have them, but for submodules that stay graphs."""
+        """Return the cut tensors as the class has to have them, without parts that stay graphs."""
         own = {name: tensor for name, tensor in self.tensors.items() if name not in self.dropped}
         for name, tensor in list(own.items()):
             path = name.rpartition(".")[0]
@@ -101,7 +102,7 @@ class OwnClass:
 
 
 def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -> OwnClass:
-    """What the resized model may be.
+    """Return the candidates for the resized model.
 
     Args:
         plain: the ungated model at its old sizes.
@@ -128,15 +129,15 @@ def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -
         for name, scale in query_scales(chosen).items()
         if "scale" not in layers.get(name.rpartition(".")[0], Layer()).attributes
     }
-    told, _ = unread_sizes(plain, chosen.plan, chosen.kept)
-    told = {path: attributes for path, attributes in told.items() if path not in layers}
+    unread, _ = unread_sizes(plain, chosen.plan, chosen.kept)
+    unread = {path: attributes for path, attributes in unread.items() if path not in layers}
     cause = known_cause(chosen)
-    return OwnClass(plain, tensors, distinct, layers, scales, cause, chosen.gone, told)
+    return OwnClass(plain, tensors, distinct, layers, scales, cause, chosen.gone, unread)
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the submodule at ``path`` of the resized model has to compute.
+    """Outputs that the submodule at ``path`` of the resized model has to compute.
 
     Attributes:
         path: of the submodule; empty for the whole model.
@@ -152,14 +153,14 @@ class Reference:
 
     @cached_property
     def in_training(self) -> Expected:
-        """What has to come out in training mode."""
+        """Results expected in training mode."""
         if not self.is_trained:
             return Expected(None)
         return Expected.by(self.module, self.answers[0].inputs)
 
     @cached_property
     def cached_step(self) -> CachedStep | None:
-        """What has to come out of a step with a cache; None where it keeps none."""
+        """Result expected of a step with a cache; None where the module keeps none."""
         return CachedStep.of(self.module, self.answers[0].inputs)
 
 
@@ -173,14 +174,14 @@ class Choice:
 
     @property
     def faults(self) -> tuple[int, int, int]:
-        """How many parts are wrong, how many of them raise, and how many fail in training mode."""
+        """Numbers of parts that are wrong, that raise, and that fail in training mode."""
         found = self.comparisons.values()
         wrong = [each for each in found if each.reason]
         failing = [each for each in wrong if each.reason != SOMETHING_ELSE]
         return len(wrong), len(failing), sum(bool(each.training) for each in found)
 
     def with_reasons_of(self, around: Choice) -> Choice:
-        """With why parts are wrong, too, that do without the branches that are gone."""
+        """Add why the parts are wrong, too, that do without the branches that are gone."""
         comparisons = dict(self.comparisons)
         for path, comparison in self.comparisons.items():
             other = around.comparisons[path].reason
@@ -190,7 +191,7 @@ class Choice:
         return replace(self, comparisons=comparisons)
 
     def explained(self, references: Sequence[Reference], hint: str) -> Choice:
-        """With what is known of the reasons why parts are wrong."""
+        """Add what is known of the reasons why parts are wrong."""
         comparisons = {}
         for each in references:
             comparison, reason = self.comparisons[each.path], ""
@@ -206,16 +207,16 @@ class Choice:
 
 
 def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
-    """The resized model with the fewest faults, and of its guesses only those that it needs.
+    """Return the resized model with the fewest faults, and of its guesses only those that it needs.
 
-    With attributes that no forward reads, unless these make it wrong.
+    It has the attributes that no forward reads, too, unless these make it wrong.
     """
     checking = f"{original_class(own.plain).__name__}: checking the smaller model"
-    told = _no_inputs(own.told, own.plain, references)
+    unread = _no_inputs(own.unread, own.plain, references)
     first, *others = own.candidates
-    ways = list(others) if joined(told, first) == first else [first, *others]
+    ways = list(others) if joined(unread, first) == first else [first, *others]
     with stage(checking):
-        sure = best = _judged(own, joined(told, first), references)
+        sure = best = _judged(own, joined(unread, first), references)
     for number, changes in enumerate(ways, 2):
         if not any(best.faults):
             break
@@ -229,20 +230,20 @@ def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
         other = _judged(own, fewer, references)
         if other.faults <= best.faults:
             best = other
-    if is_used and joined(told, best.changes) != best.changes:
-        other = _judged(own, joined(told, best.changes), references)
+    if is_used and joined(unread, best.changes) != best.changes:
+        other = _judged(own, joined(unread, best.changes), references)
         if other.faults <= best.faults:
             best = other
     return best.explained(references, own.hint)
 
 
-def _no_inputs(told: Changes, plain: nn.Module, references: Sequence[Reference]) -> Changes:
-    """Without numbers that are a size of an input, too, but for its batch: they may be for that."""
+def _no_inputs(unread: Changes, plain: nn.Module, references: Sequence[Reference]) -> Changes:
+    """Leave out numbers that are a size of an input, too (not its batch): they may be for that."""
     leaves = pytree.tree_leaves([each.answers[0].inputs for each in references])
     sizes = {size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape[1:]}
     left = {
         path: {n: new for n, new in of.items() if vars(plain.get_submodule(path))[n] not in sizes}
-        for path, of in told.items()
+        for path, of in unread.items()
     }
     return {path: attributes for path, attributes in left.items() if attributes}
 
@@ -250,7 +251,7 @@ def _no_inputs(told: Changes, plain: nn.Module, references: Sequence[Reference])
 def first_right(
     classes: Iterable[OwnClass], references: Sequence[Reference]
 ) -> tuple[OwnClass, Choice]:
-    """The first class that is right, or else the last one, and the choice in it.
+    """Return the first class that is right, or else the last one, and the choice in it.
 
     The last one is the class as it is; it says, too, why those without what is gone are not right.
     """
@@ -281,14 +282,14 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
 
 
 def _of_branches(gone: Sequence[Branch], path: str) -> str:
-    """Why the class of a part is not what is left of it; empty where no branch of it is gone."""
+    """Return why the class of a part is not what is left of it; empty if no branch is gone."""
     mine = [each.name for each in gone if all(is_within(name, path) for name in each.tensors)]
     more = f" (and {len(mine) - 1} more)" if len(mine) > 1 else ""
     return f"the branch {mine[0]}{more} is gone, and its code computes that" if mine else ""
 
 
 def _guesses(plain: nn.Module, changes: Changes, sure: Changes) -> list[list[tuple[str, str]]]:
-    """Changes that are not sure, as (path, attribute): those of one class and name together."""
+    """Return changes that are not sure, as (path, attribute), grouped by class and name."""
     groups: dict[tuple[type, str], list[tuple[str, str]]] = defaultdict(list)
     for path, attributes in changes.items():
         for name in attributes.keys() - sure.get(path, {}).keys():
@@ -307,7 +308,7 @@ def _without(changes: Changes, group: Sequence[tuple[str, str]], sure: Changes) 
 def manifest(
     model: nn.Module, tensors: Mapping[str, Tensor], changes: Changes, layers: Mapping[str, Layer]
 ) -> dict[str, Any]:
-    """Old and new shape of each tensor, and what of the modules follows, as JSON data."""
+    """Return old and new shapes, and the attributes and layers that follow, as JSON data."""
     shapes = {
         name: {"old": list(old.shape), "new": list(tensors[name].shape)}
         for name, old in model.state_dict().items()
@@ -322,7 +323,7 @@ def manifest(
 
 
 def constants(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
-    """Old and new shape of each tensor that has changed and is in no state_dict.
+    """Return old and new shape of each tensor that has changed and is in no state_dict.
 
     Args:
         model: the user's ungated module at its old sizes.

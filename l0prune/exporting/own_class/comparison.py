@@ -1,11 +1,7 @@
-"""Comparison of a resized module of the user's own class: its function, and its training.
+"""Comparison of a resized module of the user's own class: its function, its training, its cache.
 
-Does a decoder of its own class go on as it should from what it remembers of earlier tokens?
-
-The comparison of outputs runs it on whole sequences. When it generates it is given one token at a
-time and a cache, which its layers fill: a layer that is gone fills nothing.
-
-Random numbers that do not come between two models whose tensors differ in size.
+Training mode is compared with the same random numbers (``SteadyDraws``), a decoder also on a last
+token that it is given by itself with a cache: a layer that is gone fills nothing there.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ OTHER_STEPS = "with a cache it goes on as another model would"
 
 @dataclass(frozen=True)
 class CachedStep:
-    """The last token of an example, after those before it were given: what comes out.
+    """Output for the last token of an example, after those before it were given.
 
     Attributes:
         inputs: the example.
@@ -59,14 +55,14 @@ class CachedStep:
 
     @classmethod
     def of(cls, module: nn.Module, inputs: Inputs) -> CachedStep | None:
-        """None where it keeps no cache, or makes no numbers of such an example."""
+        """Return the step of a module; None where it keeps no cache or gives no numbers."""
         with suppress(Exception):
             output = _stepped(module, inputs)
             return cls(inputs, output) if bool(output.isfinite().all()) else None
         return None
 
     def fault_of(self, module: nn.Module) -> str:
-        """Why a module is not the same there; empty if it is."""
+        """Return why a module is not the same there; empty if it is."""
         try:
             found = _stepped(module, self.inputs)
         except Exception as error:
@@ -76,7 +72,7 @@ class CachedStep:
 
 
 def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
-    """What the model makes of the last token.
+    """Return the output for the last token.
 
     The first token of the first example is masked, as padding is, where the tokens are all that
     there is to mask: then the model has to know how many there were.
@@ -97,10 +93,10 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
         mask = given.get(_MASK, torch.ones_like(tokens)).clone()
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask
-    model, told = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
+    model, asked = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
     with muted(), torch.no_grad(), InOneDtype(torch.float64):
-        before = model(**(first | told))
-        after = model(**(last | told | {cache: before[cache]}))
+        before = model(**(first | asked))
+        after = model(**(last | asked | {cache: before[cache]}))
     result = after[0]
     assert isinstance(result, Tensor)
     return result
@@ -110,20 +106,18 @@ _ATEN = torch.ops.aten
 
 
 class SteadyDraws(TorchDispatchMode):
-    """Within the context, dropout of every kind keeps all, and other draws are noted.
+    """Context in which dropout of every kind keeps all, and other draws are noted.
 
     Two models compute the same there if they do with whatever dropout leaves, and if their other
     draws are of the same sizes: then torch draws the same numbers for both, from the same seed.
     """
 
     def __init__(self, seed: int) -> None:
-        """``seed`` is of torch's own generator, which is as before afterwards."""
         super().__init__()
         self._seed = seed
         self._drawn: list[tuple[str, tuple[torch.Size, ...]]] = []
 
     def __enter__(self) -> SteadyDraws:
-        """From here torch draws from the seed."""
         self._others = _state_of_others()
         self._fork = torch.random.fork_rng(devices=[])
         self._fork.__enter__()
@@ -132,13 +126,12 @@ class SteadyDraws(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Notes whether anything was drawn that torch knows nothing of."""
         super().__exit__(*error)
         self._fork.__exit__(*error)
         self._is_known = _state_of_others() == self._others
 
     def is_like(self, other: SteadyDraws) -> bool:
-        """Whether both drew the same numbers; to be asked when both are done."""
+        """Return whether both drew the same numbers; to be asked when both are done."""
         return self._is_known and other._is_known and self._drawn == other._drawn
 
     def __torch_dispatch__(
@@ -148,7 +141,6 @@ class SteadyDraws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, without its draw where it is that of a dropout."""
         if func is _ATEN.bernoulli_.float:
             return args[0].fill_(1)
         result = func(*args, **(kwargs or {}))
@@ -159,7 +151,7 @@ class SteadyDraws(TorchDispatchMode):
 
 
 def _state_of_others() -> bytes:
-    """Where the generators of Python and NumPy stand, which a forward may draw from, too."""
+    """Return the state of Python's and NumPy's generators, which a forward may draw from, too."""
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
@@ -272,14 +264,14 @@ class Expected:
 
     @classmethod
     def by(cls, module: nn.Module, inputs: Inputs) -> Expected:
-        """Of a module that may want more than it is given here, such as targets."""
+        """Run a module that may want more than it is given here, such as targets."""
         try:
             return cls(InTraining.of(module, inputs), is_gated=has_gates(module))
         except Exception as error:
             return cls(None, _in_a_line(error))
 
     def fault_of(self, module: nn.Module) -> str:
-        """Why the resized module is not to be trained on; empty if it is, or neither can be."""
+        """Return why the resized module is not to be trained on; empty if it is, or none can be."""
         if self.of is None:
             return ""
         try:
@@ -304,12 +296,12 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By path, what the modules hold beside parameters, but for those that are passed by."""
+    """Yield what the modules hold beside parameters, by path, but for those that are skipped."""
     gone: list[str] = []
     for path, each in module.named_modules():
         if isinstance(each, SkippedModule):
             gone.append(path)
-        if any(is_within(path, passed) for passed in gone):
+        if any(is_within(path, skipped) for skipped in gone):
             continue
         for name, value in {**vars(each), **each._buffers}.items():
             if name not in ("_parameters", "_buffers", "_modules"):

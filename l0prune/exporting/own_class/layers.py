@@ -3,9 +3,7 @@
 A module that averages over an axis would divide by fewer values. Which of its numbers have to
 change is not known of a user's own class; but there are few ways to write a norm, and each is tried
 on its own, on random values that are zero where slots are gone: it has to compute what the whole
-module does.
-
-Queries that make up for a scale that the code takes from the size of what is left of a head.
+module does. Queries make up for a scale that code takes from the size of what is left of a head.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Layer:
             module.register_buffer(name, tensor)
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """A parameter as the module has to have it."""
+        """Return a parameter as the module has to have it."""
         return tensor if self.scale == 1 else self.scale * (tensor + self.offset) - self.offset
 
 
@@ -113,7 +111,7 @@ def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
 
 
 def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
-    """torch's own attention: its forward knows the size of a head from that of the whole."""
+    """Yield torch's own attention: its forward knows the size of a head from that of the whole."""
     plan, kept = chosen.plan, chosen.kept
     for path, module in plain.named_modules():
         values = plan.tensors.get(within(path, "out_proj.weight"))
@@ -245,7 +243,7 @@ def _whole_sizes(
 
 
 def query_scales(chosen: Chosen) -> dict[str, Tensor]:
-    """By parameter, what it is multiplied with once it is cut, float64, of as many dims.
+    """Return, by parameter, what it is multiplied with once it is cut, float64, of as many dims.
 
     ``q·k / √k`` of k dims that are left is ``√(k/n) · q·k / √n`` in place of what n dims gave.
     """

@@ -1,12 +1,12 @@
-"""What builds the class of an exported model: found, tried, and shown to make the same model.
-
-Is a model that was loaded the one that was saved?
-"""
+"""Code or configuration that builds the class of a smaller model: found, tried, compared."""
 
 from __future__ import annotations
 
+import copy
+import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,12 @@ from l0prune.files.smaller_model import put_on
 from l0prune.files.user_code import is_rebuildable
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
+Field = tuple[str, ...]  # the keys that lead to a number of the configuration
+Dim = tuple[str, int]  # name of a tensor, and which of its dims
+Values = dict[Field, int]
+
+_TRIES = 16  # ways to share a dim among two numbers
+_NO_PLACE = "for which a configuration of transformers has no place"
 
 
 def fault_of(
@@ -42,7 +48,7 @@ def fault_of(
     trials: Trials,
     renamed: Callable[[str], str] = lambda name: name,
 ) -> str:
-    """What of it is not the same; empty if nothing is.
+    """Return what of a loaded model is not the same; empty if nothing is.
 
     Args:
         loaded: on the CPU.
@@ -71,7 +77,7 @@ def fault_of(
 
 
 def _numbers_in(model: nn.Module) -> dict[str, float]:
-    """The settings that are no sizes: ε of a norm, a scale. An output may hardly show them."""
+    """Return the settings that are no sizes (ε of a norm, a scale): outputs hardly show them."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
@@ -83,7 +89,7 @@ def _numbers_in(model: nn.Module) -> dict[str, float]:
 def described(
     module: nn.Module, facts: Mapping[str, Any], trials: Trials, spec: str = ""
 ) -> Manifest:
-    """The manifest of a module: with what builds it, where it is of its own class.
+    """Return the manifest of a module, with what builds it where it is of its own class.
 
     Each way is tried: it counts if the model that it builds, at the new sizes, is the module.
 
@@ -101,7 +107,7 @@ def described(
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:
-    """That of a model of transformers, as JSON data; None for others."""
+    """Return the configuration of a model of transformers, as JSON data; None for others."""
     config: Any = getattr(module, "config", None)
     if not class_of_transformers(type(module)) or not hasattr(config, "to_json_string"):
         return None
@@ -110,8 +116,8 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trials) -> Manifest:
-    """The manifest, with what builds the model if anything but the user's own code does."""
-    for origin in _candidates(manifest, module, spec):
+    """Add to the manifest what builds the model, if anything but the user's own code does."""
+    for origin in _origins(manifest, module, spec):
         try:
             fresh = built(origin, "the model", trust=True)
         except L0pruneError:
@@ -128,18 +134,18 @@ def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trial
 
 
 def tensors_of(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:
-    """What a file of the module has to hold."""
+    """Return the tensors that a file of the module has to hold."""
     state = {n: t for n, t in module.state_dict().items() if isinstance(t, Tensor)}
     return {**state, **apart_from_state(manifest, module)}
 
 
 def apart_from_state(manifest: Manifest, module: nn.Module) -> dict[str, Tensor]:
-    """What of that is in no state_dict."""
+    """Return the tensors for a file that are in no state_dict."""
     held = tensors_held(module) if manifest.constants else {}
     return {name: held[name].detach() for name in manifest.constants if name in held}
 
 
-def _candidates(manifest: Manifest, module: nn.Module, spec: str) -> Iterator[Origin]:
+def _origins(manifest: Manifest, module: nn.Module, spec: str) -> Iterator[Origin]:
     kind = manifest.origin.kind
     config = _configuration(module)
     if config is not None:
@@ -157,7 +163,7 @@ def _candidates(manifest: Manifest, module: nn.Module, spec: str) -> Iterator[Or
 
 
 def _of_torchvision(manifest: Manifest, module: nn.Module) -> Iterator[str]:
-    """Networks that torchvision builds in the file of this class, of these old sizes."""
+    """Yield networks that torchvision builds in the file of this class, of these old sizes."""
     from torchvision import models
 
     for name in models.list_models():
@@ -172,7 +178,7 @@ def _of_torchvision(manifest: Manifest, module: nn.Module) -> Iterator[str]:
 
 
 def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> Manifest:
-    """The manifest, with the tensors that the code does not make as the module has them."""
+    """Add to the manifest the tensors that the code does not make as the module has them."""
     first, constants = tensors_held(fresh), dict(manifest.constants)
     for name, tensor in tensors_held(module).items():
         known = name in manifest.shapes or name in constants or name in manifest.dropped
@@ -183,3 +189,210 @@ def _with_constants(manifest: Manifest, module: nn.Module, fresh: nn.Module) -> 
         if tensor.shape == other.shape and not tensor.is_meta and not is_same:
             constants[name] = Sizes(old=list(other.shape), new=list(tensor.shape))
     return manifest.model_copy(update={"constants": constants})
+
+
+def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str, Any]], str]:
+    """Return configurations by which the class has the new shapes, the likeliest first; or why not.
+
+    Which numbers of a configuration a dim follows is tried: the model is built without values, with
+    one number doubled, and the dims are looked at that become twice as large.
+
+    Args:
+        module: at its new sizes.
+        manifest: of it; a class of transformers is its origin.
+    """
+    if manifest.layers:
+        path, kind = next(iter(manifest.layers.items()))
+        return [], f"{path} has become a {kind}, which is no layer of transformers"
+    if manifest.dropped:
+        return [], f"{manifest.dropped[0]} is gone, and a model of transformers has it"
+    cut = {name for name, each in manifest.constants.items() if each.old != each.new}
+    if cut:
+        return [], f"{min(cut)}, which its code makes anew, is cut"
+    found = list(_candidates(_Config(manifest), module, manifest))
+    return found, "" if found else _why_not(manifest)
+
+
+class _Config:
+    """A configuration, and the dims that follow from its numbers."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        origin = manifest.origin
+        assert origin.config is not None
+        self.origin, self.data = origin, origin.config
+        self.old = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.old)}
+        self.new = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.new)}
+        cut = {self.old[dim] for dim in self.old if self.old[dim] != self.new[dim]}
+        self.fields = {
+            field: value
+            for field, value in numbers_in(self.data)
+            if any(size % value == 0 for size in cut)
+        }
+        self.follows: dict[Dim, list[Field]] = {}
+        for field, value in self.fields.items():
+            sizes = self.sizes({field: 2 * value}) or {}
+            for dim, size in self.old.items():
+                if sizes.get(dim) == 2 * size:
+                    self.follows.setdefault(dim, []).append(field)
+
+    def changed(self, values: Mapping[Field, Any]) -> dict[str, Any]:
+        return changed(self.data, values)
+
+    def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
+        """Return the sizes that the class has by these values; None where it cannot be built so."""
+        return _sizes(self.origin, self.changed(values))
+
+
+def changed(data: Mapping[str, Any], values: Mapping[Field, Any]) -> dict[str, Any]:
+    """Return a configuration with these values."""
+    result = copy.deepcopy(dict(data))
+    for field, value in values.items():
+        place = result
+        for key in field[:-1]:
+            place = place[key]
+        place[field[-1]] = value
+    return result
+
+
+def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
+    """Yield the whole numbers of a configuration, which may be sizes, and the keys to them."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value, (*path, key))
+        elif type(value) is int and value > 0:
+            yield (*path, key), value
+
+
+def _sizes(origin: Origin, config: dict[str, Any]) -> dict[Dim, int] | None:
+    try:
+        with torch.device("meta"):
+            model = built(origin.model_copy(update={"config": config}), "the model")
+    except L0pruneError:
+        return None
+    state = model.state_dict()
+    return {(n, d): v for n, t in state.items() for d, v in enumerate(t.shape)}
+
+
+def _candidates(config: _Config, module: nn.Module, manifest: Manifest) -> Iterator[dict[str, Any]]:
+    small = _small_numbers(config, module)
+    hints = _hints(config, module)
+    for values in _solutions(config, config.old, hints, {}):
+        if config.sizes(values) == config.new:
+            yield config.changed({**values, **small})
+    if hasattr(_config_class(manifest.origin), "per_layer_config"):
+        yield from _by_layer(config, hints, small)
+
+
+def _config_class(origin: Origin) -> Any:
+    return getattr(importlib.import_module("transformers"), origin.transformers).config_class
+
+
+def _by_layer(
+    config: _Config, hints: Mapping[str, int], small: Mapping[Field, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield one configuration for each layer, where the class of the model takes such."""
+    layers: dict[str, list[Dim]] = {}
+    for dim in config.old:
+        match = re.match(r"(?:.*?\.)??(\d+)\.", dim[0])
+        layers.setdefault(match[1] if match else "", []).append(dim)
+    common = next(_solutions(config, layers.pop("", []), hints, {}), None)
+    if common is None:
+        return
+    special: dict[str, dict[str, int]] = {}
+    for number, dims in layers.items():
+        values = next(_solutions(config, dims, hints, common), None)
+        if values is None or any(len(field) > 1 for field in values.keys() - common.keys()):
+            return
+        own = {f[0]: value for f, value in values.items() if common.get(f) != value}
+        own = {name: value for name, value in own.items() if config.fields[name,] != value}
+        special |= {number: own} if own else {}
+    whole = config.changed({**common, **small, ("per_layer_config",): special})
+    if _sizes(config.origin, whole) == config.new:
+        yield whole
+
+
+def _solutions(
+    config: _Config, dims: Collection[Dim], hints: Mapping[str, int], known: Values
+) -> Iterator[Values]:
+    """Yield values of the numbers such that these dims have their new sizes.
+
+    Where two numbers share a dim, one is what the modules say, or stays, and the other follows.
+    """
+    waiting: list[Values] = [dict(known)]
+    for _ in range(_TRIES):
+        if not waiting:
+            return
+        values = _followed(config, dims, waiting.pop(0))
+        if values is None:
+            continue
+        open_ = [f for dim in dims for f in config.follows.get(dim, ()) if f not in values]
+        if not open_:
+            yield values
+            continue
+        for field in dict.fromkeys(sorted(open_, key=lambda f: f[-1] not in hints)):
+            whole = config.fields[field]
+            for guess in dict.fromkeys((hints.get(field[-1], whole), whole)):
+                waiting.append({**values, field: guess})
+
+
+def _followed(config: _Config, dims: Collection[Dim], values: Values) -> Values | None:
+    """Add the numbers that follow from those that are known; None for a contradiction."""
+    values = dict(values)
+    while True:
+        before = len(values)
+        for dim in dims:
+            fields = config.follows.get(dim, [])
+            new, old = config.new[dim], config.old[dim]
+            for field in fields:
+                if field in values:
+                    new, old = new * config.fields[field], old * values[field]
+            unknown = [field for field in fields if field not in values]
+            if (not unknown and new != old) or not old:
+                return None
+            if len(unknown) == 1:
+                value, rest = divmod(config.fields[unknown[0]] * new, old)
+                if rest or not value:
+                    return None
+                values[unknown[0]] = value
+        if len(values) == before:
+            return values
+
+
+def _hints(config: _Config, module: nn.Module) -> dict[str, int]:
+    """Return, by the name of a number, what modules that bear it have, where they agree."""
+    found: dict[str, set[int]] = {}
+    for each in module.modules():
+        for name, value in vars(each).items():
+            if type(value) is int:
+                found.setdefault(name, set()).add(value)
+    names = {field[-1] for field in config.fields}
+    return {name: min(of) for name, of in found.items() if len(of) == 1 and name in names}
+
+
+def _small_numbers(config: _Config, module: nn.Module) -> dict[Field, float]:
+    """Return ε of the norms: a cut one has its own, and a configuration one for all."""
+    values = {
+        value
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, float) and "eps" in name
+    }
+    names = [f for f in config.data if "eps" in f and isinstance(config.data[f], float)]
+    return {(names[0],): values.pop()} if len(values) == len(names) == 1 else {}
+
+
+def _why_not(manifest: Manifest) -> str:
+    """Return where like tensors of the layers differ; else that no number says it."""
+    alike: dict[str, dict[str, list[int]]] = {}
+    for name, sizes in manifest.shapes.items():
+        alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = sizes.new
+    for pattern, by_name in alike.items():
+        first, *others = by_name.items()
+        for name, shape in others:
+            old = manifest.shapes
+            if shape != first[1] and old[name].old == old[first[0]].old:
+                return (
+                    f"{pattern} is {'×'.join(map(str, first[1]))} in one layer and "
+                    f"{'×'.join(map(str, shape))} in another, {_NO_PLACE}"
+                )
+    return f"it has sizes {_NO_PLACE}"

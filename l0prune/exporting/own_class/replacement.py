@@ -1,7 +1,4 @@
-"""A captured graph in the place of the part of a model that it was captured from.
-
-The program of a dense model that is of its own class.
-"""
+"""Captured graphs in place of parts of a model, and programs of a model of its own class."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import on_copy
+from l0prune.capture.compat import drop_from_state, on_copy
 from l0prune.capture.sizes import ALL_FIXED, ANY, FreeSizes, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, cast, casts_to_less, converted, marked
 from l0prune.exporting.certify.inputs import with_free_batch
@@ -28,7 +25,7 @@ _KEPT = "l0prune_modules"  # in a graph's meta: by path in it, what its modules 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the code around a graph may ask of one of its modules.
+    """Facts that the code around a graph may ask of one of its modules.
 
     Attributes:
         kind: the module's own class.
@@ -75,7 +72,7 @@ def _put_on(graph: GraphModule) -> None:
 
 
 def _data_of(module: nn.Module) -> dict[str, Any]:
-    """The user's own public data on the module and its class: neither code nor modules."""
+    """Return the user's own public data on the module and its class: neither code nor modules."""
     own = [kind for kind in type(module).__mro__ if not issubclass(nn.Module, kind)]
     every: dict[str, Any] = {}
     for kind in reversed(own):
@@ -93,7 +90,7 @@ def _is_data(value: Any) -> bool:
 def class_programs(
     module: nn.Module, dtypes: Dtypes, example: Inputs, free: FreeSizes = ALL_FIXED
 ) -> tuple[Exported, ExportedProgram]:
-    """What torch.export makes of it, with a free batch size where that is right; and for ONNX.
+    """Export the module, with a free batch size where that is right; and once more for ONNX.
 
     The latter is in float32 throughout: its graph can be, where the code names other dtypes.
 
@@ -131,5 +128,5 @@ def _drop_unread(program: ExportedProgram) -> None:
         if spec.kind == InputKind.PARAMETER and not node.users:
             specs.remove(spec)
             program.graph.erase_node(node)
-            program._state_dict.pop(str(spec.target), None)
+            drop_from_state(program, str(spec.target))
     program.graph_module.recompile()

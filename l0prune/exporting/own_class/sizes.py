@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from l0prune.capture.compat import ConvolutionBase
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.slicing.chosen import Chosen
@@ -112,7 +113,7 @@ def _sizes_by_tensors(
     weight = tensors.get(within(path, "weight"))
     if isinstance(module, nn.Linear) and weight is not None:
         sizes = {"out_features": weight.shape[0], "in_features": weight.shape[1]}
-    elif isinstance(module, nn.modules.conv._ConvNd) and weight is not None:
+    elif isinstance(module, ConvolutionBase) and weight is not None:
         first, second = int(weight.shape[0]), int(weight.shape[1]) * groups
         if module.transposed:
             first, second = second, first
@@ -134,7 +135,7 @@ def groups_left(model: nn.Module, plan: Plan, kept: Tensor) -> dict[str, int]:
     """Return the number of groups that each grouped convolution keeps, by path."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.modules.conv._ConvNd) and module.groups > 1:
+        if isinstance(module, ConvolutionBase) and module.groups > 1:
             name = within(path, "weight")
             dims = plan.tensors.get(plan.aliases.get(name, name))
             whole = module.groups if dims is None else outer(dims[0], module.groups)

@@ -1,21 +1,10 @@
-"""What the last module of a branch that is gone gives instead: nothing, or zeros of some shape.
+"""Modules that a cut model of its own class skips, since only branches needed them that are gone.
 
-What calls of modules show: which input each can give back in place of its own work.
-
-What windows do to the sizes of positions: a convolution, a pool.
-
-Modules of a model that nothing needs any more, since branches are gone.
-
-Its own class goes on as it is where these give their input back. A block of which all branches are
-gone gives back what it takes; else the last modules of a branch give zeros, or nothing where it was
-put beside others, and those before it hand their input on. Whether that is right, the comparison
-of the class shows.
-
-Modules of a list that remember which one they are, when some of them have nothing left to do.
-
-A decoder's layers keep what they know of earlier tokens in a cache, each in the place of its
-number, and how many tokens there were is asked of the first place. So those that are left take
-the first places.
+A block of which all branches are gone gives back what it takes; else the last modules of a branch
+give zeros, or nothing where it was put beside others, and those before it hand their input on.
+Modules of a list that remember their number (a decoder's layers find their place in a cache by it)
+take the first numbers if others are skipped. The comparison of the class shows whether that is
+right.
 """
 
 from __future__ import annotations
@@ -30,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import has_pre_hooks
 from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import Call, record
 from l0prune.capture.provenance import is_within, modules_of, within, without_call
@@ -37,7 +27,7 @@ from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes, joined
 from l0prune.exporting.slicing.chosen import Chosen
-from l0prune.files.cut_layers import Window, sizes_after
+from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
 from l0prune.infer.nodes import arguments, has_tensor, operator_name, shape_of
 from l0prune.infer.parts import Part
@@ -48,7 +38,7 @@ from l0prune.plan.switches import dead_parameters
 
 @dataclass(frozen=True)
 class Called:
-    """A module, as it is called.
+    """Record of how a module is called.
 
     Attributes:
         at: which of its inputs it can give back, those by position first: the one that is shaped
@@ -63,10 +53,10 @@ class Called:
 
 
 def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Called]:
-    """By path, modules that have something to give back.
+    """Return, by path, how modules are called that have something to give back.
 
-    Those that return neither a tensor nor a tuple lack, and those that are given nothing to pass
-    on: no tensor at all, or, where they hold no parameters and so cost little, a mask alone.
+    Left out are those that return neither a tensor nor a tuple, and those that are given nothing to
+    pass on: no tensor at all, or, where they hold no parameters and so cost little, a mask alone.
     """
     names = {path.removeprefix(f"{part.path}."): path for path in paths}
     with torch.no_grad():
@@ -105,7 +95,7 @@ _MOST = 8  # ways side by side: those of one block lead to the same sizes
 
 
 def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window, ...]]:
-    """The windows by which positions of one node come to those of another: some of the ways.
+    """Return the windows by which positions of one node come to those of another: some of the ways.
 
     Paths side by side are ways of their own, and so is a mean over all positions that multiplies
     the others: of its sizes nothing is left.
@@ -125,7 +115,7 @@ def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window,
 
 
 def _windows(node: Node) -> tuple[Window, ...] | None:
-    """The one that changes the sizes of positions here, if there is one.
+    """Return the one that changes the sizes of positions here, if there is one.
 
     None where they change in another way than by kernel, stride, padding and dilation.
     """
@@ -151,21 +141,20 @@ def _window(given: dict[str, Any], is_convolution: bool) -> Window:
 
 
 def _each(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """One number for each dim."""
     values = (value,) if isinstance(value, int) else tuple(value)
     return values * dims if len(values) == 1 else values
 
 
 @dataclass(frozen=True)
 class Channels:
-    """How many channels there were, and how many are left."""
+    """Number of channels before the cut, and of those left."""
 
     before: int
     left: int
 
 
 def channels_of(part: Part, chosen: Chosen, join: Node) -> Channels | None:
-    """Of what a sum gives: the one dim of it that may be cut; None if that is not one."""
+    """Return the channels of what a sum gives; None if not exactly one of its dims may be cut."""
     layouts = part.analysis.layouts.get(join.name, ())
     found = [layout for layout in layouts if any(True for _ in leaves(layout))]
     if len(found) != 1:
@@ -181,7 +170,7 @@ def instead(
     stream: Channels | None,
     kept: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """What its last module gives if it is handed what the first one took: nothing, or zeros.
+    """Return what the last module of a branch gives if it is handed what the first one took.
 
     ``y += x`` takes zeros of the shape that the sum has; ``y + x`` takes one zero as well, which
     stands where it is not known how that shape comes of the input's. Code that puts windows
@@ -218,7 +207,7 @@ def _zeros(dim: int, channels: int) -> dict[str, Any]:
 def _dim_and_channels(
     sizes: Sequence[int], wanted: Sequence[int], stream: Channels | None
 ) -> tuple[int, int]:
-    """The dim of the channels, and how many a branch has there; zeros if it has those it is given.
+    """Return the dim of the channels, and how many a branch has there; 0, 0 for those it is given.
 
     Args:
         sizes: of what it is given, as far as they are known to change.
@@ -238,22 +227,22 @@ _PLAIN = (int, float, bool, str, type(None))
 Place = tuple[str, str]  # path of a module, and name of an attribute
 
 
-def renumbered(plain: nn.Module, passed: Collection[str]) -> Changes:
-    """By path, the numbers that modules have to remember, so that those left have the first ones.
+def renumbered(plain: nn.Module, skipped: Collection[str]) -> Changes:
+    """Return new numbers for modules that remember theirs, so that those left have the first ones.
 
     Numbers change places among modules of one class and the same settings only: a cache may hold
     places of several kinds.
 
     Args:
         plain: the ungated model.
-        passed: paths of the modules that nothing is left of.
+        skipped: paths of the modules that nothing is left of.
     """
     found: Changes = defaultdict(dict)
     for name, alike in _alike(plain):
         left = [
             number
             for number, path in sorted(alike.items())
-            if not any(is_within(path, each) for each in passed)
+            if not any(is_within(path, each) for each in skipped)
         ]
         for new, old in zip(sorted(alike), left, strict=False):
             if new != old:
@@ -262,12 +251,12 @@ def renumbered(plain: nn.Module, passed: Collection[str]) -> Changes:
 
 
 def numbers_of(plain: nn.Module) -> set[Place]:
-    """Which modules remember their number, by path, and what it is called."""
+    """Return the attributes by which modules remember their number."""
     return {(path, name) for name, alike in _alike(plain) for path in alike.values()}
 
 
 def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
-    """What a number is called, and by it the paths of modules that differ in no other setting."""
+    """Yield the name of a number, and by it the paths of modules alike in all other settings."""
     for path, entries in plain.named_modules():
         if not isinstance(entries, nn.ModuleList):
             continue
@@ -284,7 +273,7 @@ def _alike(plain: nn.Module) -> Iterator[tuple[str, dict[int, str]]]:
 
 
 def _numbers(entries: nn.ModuleList) -> list[Place]:
-    """Where each entry of a list, or those of them that have such a module, has its number.
+    """Return where each entry of a list, or each that has such a module, has its number.
 
     Paths are those inside an entry.
     """
@@ -305,7 +294,6 @@ def _settings(module: nn.Module, apart_from: Collection[str]) -> list[tuple[str,
     )
 
 
-_KIND = "SkippedModule"
 _ACTIVATIONS = ("aten.relu", "aten.relu_")  # of what is one already, they change nothing
 _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 
@@ -313,7 +301,7 @@ _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 def ways_around(
     plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, Chosen], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
-    """By path what modules become, the way that leaves least to compute first; none if none is.
+    """Yield what modules become, by path: the way that leaves least to compute first.
 
     Args:
         plain: the ungated model at its old sizes.
@@ -328,22 +316,16 @@ def ways_around(
     for whole_blocks in (True, False):
         ways = [_way(plain, each, whole_blocks) for each in found]
         way = {path: layer for of_part in ways for path, layer in of_part.items()}
-        if way != last and not any(map(_has_hooks, map(plain.get_submodule, way))):
+        # Hooks would run on tensors of which nothing is left. The old weight norm's does, and torch
+        # ends the process when it divides nothing by its size.
+        if way != last and not any(map(has_pre_hooks, map(plain.get_submodule, way))):
             yield way
         last = way
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Check whether hooks would run before a forward, on tensors of which nothing is left.
-
-    The old weight norm does, and torch ends the process when it divides nothing by its size.
-    """
-    return bool(module._forward_pre_hooks)
-
-
 @dataclass(frozen=True)
 class _Gone:
-    """What of one part of a model is gone.
+    """Nodes and modules of one part of a model that are gone.
 
     Attributes:
         part: as it was captured.
@@ -370,7 +352,7 @@ class _Gone:
         return _Gone(part, chosen, endings, branches.dead(gone), joins, modules)
 
     def whole_blocks(self) -> list[str]:
-        """Modules that compute nothing but branches and their sums."""
+        """Return modules that compute nothing but branches and their sums."""
         nothing = {*self.dead, *self.joins, *_repeated(self.joins)}
         return _outermost(
             path
@@ -379,12 +361,12 @@ class _Gone:
         )
 
     def inner(self) -> list[str]:
-        """Modules that compute nothing but branches."""
+        """Return modules that compute nothing but branches."""
         return _outermost(path for path, of in self.modules.items() if of <= self.dead)
 
 
 def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
-    """By path, what modules of one part become."""
+    """Return what modules of one part become, by path."""
     blocks = gone.whole_blocks() if whole_blocks else []
     inner = [p for p in gone.inner() if not any(is_within(p, block) for block in blocks)]
     gives: dict[str, dict[str, Any]] = {path: {"gives": "input"} for path in (*blocks, *inner)}
@@ -403,13 +385,15 @@ def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
 
 
 def _layer(gives: Mapping[str, Any], call: Called) -> Layer:
-    """All that it reads of itself: the module may have attributes of its own by these names."""
+    """Set all that it reads of itself: the module may have attributes of its own by these names."""
     same = {"windows": (), "dim": 0, "channels": 0}
-    return Layer({**same, **gives, "at": call.at, "results": call.results}, kind=_KIND)
+    return Layer(
+        {**same, **gives, "at": call.at, "results": call.results}, kind=SkippedModule.__name__
+    )
 
 
 def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
-    """What is gone that these are made of, themselves among it."""
+    """Return what is gone that these are made of, themselves among it."""
     found, pending = set(ends), [*ends]
     while pending:
         new = {each for each in pending.pop().all_input_nodes if each in dead} - found
@@ -419,7 +403,7 @@ def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
 
 
 def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[Node]]:
-    """Modules of a branch from which no other one takes, and what each is made of.
+    """Return the modules of a branch from which no other one takes, and what each is made of.
 
     There are several where a branch is the sum of paths side by side.
 
@@ -440,7 +424,7 @@ def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[
 
 
 def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
-    """By path, the tensors each module computes that are needed; if called again, in all calls.
+    """Return the tensors each module computes that are needed; if called again, in all calls.
 
     A number that two of them take of some sizes is computed in the first one alone.
     """
@@ -458,7 +442,7 @@ def _nodes_by_module(plain: nn.Module, part: Part) -> dict[str, set[Node]]:
 
 
 def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
-    """Activations of a sum whose operand without the branch has been through one already."""
+    """Yield activations of a sum whose operand without the branch has been through one already."""
     for join in joins:
         for user in join.users:
             if operator_name(user.target) in _ACTIVATIONS:
@@ -466,7 +450,7 @@ def _repeated(joins: Iterable[Node]) -> Iterator[Node]:
 
 
 def _is_handed_on(node: Node) -> bool:
-    """Is its input, as it came, what it gives? A norm casts it to a dtype that it has already."""
+    """Check that a node hands on its input, as a cast to the dtype that it has already."""
     if operator_name(node.target) not in _CASTS:
         return False
     given, got = (each.meta["val"] for each in (node.all_input_nodes[0], node))
@@ -474,13 +458,13 @@ def _is_handed_on(node: Node) -> bool:
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:
-    """Those that are in no other one."""
+    """Return the paths that are in no other one."""
     found = sorted(paths, key=len)
     return [p for i, p in enumerate(found) if not any(is_within(p, o) for o in found[:i])]
 
 
 def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool = True) -> OwnClass:
-    """Return the class in which these modules are passed by, and hold nothing.
+    """Return the class in which these modules are skipped, and hold nothing.
 
     Args:
         own: what it may be with all of them.
@@ -490,23 +474,23 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
             reads them; else they stay, at zero.
     """
 
-    def is_passed(name: str) -> bool:
+    def is_skipped(name: str) -> bool:
         return any(is_within(name, path) for path in way)
 
     dead = dead_parameters(plan, [branch.name for branch in own.gone])
     parameters = {name for name, _ in own.plain.named_parameters(remove_duplicate=False)}
     tensors = dict(own.tensors)
-    dropped = [name for name in dead if not is_passed(name)] if drops else []
+    dropped = [name for name in dead if not is_skipped(name)] if drops else []
     for name, old in own.plain.state_dict().items():
         first = plan.aliases.get(name, name)
-        if is_passed(name) and old.ndim and (name not in parameters or first in dead):
+        if is_skipped(name) and old.ndim and (name not in parameters or first in dead):
             tensors[first] = torch.empty([0] * old.ndim, dtype=torch.float64)
     left = {name for name, tensor in tensors.items() if tensor.numel()} - set(dropped)
     scales = {name: by for name, by in own.scales.items() if name in left}
-    others = {path: layer for path, layer in own.layers.items() if not is_passed(path)}
+    others = {path: layer for path, layer in own.layers.items() if not is_skipped(path)}
     numbers = renumbered(own.plain, way)
     candidates = (
-        {path: new for path, new in changes.items() if not is_passed(path)}
+        {path: new for path, new in changes.items() if not is_skipped(path)}
         for changes in own.candidates
     )
     return replace(
@@ -516,6 +500,6 @@ def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool =
         layers={**others, **way},
         scales=scales,
         gone=(),
-        told={path: new for path, new in own.told.items() if not is_passed(path)},
+        unread={path: new for path, new in own.unread.items() if not is_skipped(path)},
         dropped=tuple(dropped),
     )

@@ -1,7 +1,4 @@
-"""The folder of a smaller model: tensors, its manifest, and what transformers reads.
-
-One file of plain torch that loads a smaller model where l0prune is not installed.
-"""
+"""The folder of a smaller model: tensors, manifest, what transformers reads, loading code."""
 
 from __future__ import annotations
 
@@ -11,25 +8,39 @@ import importlib
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.compat import attention_of, auto_classes
 from l0prune.capture.threads import muted
-from l0prune.exporting.own_class.config import configurations
-from l0prune.exporting.own_class.origin import Trials, fault_of, tensors_of
+from l0prune.errors import L0pruneError
+from l0prune.exporting.own_class.origin import (
+    Trials,
+    changed,
+    configurations,
+    fault_of,
+    numbers_in,
+    tensors_of,
+)
+from l0prune.exporting.own_class.sizes import Changes, joined
+from l0prune.exporting.own_class.skipped_modules import numbers_of, renumbered
 from l0prune.files import cut_layers, given_sizes
 from l0prune.files.atomic import PathLike, replaced_folder
-from l0prune.files.manifest import GENERATION, Manifest
-from l0prune.files.smaller_model import MANIFEST, WEIGHTS, as_text
+from l0prune.files.cut_layers import SkippedModule
+from l0prune.files.manifest import GENERATION, Manifest, Origin, built
+from l0prune.files.smaller_model import MANIFEST, WEIGHTS, as_text, put_on
 from l0prune.files.tensor_file import SAVE, each_once, write_tensors
 
-NAME = "l0prune_model.py"
+NAME, CONFIG = "l0prune_model.py", "config.json"
+Value = TypeVar("Value")
+Renamed = Callable[[str], str]  # what a name becomes; empty for what is gone
 
 
 _USAGE = """Give a model that your own code built the new sizes and weights of its smaller self.
@@ -42,12 +53,12 @@ MyModel() is the model as it was before it was cut. This needs torch and safeten
 
 
 def loading_code() -> str:
-    """Return one file of plain torch with ``resize`` and all the layers that a cut model has."""
+    """Return one file of plain torch that loads a smaller model where l0prune is not installed."""
     return "\n\n".join([f'"""{_USAGE}"""', _body(given_sizes), _body(cut_layers)]) + "\n"
 
 
 def _body(module: ModuleType) -> str:
-    """The source without its docstring, and without imports from the package."""
+    """Return a module's source without its docstring, and without imports from the package."""
     source = inspect.getsource(module)
     lines = source.splitlines()
     for node in ast.parse(source).body:
@@ -60,13 +71,10 @@ def _body(module: ModuleType) -> str:
     return "\n".join(lines).strip()
 
 
-CONFIG = "config.json"
-
-
 def write_folder(
     folder: PathLike, module: nn.Module, manifest: Manifest, trials: Trials, *, code: bool = False
 ) -> str:
-    """Write the folder; what can load it, in a sentence or two.
+    """Write the folder of a smaller model; return what can load it, in a sentence or two.
 
     Args:
         folder: its path.
@@ -94,7 +102,7 @@ def write_folder(
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """By which the weights of one save are told from those of another."""
+    """Return a digest by which the weights of one save are told from those of another."""
     found = hashlib.blake2b(digest_size=8)
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -124,21 +132,10 @@ def _for_transformers(scratch: Path, module: nn.Module, manifest: Manifest, tria
         fault = _fault_of_loading(scratch, module, name, trials)
         reason = reason or fault  # that of the likeliest
         if not fault:
-            others = "".join(f", and {auto}" for auto in _auto_classes(module))
+            others = "".join(f", and {auto}" for auto in auto_classes(module))
             return f"So does {name}.from_pretrained of transformers{others}."
     _write_config(scratch, name, manifest.origin.config or {})
     return f"transformers cannot load it by itself: {reason}."
-
-
-def _auto_classes(module: nn.Module) -> list[str]:
-    """Those of transformers that make this class of this configuration."""
-    known = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
-    names = [name for name in known if name.startswith("AutoModel")]
-    mappings = {name: getattr(known[name], "_model_mapping", {}) for name in names}
-    config: Any = type(module.config)
-    return [
-        name for name, each in mappings.items() if config in each and each[config] is type(module)
-    ]
 
 
 def _write_config(scratch: Path, name: str, config: Mapping[str, Any]) -> None:
@@ -148,9 +145,9 @@ def _write_config(scratch: Path, name: str, config: Mapping[str, Any]) -> None:
 
 
 def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trials) -> str:
-    """What is wrong with what transformers makes of the folder; empty if nothing is."""
+    """Return what is wrong with what transformers makes of the folder; empty if nothing is."""
     transformers = importlib.import_module("transformers")
-    same_attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    same_attention = attention_of(module)
     options = {"attn_implementation": same_attention} if same_attention else {}
     try:
         with _quietly(), torch.random.fork_rng(devices=[]):
@@ -168,7 +165,7 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """What transformers tells and shows of a trial is of no use to whoever saves."""
+    """Keep quiet what transformers tells and shows of a trial: it is of no use to whoever saves."""
     told = importlib.import_module("transformers.utils.logging")
     level, shows = told.get_verbosity(), told.is_progress_bar_enabled()
     told.set_verbosity(logging.CRITICAL)
@@ -180,3 +177,112 @@ def _quietly() -> Iterator[None]:
         told.set_verbosity(level)
         if shows:
             told.enable_progress_bar()
+
+
+def shortened(
+    module: nn.Module, manifest: Manifest, trials: Trials
+) -> tuple[nn.Module, Manifest, Trials]:
+    """Return a model of transformers without the layers that hand on their input.
+
+    In the exported module they are there, and do nothing. Built by a configuration of fewer layers
+    they are not, and transformers loads the model by itself. Where none can go it stays as it is.
+
+    Args:
+        module: at its new sizes.
+        manifest: of it.
+        trials: inputs on which both have to be the same.
+    """
+    for path, count, left in _lists(module) if manifest.origin.transformers else ():
+        renamed = _renaming(path, left)
+        tensors = _renamed(tensors_of(manifest, module), renamed)
+        for config in _configurations(manifest.origin.config or {}, count, left):
+            origin = manifest.origin.model_copy(update={"config": config})
+            found = _made(_shorter(manifest, origin, renamed), tensors)
+            if found is None or fault_of(found[0], module, trials, renamed):
+                continue
+            if hasattr(module, "generation_config"):
+                found[0].generation_config = module.generation_config
+            others = [(new, given) for at, given in trials if (new := renamed(at)) or not at]
+            return shortened(*found, others)
+    return module, manifest, trials
+
+
+def _lists(module: nn.Module) -> Iterator[tuple[str, int, list[int]]]:
+    """Yield the path of a list, how many layers it has, and numbers of those that do something."""
+    for path, layers in module.named_modules():
+        if isinstance(layers, nn.ModuleList):
+            left = [
+                number
+                for number, layer in enumerate(layers)
+                if not (isinstance(layer, SkippedModule) and layer.gives == "input")
+            ]
+            if 0 < len(left) < len(layers):
+                yield path, len(layers), left
+
+
+def _renaming(path: str, left: list[int]) -> Renamed:
+    numbers = {str(old): str(new) for new, old in enumerate(left)}
+    start = f"{path}."
+
+    def renamed(name: str) -> str:
+        if not name.startswith(start):
+            return name
+        number, dot, rest = name.removeprefix(start).partition(".")
+        return f"{start}{numbers[number]}{dot}{rest}" if number in numbers else ""
+
+    return renamed
+
+
+def _configurations(config: Mapping[str, Any], whole: int, left: list[int]) -> Iterator[Any]:
+    """Yield configurations of fewer layers: one number that may be theirs, and lists of as many."""
+
+    def shorter(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: shorter(each) for name, each in value.items()}
+        if isinstance(value, list) and len(value) == whole:
+            return [value[number] for number in left]
+        return value
+
+    fields = [field for field, value in numbers_in(config) if value == whole]
+    # those that are called like layers first
+    for field in sorted(fields, key=lambda field: not re.search(r"layer|depth|block", field[-1])):
+        yield changed(shorter(config), {field: len(left)})
+
+
+def _renamed(named: Mapping[str, Value], renamed: Renamed) -> dict[str, Value]:
+    return {new: value for name, value in named.items() if (new := renamed(name))}
+
+
+def _shorter(manifest: Manifest, origin: Origin, renamed: Renamed) -> Manifest:
+    changed = {
+        name: _renamed(getattr(manifest, name), renamed)
+        for name in ("shapes", "constants", "attributes", "layers")
+    }
+    dropped = [new for name in manifest.dropped if (new := renamed(name))]
+    return manifest.model_copy(update={"origin": origin, "dropped": dropped, **changed})
+
+
+def _made(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[nn.Module, Manifest] | None:
+    """Return what the configuration builds, with these tensors; None if they do not fit."""
+    try:
+        with torch.device("meta"):  # most configurations that are tried build something else
+            sizes = {n: list(t.shape) for n, t in built(manifest.origin, "").state_dict().items()}
+        if sizes != {name: shape.old for name, shape in manifest.shapes.items()}:
+            return None
+        made = built(manifest.origin, "the model").eval()
+        manifest = manifest.model_copy(update={"attributes": _attributes(made, manifest)})
+        put_on(made, manifest, tensors, "the model")
+    except L0pruneError:
+        return None
+    return made, manifest
+
+
+def _attributes(fresh: nn.Module, manifest: Manifest) -> Changes:
+    """Return what changes in a fresh model: the numbers of its layers are counted anew."""
+    numbers = numbers_of(fresh)
+    others = {
+        path: {name: value for name, value in of.items() if (path, name) not in numbers}
+        for path, of in manifest.attributes.items()
+    }
+    passed = [path for path, kind in manifest.layers.items() if kind == SkippedModule.__name__]
+    return joined({path: of for path, of in others.items() if of}, renumbered(fresh, passed))
