@@ -11,8 +11,8 @@ from pathlib import Path
 
 from l0prune.files.atomic import write_whole
 from l0prune.report import page
-from l0prune.report.page.gate_map import gates
 from l0prune.report.page.network import network
+from l0prune.report.page.training import gate_histogram as gates
 from l0prune.report.report import Report
 
 WIDTH = 800

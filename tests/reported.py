@@ -1,35 +1,35 @@
 """A report as data, with something in every section."""
 
 from l0prune.report.content import (
-    Amount,
-    Asked,
     Axis,
+    BudgetResult,
     BudgetState,
     Comparison,
     Content,
+    CostState,
     Epoch,
     Fit,
     Gain,
-    Layer,
-    Look,
+    LayerChange,
     Metric,
     OwnerTime,
     Pair,
     Repeat,
-    Side,
-    Stored,
+    SideChange,
+    StoredFile,
     Time,
     TimeByLayer,
     Training,
+    WidthTrial,
 )
 
 
 def layer(name, before=8, after=3, axes=(0,), reason=""):
-    side = Side(before=before, after=after, axes=list(axes), reason=reason)
-    return Layer(
+    side = SideChange(before=before, after=after, axes=list(axes), reason=reason)
+    return LayerChange(
         name=name,
         kind="Conv2d",
-        input=Side(before=4, after=4, reason="it is the model's input"),
+        input=SideChange(before=4, after=4, reason="it is the model's input"),
         output=side,
         params=Pair(before=100, after=40),
         macs=Pair(before=1000, after=400),
@@ -41,7 +41,7 @@ def owner(name, before, after, filling=0.0):
 
 
 def look(predicted, observed, chosen=False):
-    return Look(
+    return WidthTrial(
         budget="latency=0.5",
         dense=8.0,
         allowed=4.0,
@@ -60,7 +60,7 @@ def epoch(number, phase="prune", **more):
         train_loss=1 / number,
         test_loss=2 / number,
         metric=0.5 / number,
-        amounts={"macs": Amount(expected=700, actual=650, dense=1000)},
+        amounts={"macs": CostState(expected=700, actual=650, dense=1000)},
         budgets={"macs=0.5": BudgetState(limit=0.5, target=0.6, share=0.65, multiplier=2.5)},
         gates=[5, 0, 1, *[0] * 16, 4],
         **more,
@@ -98,7 +98,7 @@ def content(name="conv1", **changes):
             metric=Metric(name="error", before=0.125, after=0.16667, of_file=0.16667),
             seconds=4.5,
         ),
-        "budgets": [Asked(text="macs=0.5", limit=0.5, share=0.4)],
+        "budgets": [BudgetResult(text="macs=0.5", limit=0.5, share=0.4)],
         "certificate": checks,
         "notes": name,
         "axes": [
@@ -119,7 +119,7 @@ def content(name="conv1", **changes):
             versions={"torch": "2.15.0"},
             seed=7,
             recipe={"name": name},
-            files=[Stored(name=name, bytes=1_250_000, sha256="ab" * 32)],
+            files=[StoredFile(name=name, bytes=1_250_000, sha256="ab" * 32)],
         ),
     }  # fmt: skip
     return Content(**{**made, **changes})

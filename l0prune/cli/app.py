@@ -10,16 +10,14 @@ import sys
 
 import typer
 
-from l0prune.cli import recipes
+from l0prune.cli import runs
 from l0prune.cli.edge import own_warnings, run_command
 from l0prune.cli.evaluate import evaluate
 from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
-from l0prune.cli.gate import gate
+from l0prune.cli.gate import gate, survey
 from l0prune.cli.measure import measure
-from l0prune.cli.report import report
-from l0prune.cli.survey import survey
 
 _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
@@ -33,9 +31,9 @@ Or all of it on embedded data: l0prune run digits-lenet
 """
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
-for command in (survey, gate, measure, fit, finetune, export, evaluate, recipes.run, report):
+for command in (survey, gate, measure, fit, finetune, export, evaluate, runs.run, runs.report):
     app.command()(command)
-app.add_typer(recipes.app, name="recipes")
+app.add_typer(runs.app, name="recipes")
 
 
 def main() -> None:

@@ -9,52 +9,64 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import LATENCY, Json, TrustPickle, preprocessing_in, with_step
+from l0prune.cli.options import (
+    LATENCY,
+    Json,
+    TrustPickle,
+    WithReport,
+    preprocessing_in,
+    with_commands,
+    with_step,
+)
 from l0prune.cli.project import newest, output_path
-from l0prune.cli.report import NoReport, repeatable
 from l0prune.errors import FileError, UsageError
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 
+File = Annotated[
+    Path | None,
+    typer.Argument(
+        help="A gated model; default: the newest *.tuned.pt, *.fit.pt or *.gated.pt here."
+    ),
+]
+Onnx = Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")]
+Pt2 = Annotated[bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")]
+State = Annotated[
+    bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
+]
+Pretrained = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
+    ),
+]
+Code = Annotated[
+    bool, typer.Option("--code", help="With --pretrained: a file that loads it without l0prune.")
+]
+Opset = Annotated[
+    int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
+]
+Timed = Annotated[
+    bool, typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's.")
+]
+Threads = Annotated[int, typer.Option(min=1, help="Threads that a call may use when timed.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
+]
+
 
 def export(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A gated model; default: the newest *.tuned.pt, *.fit.pt or *.gated.pt here."
-        ),
-    ] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write MODEL.onnx (the default).")] = False,
-    pt2: Annotated[
-        bool, typer.Option("--pt2", help="Write MODEL.pt2, an exported program.")
-    ] = False,
-    state: Annotated[
-        bool, typer.Option("--state", help="Write MODEL.state.pt: a state_dict and its shapes.")
-    ] = False,
-    pretrained: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Write a folder that l0prune.from_pretrained and resize load."
-        ),
-    ] = None,
-    code: Annotated[
-        bool,
-        typer.Option("--code", help="With --pretrained: a file that loads it without l0prune."),
-    ] = False,
-    opset: Annotated[
-        int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
-    ] = None,
-    timed: Annotated[
-        bool,
-        typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's."),
-    ] = True,
-    threads: Annotated[
-        int, typer.Option(min=1, help="Threads that a call may use when timed.")
-    ] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
-    ] = None,
-    report: NoReport = True,
+    file: File = None,
+    onnx: Onnx = False,
+    pt2: Pt2 = False,
+    state: State = False,
+    pretrained: Pretrained = None,
+    code: Code = False,
+    opset: Opset = None,
+    timed: Timed = True,
+    threads: Threads = 1,
+    out: Out = None,
+    report: WithReport = True,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -72,63 +84,58 @@ def export(
     path = file or newest(*kinds, command="l0prune gate MODEL --input …")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
-    built_by = _built_by(info, path, trust_pickle)
+    built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
         dense = l0prune.export(model)
     dense.preprocessing = preprocessing_in(info, path)
-    stem = output_path(None, str(path), "") if out is None else _without_ending(out)
-    if stem.is_dir():  # a folder: the model's own name in it
-        stem = stem / output_path(None, str(path), "").name
+    stem = _stem(out, path)
     files: list[Path] = []
     with shown(err):
         if onnx or not (pt2 or state or pretrained):
             beside = model if timed else None
             files += dense.save_onnx(f"{stem}{ONNX}", beside=beside, threads=threads, opset=opset)
-        # of a model in parts the ONNX files leave out the code between them: its class needs its
-        # state
-        for wanted, ending in ((pt2, PT2), (state or dense.in_parts, STATE)):
-            if wanted:
-                files += dense.save(f"{stem}{ending}", model=built_by)
-        if pretrained:
-            said = dense.save_pretrained(pretrained, model=built_by, code=code)
-            files.append(pretrained)
+        if pt2:
+            files += dense.save(f"{stem}{PT2}", model=built_by)
+        if state or dense.in_parts:  # ONNX files of parts leave out the code between them
+            files += dense.save(f"{stem}{STATE}", model=built_by)
+        loads = dense.save_pretrained(pretrained, model=built_by, code=code) if pretrained else ""
+    files += [pretrained] if pretrained else []
     result = {"files": [str(f) for f in files], **dense.to_dict()}
-    if pretrained:
-        result["loads"] = said
+    result |= {"loads": loads} if pretrained else {}
     if report:
-        result["page"] = str(_report(dense, model, info, path, stem))
+        result["page"] = str(_write_report(dense, model, info, path, stem))
         say(f"the report is {result['page']}")
     emit(result, json, dense)
     if not json:
         say("written: " + ", ".join(map(str, files)))
         if pretrained:
-            say(said)
+            say(loads)
 
 
-def _report(
+def _write_report(
     dense: l0prune.Export, model: Any, info: dict[str, Any], path: Path, stem: Path
 ) -> Path:
     """Write the report into the folder of the model's run, or else beside the files."""
+    from l0prune.report.collect import add_time, add_trainings
     from l0prune.report.content import Fit
-    from l0prune.report.gathered import with_time, with_trainings
-    from l0prune.report.run_folder import trainings_in
+    from l0prune.report.report import trainings_in
 
     folder, times = output_path(None, str(path), ".run"), output_path(None, str(path), LATENCY)
     content = l0prune.Report.of(dense).content
     if (fit := info.get("fitted")) is not None:
         content = content.model_copy(update={"fit": Fit.model_validate(fit)})
     if folder.is_dir():
-        content = with_trainings(content, trainings_in(folder))
+        content = add_trainings(content, trainings_in(folder))
     if times.exists():
-        content = with_time(content, l0prune.LatencyTable.load(times), model)
+        content = add_time(content, l0prune.LatencyTable.load(times), model)
     target = folder / "report.html" if folder.is_dir() else Path(f"{stem}.report.html")
-    report = repeatable(l0prune.Report(content), with_step(info, path))
+    report = with_commands(l0prune.Report(content), with_step(info, path))
     return report.titled(path.name).save(target)[0]
 
 
-def _built_by(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
-    """What the file says that its model was built by, if that may be run; else nothing."""
+def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
+    """Return the spec that the file's model was built by, if its code may be run; else empty."""
     from l0prune.files.consent import check_consent
 
     spec = str(info.get("model") or "")
@@ -140,7 +147,11 @@ def _built_by(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
     return spec
 
 
-def _without_ending(path: Path) -> Path:
-    """``model`` for ``model.onnx``: each kind of file has its own ending."""
-    ending = next((each for each in ENDINGS if path.name.endswith(each)), "")
-    return path.with_name(path.name.removesuffix(ending))
+def _stem(out: Path | None, path: Path) -> Path:
+    """Return the path of the files without their endings: ``model`` for ``model.onnx``."""
+    own = output_path(None, str(path), "")
+    if out is None:
+        return own
+    ending = next((each for each in ENDINGS if out.name.endswith(each)), "")
+    stem = out.with_name(out.name.removesuffix(ending))
+    return stem / own.name if stem.is_dir() else stem

@@ -14,23 +14,42 @@ from l0prune.cli.edge import announced, emit, say
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
+    GatedFile,
     Json,
     Latency,
     TrustPickle,
+    WithReport,
     latency_table,
     load_data,
     parse_setting,
     recorded_data,
+    with_commands,
     with_settings,
     with_step,
 )
 from l0prune.cli.project import defaults, newest, output_path
-from l0prune.cli.report import NoReport, repeatable
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
 from l0prune.training.settings import current_names
 
-_SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0."
+Setting = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Any further setting of l0prune.finetune as name=value, e.g. --set clip=1.0.",
+    ),
+]
+Run = Annotated[
+    Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")
+]
+Resume = Annotated[bool, typer.Option(help="Go on from the run folder's checkpoint.")]
+Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tuned.pt.")]
+
+
+_NO_DATA = (
+    "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
+    '`l0prune gate`, or as data = "…" in l0prune.toml.'
+)
 
 
 @with_settings(
@@ -40,21 +59,17 @@ _SETTINGS_HELP = "Any further setting of l0prune.finetune as name=value, e.g. --
     "distributed",
 )  # fmt: skip
 def finetune(
-    file: Annotated[
-        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
-    ] = None,
+    file: GatedFile = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
     settings: dict[str, Any],
     latency: Latency = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help=_SETTINGS_HELP)] = None,
-    run: Annotated[
-        Path | None, typer.Option(help="Folder of checkpoints and metrics; default MODEL.run.")
-    ] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the run folder's checkpoint.")] = True,
-    out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.tuned.pt.")] = None,
-    report: NoReport = True,
+    setting: Setting = None,
+    run: Run = None,
+    resume: Resume = True,
+    out: Out = None,
+    report: WithReport = True,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -74,8 +89,8 @@ def finetune(
     """
     given = current_names({**settings, **dict(map(parse_setting, setting or ()))})
     of_project = current_names(defaults().get("finetune", {}))
-    standing = {k: v for k, v in of_project.items() if k not in given}
-    chosen_settings = {**standing, **given}
+    inherited = {k: v for k, v in of_project.items() if k not in given}
+    training_settings = {**inherited, **given}
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
@@ -87,21 +102,17 @@ def finetune(
         info = l0prune.read_info(path)
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         if spec is None:
-            raise UsageError(
-                "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
-                '`l0prune gate`, or as data = "…" in l0prune.toml.'
-            )
+            raise UsageError(_NO_DATA)
         source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
-        table = latency_table(latency, path, chosen_settings.get("budget"))
-        if table is not None:
-            chosen_settings["latency"] = table
+        table = latency_table(latency, path, training_settings.get("budget"))
+        training_settings |= {} if table is None else {"latency": table}
         live = live_page(folder, path.name) if report else nullcontext()
         with announced(say), live:
             history = l0prune.finetune(
-                model, source, report=False, **chosen_settings, out=folder, resume=resume
+                model, source, report=False, **training_settings, out=folder, resume=resume
             )
-        more = [f"--set={name}={dumps(value)}" for name, value in standing.items()]
+        more = [f"--set={name}={dumps(value)}" for name, value in inherited.items()]
         info = with_step(info, path, source, more, table, data=spec)
         info |= {"data": source.name, "history": history.last}
         world.first_alone(lambda: l0prune.save(model, target, info))
@@ -111,8 +122,8 @@ def finetune(
             say(f"the steps had {share:.0%} of the MACs of steps at the whole size")
         result = {"file": str(target), "run": str(folder), **history.last}
         if report:
-            found = l0prune.Report.of(history=history, model=model, latency=table)
-            page, _ = repeatable(found, info).titled(path.name).save(folder / "report.html")
+            made = with_commands(l0prune.Report.of(None, history, model=model, latency=table), info)
+            page, _ = made.titled(path.name).save(folder / "report.html")
             result["page"] = str(page)
             say(f"the report is {page}")
         emit({**result, "doctor": history.complaints}, json, f"{target} written")

@@ -12,6 +12,7 @@ from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
+    GatedFile,
     Json,
     Latency,
     TrustPickle,
@@ -28,41 +29,47 @@ from l0prune.training.settings import GateSettings
 _GATES, _AUTO = "gates", "auto"
 
 
+Budget = Annotated[
+    list[str] | None,
+    typer.Option(help="macs=0.5, latency=12ms, 'layer3.*: params=0.3', 'conv1: width=0.5', …"),
+]
+Score = Annotated[
+    str,
+    typer.Option(
+        help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
+        "outputs, ablation, random; gates, what they have learned; or auto: with data fisher, "
+        "and branches by what the outputs and the loss do without them, else magnitude."
+    ),
+]
+Kind = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Close gates of this kind of axis alone: channel, neuron, head, head_dim, group, "
+        "input or branch (whole layers)."
+    ),
+]
+Batches = Annotated[
+    int | None,
+    typer.Option(help="Batches of data, for scores that look at it [all; auto: 100]."),
+]
+Seed = Annotated[int, typer.Option(help="Of the order of the data, and of random.")]
+Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
+
+
 @with_settings("loss", "round_to", "measures")
 def fit(
-    file: Annotated[
-        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
-    ] = None,
-    budget: Annotated[
-        list[str] | None,
-        typer.Option(help="macs=0.5, latency=12ms, 'layer3.*: params=0.3', 'conv1: width=0.5', …"),
-    ] = None,
-    score: Annotated[
-        str,
-        typer.Option(
-            help="What a slot is worth: magnitude, group-magnitude, bn-scale, taylor, fisher, "
-            "outputs, ablation, random; gates, what they have learned; or auto: with data fisher, "
-            "and branches by what the outputs and the loss do without them, else magnitude."
-        ),
-    ] = _AUTO,
-    kind: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Close gates of this kind of axis alone: channel, neuron, head, head_dim, group, "
-            "input or branch (whole layers)."
-        ),
-    ] = None,
+    file: GatedFile = None,
+    budget: Budget = None,
+    score: Score = _AUTO,
+    kind: Kind = None,
     latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
     *,
     settings: dict[str, Any],
-    batches: Annotated[
-        int | None,
-        typer.Option(help="Batches of data, for scores that look at it [all; auto: 100]."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order of the data, and of random.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")] = None,
+    batches: Batches = None,
+    seed: Seed = 0,
+    out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:

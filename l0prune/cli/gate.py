@@ -1,15 +1,15 @@
-"""``l0prune gate``: put gates on a model."""
+"""``l0prune survey`` and ``l0prune gate``: what could be cut, and gates on it."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 import l0prune
-from l0prune.cli.edge import emit
+from l0prune.cli.edge import emit, say
 from l0prune.cli.options import (
     DataRoot,
     DataSpec,
@@ -34,7 +34,7 @@ from l0prune.gating import defaults
 
 
 class KeepClass(StrEnum):
-    """What ``--keep-class`` may be."""
+    """Values of ``--keep-class``."""
 
     YES = "yes"
     NATIVE = "native"
@@ -42,8 +42,75 @@ class KeepClass(StrEnum):
 
     @property
     def setting(self) -> bool | Literal["native"]:
-        """The argument of ``l0prune.gate``."""
+        """Return the argument of ``l0prune.gate``."""
         return "native" if self is KeepClass.NATIVE else self is KeepClass.YES
+
+
+Html = Annotated[
+    Path | None, typer.Option(help="Write the survey as this page, and its data as JSON beside it.")
+]
+Include = Annotated[list[str] | None, typer.Option(help="Globs of axes and branches to gate.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Globs of those to leave whole.")]
+OpenProbability = Annotated[float, typer.Option(help="How likely a gate is open at first.")]
+Jitter = Annotated[float, typer.Option(help="Deviation of the noise on the gates' log α at first.")]
+Kind = Annotated[
+    str,
+    typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
+]
+Setting = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting of the gate as name=value, e.g. --set estimator=median."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the noise (--jitter).")]
+Keep = Annotated[
+    KeepClass,
+    typer.Option(
+        help="Whether the export should be of the model's own class: yes; native, with no "
+        "layers that torch does not have; or no."
+    ),
+]
+Branches = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Globs of the branches that get a gate of their own, so that all of a block can "
+        "go; by default all that `survey` finds and --include and --exclude leave."
+    ),
+]
+NoBranches = Annotated[
+    bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
+]
+Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
+
+
+def survey(
+    model: Model = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    input: Input = None,
+    dynamic: Dynamic = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    html: Html = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Show what can be cut out of each layer of a model, and why the rest cannot.
+
+    The model stays as it is. Example:
+
+        l0prune survey torchvision:resnet18 --input 1x3x224x224
+    """
+    spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
+    spec = chosen(data, "data") if input is None else None
+    source = load_data(spec, chosen(data_root, "data_root"))
+    example, shapes = example_inputs(input, source), free_dims(dynamic)
+    found = l0prune.survey(module, *example, dynamic_shapes=shapes)
+    result = found.to_dict()
+    if html is not None:
+        page, _ = l0prune.Report.of_survey(found).titled(spec_of_model).save(html)
+        result["page"] = str(page)
+        say(f"the report is {page}")
+    emit(result, json, found)
 
 
 def gate(
@@ -54,47 +121,17 @@ def gate(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Globs of axes and branches to gate.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Globs of those to leave whole.")
-    ] = None,
-    open_probability: Annotated[
-        float, typer.Option(help="How likely a gate is open at first.")
-    ] = defaults.OPEN_PROBABILITY,
-    jitter: Annotated[
-        float, typer.Option(help="Deviation of the noise on the gates' log α at first.")
-    ] = defaults.JITTER,
-    kind: Annotated[
-        str,
-        typer.Option("--gate", help="hard-concrete, continuous-sparsification or binary-concrete."),
-    ] = defaults.KIND,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="A setting of the gate as name=value, e.g. --set estimator=median."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the noise (--jitter).")] = defaults.SEED,
-    keep_class: Annotated[
-        KeepClass,
-        typer.Option(
-            help="Whether the export should be of the model's own class: yes; native, with no "
-            "layers that torch does not have; or no."
-        ),
-    ] = KeepClass.YES,
-    branches: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Globs of the branches that get a gate of their own, so that all of a block can "
-            "go; by default all that `survey` finds and --include and --exclude leave."
-        ),
-    ] = None,
-    no_branches: Annotated[
-        bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    open_probability: OpenProbability = defaults.OPEN_PROBABILITY,
+    jitter: Jitter = defaults.JITTER,
+    kind: Kind = defaults.KIND,
+    setting: Setting = None,
+    seed: Seed = defaults.SEED,
+    keep_class: Keep = KeepClass.YES,
+    branches: Branches = None,
+    no_branches: NoBranches = False,
+    out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -106,14 +143,12 @@ def gate(
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
     from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones
-    from l0prune.gating.kinds.base import gate_of, gate_to_dict
-    from l0prune.plan.branch import KIND
+    from l0prune.gating.kinds.base import gate_of
 
     if branches and no_branches:
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
-    data_spec = chosen(data, "data")
-    root = chosen(data_root, "data_root")
+    data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root)
     example = example_inputs(input, source)
     found = l0prune.survey(module, *example, own_class=False)
@@ -131,24 +166,33 @@ def gate(
         gate=chosen_gate,
         survey=found,
     )
-    target = output_path(out, spec, ".gated.pt")
     given = {"model": spec, "data": data_spec, "data_root": root, "input": chosen(input, "input")}
-    info = {"model": spec if is_rebuildable(spec) else None, "data": data_spec}
-    info = with_step(info, source=source, **given)
+    info = with_step({"data": data_spec}, source=source, **given)
+    if is_rebuildable(spec):
+        info["model"] = spec
     if data_root:
         info["data_root"] = str(data_root)
         remember_root(data_root)
+    target = output_path(out, spec, ".gated.pt")
     l0prune.save(module, target, {k: v for k, v in info.items() if v is not None})
-    gates = l0prune.gates(module)
-    branches_gated = sum(axis.kind == KIND for axis in gates.plan.axes)
-    result = {
-        "file": str(target),
+    result = _summary(module, found)
+    axes, branches_gated = result["axes"], result["branches"]
+    whole = f", {branches_gated} of them whole branches" if branches_gated else ""
+    said = f"{target}: {result['gates']:,} gates on {axes} axes{whole}"
+    emit({"file": str(target), **result}, json, said)
+
+
+def _summary(model: Any, found: l0prune.Survey) -> dict[str, Any]:
+    """Return the gates of a model, and its size before they close."""
+    from l0prune.gating.kinds.base import gate_to_dict
+    from l0prune.plan.branch import KIND
+
+    gates = l0prune.gates(model)
+    return {
         "kind": gate_to_dict(gates.gate),
         "gates": gates.plan.size,
         "axes": len(gates.plan.axes),
-        "branches": branches_gated,
+        "branches": sum(axis.kind == KIND for axis in gates.plan.axes),
         "params": found.params,
         "macs": found.macs,
     }
-    whole = f", {branches_gated} of them whole branches" if branches_gated else ""
-    emit(result, json, f"{target}: {gates.plan.size:,} gates on {len(gates.plan.axes)} axes{whole}")

@@ -12,45 +12,51 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
-from l0prune.cli.options import LATENCY, Json, TrustPickle, with_step
+from l0prune.cli.options import LATENCY, GatedFile, Json, TrustPickle, with_step
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
 from l0prune.files.atomic import check_writable
 
+Threads = Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")]
+Batch = Annotated[int, typer.Option(help="Examples in one call.")]
+Runtime = Annotated[
+    str, typer.Option(help="What runs the network: onnxruntime, eager or compile (PyTorch).")
+]
+Provider = Annotated[
+    str | None,
+    typer.Option(
+        help="ONNX Runtime's provider, such as CUDAExecutionProvider, or PyTorch's device, "
+        "such as cuda [the CPU]."
+    ),
+]
+Samples = Annotated[int, typer.Option(help="How many networks are timed.")]
+Seed = Annotated[int, typer.Option(help="Seed of their random widths.")]
+Bundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Time nothing here: write a folder to be copied to the device that will serve, "
+        "and run there (run.py needs numpy and onnxruntime only).",
+    ),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="FILE", help="What run.py of a bundle wrote on a device."),
+]
+Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.latency.json.")]
+
 
 def measure(
-    file: Annotated[
-        Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
-    ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")] = 1,
-    batch: Annotated[int, typer.Option(help="Examples in one call.")] = 1,
-    runtime: Annotated[
-        str, typer.Option(help="What runs the network: onnxruntime, eager or compile (PyTorch).")
-    ] = "onnxruntime",
-    provider: Annotated[
-        str | None,
-        typer.Option(
-            help="ONNX Runtime's provider, such as CUDAExecutionProvider, or PyTorch's device, "
-            "such as cuda [the CPU]."
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="How many networks are timed.")] = 48,
-    seed: Annotated[int, typer.Option(help="Seed of their random widths.")] = 0,
-    bundle: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Time nothing here: write a folder to be copied to the device that will serve, "
-            "and run there (run.py needs numpy and onnxruntime only).",
-        ),
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="What run.py of a bundle wrote on a device."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default MODEL.latency.json.")
-    ] = None,
+    file: GatedFile = None,
+    threads: Threads = 1,
+    batch: Batch = 1,
+    runtime: Runtime = "onnxruntime",
+    provider: Provider = None,
+    samples: Samples = 48,
+    seed: Seed = 0,
+    bundle: Bundle = None,
+    results: Results = None,
+    out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -117,7 +123,7 @@ def _timed(
     samples: int,
     seed: int,
 ) -> l0prune.LatencyTable:
-    """The table; what it is made from is kept beside it until it is done."""
+    """Make the table; its measurements are kept beside it until it is done."""
     import shutil
 
     folder = target.with_name(f"{target.name}.unfinished")
@@ -139,7 +145,7 @@ def _timed(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """How many networks are timed: a bar on a terminal, a line now and then elsewhere."""
+    """Show the number of timed networks: a bar on a terminal, elsewhere a line now and then."""
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())

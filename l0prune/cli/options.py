@@ -66,6 +66,9 @@ DataRoot = Annotated[
     Path | None,
     typer.Option(help="Where the data lies; else $L0PRUNE_DATA, else a cache folder."),
 ]
+GatedFile = Annotated[
+    Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
+]
 Latency = Annotated[
     Path | None,
     typer.Option(
@@ -74,13 +77,19 @@ Latency = Annotated[
         "widths that the runtime likes; of a budget in latency default MODEL.latency.json.",
     ),
 ]
+WithReport = Annotated[
+    bool,
+    typer.Option(
+        "--report/--no-report", help="Write report.html, a page that shows what the run came to."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 
 def open_model(
     model: str | None, option: str | None, weights: Path | None, trust_pickle: bool
 ) -> tuple[str, Any]:
-    """The model's spec and the module itself.
+    """Return the model's spec and the module itself.
 
     Raises:
         UsageError: no model, or two, are named.
@@ -119,7 +128,7 @@ def _outputs(layer: Any) -> int:
 
 
 def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs from ``--input``, else from the first two examples of the data.
+    """Return example inputs from ``--input``, else from the first two examples of the data.
 
     They are positional and keyword arguments. A batch of one is doubled: torch.export takes a size
     of one for a constant.
@@ -149,7 +158,7 @@ def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[s
 
 
 def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
-    """The latency table that is given, or that lies here where a budget needs one; else None.
+    """Return the table that is given, or the one beside the model where a budget needs it.
 
     Raises:
         FileError: it cannot be read.
@@ -163,7 +172,7 @@ def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | 
 
 
 def free_dims(given: list[str] | None) -> dict[str, dict[int, str]] | None:
-    """What ``--dynamic`` asks for, in torch.export's format.
+    """Read ``--dynamic`` into torch.export's format.
 
     Raises:
         UsageError: it is not of the form input:dim=name.
@@ -182,7 +191,7 @@ def _doubled(tensor: Any) -> Any:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """``name=value`` of ``--set``, with the value as TOML reads it, or as text.
+    """Read ``name=value`` of ``--set``, with the value as TOML reads it, or as text.
 
     Raises:
         UsageError: there is no value.
@@ -203,7 +212,7 @@ def recorded_data(
     path: Path,
     trust_pickle: bool,
 ) -> tuple[str | None, Path | None]:
-    """The data source and its root: as given, as the file remembers them, or as the project does.
+    """Return the data and their root: as given, else of the file, else of the project.
 
     Raises:
         FileError: the file names code or a folder of its own choice.
@@ -218,7 +227,7 @@ def recorded_data(
 
 
 def load_data(spec: str | None, root: Path | None) -> Any:
-    """The data source of this name, which is told to the user; None where none is named.
+    """Load the data source of this name and tell the user about it; None where none is named.
 
     Raises:
         L0pruneError: see ``l0prune.load_data``.
@@ -241,7 +250,7 @@ def _sized(source: Any) -> dict[str, Any]:
 
 
 def preprocessing_in(info: dict[str, Any], path: Path) -> Any:
-    """The preprocessing of images that a model file remembers; None where it has none.
+    """Return the preprocessing of images that a model file records, if any.
 
     Raises:
         FileError: it is damaged.
@@ -254,7 +263,9 @@ def preprocessing_in(info: dict[str, Any], path: Path) -> Any:
     try:
         return None if found is None else Preprocessing.model_validate(found)
     except ValidationError as error:
-        raise FileError(f"{path} is damaged: what it says of images cannot be read.") from error
+        raise FileError(
+            f"{path} is damaged: its preprocessing of images cannot be read."
+        ) from error
 
 
 def with_step(
@@ -291,6 +302,13 @@ def with_step(
         known = source.preprocessing
         found["preprocessing"] = None if known is None else known.model_dump()
     return found
+
+
+def with_commands(report: l0prune.Report, info: dict[str, Any]) -> l0prune.Report:
+    """Return the report with the commands that its model file records, the last one of the run."""
+    *before, last = info["commands"]
+    repeat = report.content.repeat.model_copy(update={"commands": before, "command": last})
+    return l0prune.Report(report.content.model_copy(update={"repeat": repeat}))
 
 
 Command = Callable[..., None]

@@ -1,4 +1,4 @@
-"""What a folder knows: defaults in ``l0prune.toml``, and which file is the newest."""
+"""Defaults of a folder in ``l0prune.toml``, and the names of its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SETTINGS = "finetune"
 
 
 def defaults() -> dict[str, Any]:
-    """Options given once for all commands in this folder.
+    """Return the options given once for all commands in this folder.
 
     Raises:
         FileError: ``l0prune.toml`` cannot be read, or is no TOML.
@@ -37,7 +37,7 @@ def defaults() -> dict[str, Any]:
 
 
 def chosen(given: Any, name: str, info: dict[str, Any] | None = None) -> Any:
-    """An option: as given, else as the model file remembers it, else from ``l0prune.toml``."""
+    """Return an option: as given, else from the model file, else from ``l0prune.toml``."""
     if given is not None:
         return given
     if info and info.get(name) is not None:
@@ -46,7 +46,7 @@ def chosen(given: Any, name: str, info: dict[str, Any] | None = None) -> Any:
 
 
 def newest(*patterns: str, command: str) -> Path:
-    """The file in this folder that was written last and matches any of the patterns.
+    """Return the newest file in this folder that matches any of the patterns.
 
     Raises:
         UsageError: there is none; ``command`` is what makes one.
@@ -60,7 +60,7 @@ def newest(*patterns: str, command: str) -> Path:
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:
-    """Where to write: as asked, else here, after the model's name: ``model.gated.pt``."""
+    """Return the path to write: ``out``, else here after the model's name: ``model.gated.pt``."""
     if out is not None:
         return out
     kind, _, name = source.rpartition(":")

@@ -1,7 +1,4 @@
-"""Schema of a recipe: the way from data to a small ONNX file.
-
-Reading a recipe: one TOML file that says how to get from data to a small ONNX file.
-"""
+"""Recipes: TOML files that say how to get from data to a small ONNX file, and their schema."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class GateSection(_Section):
         return self
 
     def made(self) -> Gate:
-        """The kind of gate with its settings."""
+        """Return the kind of gate with its settings."""
         try:
             return gate_of(self.kind, self.settings)
         except UsageError as error:
@@ -188,12 +185,12 @@ class Recipe(RoundSection):
 
 
 def builtin() -> dict[str, Recipe]:
-    """The recipes that come with l0prune, by name."""
+    """Return the recipes that come with l0prune, by name."""
     return {path.stem: load(str(path), []) for path in sorted(RECIPES.glob("*.toml"))}
 
 
 def find(name: str) -> Path:
-    """The file of a recipe, given by path or by the name of a built-in one.
+    """Return the file of a recipe, given by path or by the name of a built-in one.
 
     Raises:
         UsageError: there is none.

@@ -1,7 +1,4 @@
-"""The run of a recipe, in a folder; its stages are told to whoever watches.
-
-The report of a recipe's run, written into its folder.
-"""
+"""Run of a recipe in a folder: train if asked, gate, fine-tune, export, test, report."""
 
 from __future__ import annotations
 
@@ -31,78 +28,15 @@ from l0prune.files.consent import is_code
 from l0prune.files.model_sources import load_model
 from l0prune.files.user_code import named
 from l0prune.plan.branch import KIND
+from l0prune.report.collect import add_time, add_trainings, from_export, repeat_facts
 from l0prune.report.content import Fit, Metric
-from l0prune.report.gathered import of_export, repeated, with_time, with_trainings
 from l0prune.report.live import live_page
-from l0prune.report.report import HTML, Report
-from l0prune.report.run_folder import trainings_in
+from l0prune.report.report import HTML, Report, trainings_in
 from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task
 from l0prune.selection import correction
-
-
-def write_page(
-    recipe: Recipe,
-    result: dict[str, Any],
-    exports: Sequence[Export],
-    tuned: nn.Module,
-    files: Sequence[Path],
-    folder: Path,
-) -> Path:
-    """Write ``report.html`` and ``report.json``.
-
-    Args:
-        recipe: of the run.
-        result: what it came to.
-        exports: of each round.
-        tuned: the gated model of the last one.
-        files: that were written.
-        folder: of the run.
-
-    Returns:
-        The page's path.
-
-    Raises:
-        FileError: they cannot be written, or what was measured cannot be read.
-    """
-    content = of_export(exports[-1], exports[0])
-    content = with_trainings(content, trainings_in(folder))
-    fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
-    name, tested = result["metric"], content.gain.metric
-    metric = Metric(
-        name=name,
-        larger_is_better=tested is not None and tested.larger_is_better,
-        before=tested.before if tested is not None and tested.name == name else None,
-        after=result[f"test_{name}"],
-        of_file=result[f"onnx_test_{name}"],
-    )
-    old = content.repeat
-    seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
-    repeat = repeated(files, _shown(recipe)).model_copy(update=seen)
-    update = {
-        "title": recipe.name,
-        "gain": content.gain.model_copy(update={"metric": metric}),
-        "repeat": repeat,
-        "fit": None if fit is None else Fit.model_validate(fit),
-    }
-    content = content.model_copy(update=update)
-    if recipe.latency is not None and not recipe.rounds:
-        table = l0prune.LatencyTable.load(folder / "latency.json")
-        content = with_time(content, table, tuned)
-    page, _ = Report(content).save(folder / HTML)
-    return page
-
-
-def _shown(recipe: Recipe) -> dict[str, Any]:
-    """The recipe without the folders that its Python files lie in: pages are there to be mailed."""
-    data = recipe.model_dump(mode="json")
-    for place, name in ((data["model"], "source"), (data["data"], "source"), (data, "report")):
-        if place[name] is not None and is_code(place[name]):
-            path, _, function = place[name].rpartition(":")
-            place[name] = f"{Path(path).name}:{function}"
-    return data
 
 
 def run(
@@ -117,7 +51,7 @@ def run(
         report: whether ``report.html`` is written into the folder.
 
     Returns:
-        What came of it, as plain data: sizes, errors, the certificate, the files.
+        Sizes, errors, the certificate, the files.
 
     Raises:
         FileError: another process is at a run in the folder, or it cannot be made.
@@ -126,12 +60,12 @@ def run(
         L0pruneError: a stage failed; what earlier stages made stays.
     """
     with claimed(folder), live_page(folder, recipe.name) if report else nullcontext():
-        _claim(folder, recipe)
+        _write_recipe(folder, recipe)
         return _run(recipe, folder, data_root, report=report)
 
 
 def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -> dict[str, Any]:
-    """All stages that are left, in a folder that is the recipe's."""
+    """Run all stages that are left, in a folder that is the recipe's."""
     with stage("loading the data"):
         source = load_data(recipe.data.source, data_root or os.environ.get("L0PRUNE_DATA"))
     data = Task.of(source, recipe.data.loss, recipe.data.metric)
@@ -143,10 +77,10 @@ def _run(recipe: Recipe, folder: Path, data_root: str | None, *, report: bool) -
             data = l0prune.with_pseudo_labels(data, dense, autocast=recipe.finetune.get("autocast"))
     exports = []
     for number, part in enumerate(recipe.rounds, start=1):
-        tuned = _pruned(recipe, part, network, dense, data, folder / f"round-{number}")
+        tuned = _prune(recipe, part, network, dense, data, folder / f"round-{number}")
         exports.append(_cut(tuned))
         network = exports[-1].module
-    tuned = _pruned(recipe, recipe, network, dense, data, folder)
+    tuned = _prune(recipe, recipe, network, dense, data, folder)
     exports.append(_cut(tuned))
     return _export(recipe, data, tuned, exports, dense, folder, report=report)
 
@@ -156,7 +90,7 @@ def _cut(tuned: nn.Module) -> Export:
     return l0prune.export(tuned)
 
 
-def _claim(folder: Path, recipe: Recipe) -> None:
+def _write_recipe(folder: Path, recipe: Recipe) -> None:
     """Write the recipe into the folder of its run, or refuse a folder of another recipe's.
 
     A run that failed before its first stage leaves nothing that another one could not use.
@@ -175,7 +109,7 @@ def _claim(folder: Path, recipe: Recipe) -> None:
 
 
 def _dense(recipe: Recipe, data: Task, folder: Path, data_root: str | None) -> nn.Module:
-    """The network to prune: as it comes, or trained first where the recipe says so."""
+    """Return the network to prune: as it comes, or trained first where the recipe says so."""
     path = folder / "dense.pt"
     if path.exists():
         return l0prune.load(path, load_model(recipe.model.source))
@@ -197,7 +131,7 @@ def _settings(recipe: Recipe, out: Path, given: dict[str, Any], teacher: Any) ->
 
 
 def _weights(path: str | None, data_root: str | None) -> str | None:
-    """The weights' file; environment variables in it are filled in, ``--data-root`` counts too."""
+    """Return the path of the weights, its variables filled in; L0PRUNE_DATA is ``--data-root``."""
     if path is None:
         return None
     known = {**os.environ, **({"L0PRUNE_DATA": data_root} if data_root else {})}
@@ -210,7 +144,7 @@ def _weights(path: str | None, data_root: str | None) -> str | None:
         ) from error
 
 
-def _pruned(
+def _prune(
     recipe: Recipe,
     part: RoundSection,
     network: nn.Module,
@@ -218,7 +152,7 @@ def _pruned(
     data: Task,
     folder: Path,
 ) -> nn.Module:
-    """The network with gates that have learned; what is done in the folder is not done again."""
+    """Gate a network and learn the gates, or fit them; files in the folder are not made again."""
     gated, tuned = folder / "gated.pt", folder / "tuned.pt"
     folder.mkdir(exist_ok=True)
     if not gated.exists():
@@ -226,7 +160,7 @@ def _pruned(
     if not tuned.exists():
         model = l0prune.load(gated, copied(network))
         info = l0prune.read_info(gated)
-        times = _times(recipe, model, folder) if part.goes_by_times else {}
+        times = _latency_setting(recipe, model, folder) if part.goes_by_times else {}
         if part.fit is None:
             settings = _settings(recipe, folder / "finetune", part.finetune, dense) | times
             with stage("fine-tuning with gates"):
@@ -237,8 +171,8 @@ def _pruned(
     return l0prune.load(tuned, copied(network))
 
 
-def _times(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
-    """The setting for a latency table, where the recipe asks for one."""
+def _latency_setting(recipe: Recipe, model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Measure a latency table, where the recipe asks for one; return it as a setting."""
     if recipe.latency is None:
         return {}
     path, asked = folder / "latency.json", recipe.latency
@@ -294,8 +228,8 @@ def _fit(
 
 
 @stage("testing the smaller network and its file")
-def _measured(small: Export, file: Path, data: Task) -> dict[str, Any]:
-    """The metric on the test data, of the module and of its file; without a metric the loss.
+def _test(small: Export, file: Path, data: Task) -> dict[str, Any]:
+    """Return the test metric of the module and of its file; without a metric the loss.
 
     Of the file it is None where there are several, or where loss and metric do not take its
     outputs, which are tensors by name; that is said in a warning.
@@ -313,7 +247,7 @@ def _measured(small: Export, file: Path, data: Task) -> dict[str, Any]:
     return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file.get(key)}
 
 
-def _reported(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
+def _own_report(spec: str | None, dense: nn.Module, file: Path) -> dict[str, Any]:
     """Return the measurements of the recipe's own function."""
     if spec is None:
         return {}
@@ -337,7 +271,7 @@ def _export(
     *,
     report: bool,
 ) -> dict[str, Any]:
-    """The files, ``result.json`` and the report; sizes before are those of the first round."""
+    """Write the files, ``result.json`` and the report; sizes before are of the first round."""
     first, small = exports[0], exports[-1]
     history = l0prune.read_info(folder / "tuned.pt").get("history")
     if recipe.recover is not None:
@@ -359,8 +293,8 @@ def _export(
     result = {
         "recipe": recipe.name,
         "architecture": "-".join(widths),
-        **_measured(small, file, data),
-        "report": _reported(recipe.report, dense, file),
+        **_test(small, file, data),
+        "report": _own_report(recipe.report, dense, file),
         **small.to_dict(),
         "params_before": first.params_before,
         "macs_before": first.macs_before,
@@ -370,7 +304,52 @@ def _export(
         "training": history,
     }
     if report:
-        page = write_page(recipe, result, [*exports[:-1], small], tuned, files, folder)
+        page = _write_report(recipe, result, [*exports[:-1], small], tuned, files, folder)
         result["page"] = str(page)
     write_whole(folder / "result.json", json.dumps(result, indent=2))
     return result
+
+
+def _write_report(
+    recipe: Recipe,
+    result: dict[str, Any],
+    exports: Sequence[Export],
+    tuned: nn.Module,
+    files: Sequence[Path],
+    folder: Path,
+) -> Path:
+    """Write ``report.html`` and ``report.json`` into the folder; ``tuned`` is of the last round."""
+    content = add_trainings(from_export(exports[-1], exports[0]), trainings_in(folder))
+    fit = l0prune.read_info(folder / "tuned.pt").get("fitted")
+    name, tested = result["metric"], content.gain.metric
+    metric = Metric(
+        name=name,
+        larger_is_better=tested is not None and tested.larger_is_better,
+        before=tested.before if tested is not None and tested.name == name else None,
+        after=result[f"test_{name}"],
+        of_file=result[f"onnx_test_{name}"],
+    )
+    old = content.repeat
+    seen = {"seed": recipe.seed, "device": old.device, "preprocessing": old.preprocessing}
+    repeat = repeat_facts(files, _without_folders(recipe)).model_copy(update=seen)
+    update = {
+        "title": recipe.name,
+        "gain": content.gain.model_copy(update={"metric": metric}),
+        "repeat": repeat,
+        "fit": None if fit is None else Fit.model_validate(fit),
+    }
+    content = content.model_copy(update=update)
+    if recipe.latency is not None and not recipe.rounds:
+        table = l0prune.LatencyTable.load(folder / "latency.json")
+        content = add_time(content, table, tuned)
+    return Report(content).save(folder / HTML)[0]
+
+
+def _without_folders(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe without the folders of its Python files: pages are there to be mailed."""
+    data = recipe.model_dump(mode="json")
+    for place, name in ((data["model"], "source"), (data["data"], "source"), (data, "report")):
+        if place[name] is not None and is_code(place[name]):
+            path, _, function = place[name].rpartition(":")
+            place[name] = f"{Path(path).name}:{function}"
+    return data

@@ -96,7 +96,7 @@ class Gain(Section):
     seconds: float | None = None
 
 
-class Asked(Section):
+class BudgetResult(Section):
     """A budget.
 
     Attributes:
@@ -163,7 +163,7 @@ class Axis(Section):
     kept: list[int] | None = None
 
 
-class Side(Section):
+class SideChange(Section):
     """The input or the output side of a layer.
 
     Attributes:
@@ -179,18 +179,18 @@ class Side(Section):
     reason: str = ""
 
 
-class Layer(Section):
+class LayerChange(Section):
     """A Linear, a convolution, an embedding, or a parameter that acts as one."""
 
     name: str
     kind: str
-    input: Side
-    output: Side
+    input: SideChange
+    output: SideChange
     params: Pair
     macs: Pair
 
 
-class Amount(Section):
+class CostState(Section):
     """Amounts of one measure: expected under the gates' noise, of an export, dense."""
 
     expected: float
@@ -233,14 +233,14 @@ class Epoch(Section):
     penalty: float | None = None
     test_loss: float | None = None
     metric: float | None = None
-    amounts: dict[str, Amount] = Field(default_factory=dict)
+    amounts: dict[str, CostState] = Field(default_factory=dict)
     budgets: dict[str, BudgetState] = Field(default_factory=dict)
     gates: list[int] = Field(default_factory=list)
     training_macs: float | None = None
     doctor: dict[str, str] = Field(default_factory=dict)
 
 
-class Look(Section):
+class WidthTrial(Section):
     """One choice of widths that was looked at, for one budget; amounts in its measure's unit.
 
     Attributes:
@@ -269,7 +269,7 @@ class Fit(Section):
     """
 
     filling: dict[str, int] = Field(default_factory=dict)
-    looks: list[Look] = Field(default_factory=list)
+    looks: list[WidthTrial] = Field(default_factory=list)
 
 
 class Training(Section):
@@ -370,7 +370,7 @@ class Run(Section):
     costs: dict[str, Pair] = Field(default_factory=dict)
 
 
-class Stored(Section):
+class StoredFile(Section):
     """A file that came of it: its name without folders, its size in bytes, its SHA-256."""
 
     name: str
@@ -400,7 +400,7 @@ class Repeat(Section):
     seed: int | None = None
     preprocessing: Preprocessing | None = None
     recipe: dict[str, Any] | None = None
-    files: list[Stored] = Field(default_factory=list)
+    files: list[StoredFile] = Field(default_factory=list)
 
 
 class Content(Section):
@@ -432,11 +432,11 @@ class Content(Section):
     title: str
     made: str
     gain: Gain = Field(default_factory=Gain)
-    budgets: list[Asked] = Field(default_factory=list)
+    budgets: list[BudgetResult] = Field(default_factory=list)
     certificate: list[Comparison] = Field(default_factory=list)
     notes: str = ""
     axes: list[Axis] = Field(default_factory=list)
-    layers: list[Layer] = Field(default_factory=list)
+    layers: list[LayerChange] = Field(default_factory=list)
     trainings: list[Training] = Field(default_factory=list)
     time: TimeByLayer | None = None
     fit: Fit | None = None

@@ -1,4 +1,4 @@
-"""Every layer of a model, with what may be cut on its two sides or why it stays whole."""
+"""Layers of a model: what may be cut on their two sides, and what a cut leaves of each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor
+
 from l0prune.capture.weights import Weight
+from l0prune.plan.branch import is_needed
 from l0prune.plan.cost import reachable
 from l0prune.plan.layout import Const, Layout, constant_positions, leaves, outer
 from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.switches import gone
+from l0prune.report import content
+from l0prune.report.content import Axis, Pair
 
+UNGATED = "no gate was put on it"
 UNUSED = "not used in eval mode"
 UNKNOWN = "no operator that l0prune knows reads or writes it"
 
@@ -107,7 +114,7 @@ def _count(costs: list[Cost]) -> int:
 
 
 def costs_of(plan: Plan, weights: Sequence[Weight]) -> dict[str, list[Cost]]:
-    """The costs of each layer, each cost with one layer at most.
+    """Return the costs of each layer, each cost with one layer at most.
 
     Where two layers share a weight, work is with the layer that does it.
     """
@@ -209,3 +216,108 @@ class Sides:
         for name in (self.tensor, f"{self.weight.name} (computed weight)"):
             for dim in dims:
                 yield f"{name} dim {dim}"
+
+
+def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
+    """The axes that had gates; of heads, which of them stayed.
+
+    Args:
+        plan: of the network before the cut.
+        kept: the slots that stay; bool, flat, shape ``(plan.size,)``.
+    """
+    found = []
+    for axis in plan.axes:
+        left = kept[axis.slice].nonzero().flatten().tolist()
+        slots = left if axis.kind == "head" else None
+        found.append(
+            Axis(name=axis.name, kind=axis.kind, before=axis.size, after=len(left), kept=slots)
+        )
+    return found
+
+
+def layers_before_and_after(
+    plan: Plan, kept: Tensor, weights: Sequence[Weight], otherwise: str = UNGATED
+) -> list[content.LayerChange]:
+    """Widths, params and MACs of each layer before the cut and after it.
+
+    Args:
+        plan: of the network before the cut.
+        kept: as for ``axes_before_and_after``.
+        weights: its layers.
+        otherwise: why a side stays whole of which the plan says nothing.
+    """
+    counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
+    of_all = {plan.aliases.get(name, name) for weight in weights for name in weight.tensors}
+    found = layers_of(plan, weights, of_all - counted, otherwise)
+    costs = costs_of(plan, weights)
+    numbers = {axis.name: number for number, axis in enumerate(plan.axes)}
+    pairs = zip(weights, found, strict=True)
+    layers = {w.name: _layer_cut(plan, kept, w, of, costs[w.name], numbers) for w, of in pairs}
+    return [layers[name] for name in _in_order(plan, costs)]
+
+
+def _in_order(plan: Plan, costs: dict[str, list[Cost]]) -> list[str]:
+    """The layers' names by where the forward first works with them; last, those it never does."""
+    places = {id(cost): place for place, cost in enumerate(plan.costs)}
+    first = {
+        name: min((places[id(each)] for each in of), default=len(places))
+        for name, of in costs.items()
+    }
+    return sorted(costs, key=first.__getitem__)
+
+
+def _layer_cut(
+    plan: Plan,
+    kept: Tensor,
+    weight: Weight,
+    found: Layer,
+    costs: Sequence[Cost],
+    numbers: dict[str, int],
+) -> content.LayerChange:
+    layouts = Sides(plan, weight).layouts() if found.used else ([], [])
+    sides = [
+        _side_cut(plan, kept, side, of, numbers)
+        for side, of in zip((found.input, found.output), layouts, strict=True)
+    ]
+    branch = _gone_with(plan, kept, costs)
+    if branch:
+        why = f"the branch {branch} is gone"
+        sides = [side.model_copy(update={"after": 0, "reason": why}) for side in sides]
+    return content.LayerChange(
+        name=found.name,
+        kind=found.kind,
+        input=sides[0],
+        output=sides[1],
+        params=Pair(before=found.params, after=_amount(plan, kept, costs, "params")),
+        macs=Pair(before=found.macs, after=_amount(plan, kept, costs, "macs")),
+    )
+
+
+def _gone_with(plan: Plan, kept: Tensor, costs: Sequence[Cost]) -> str:
+    """The branch that is gone and had all of the layer to itself; empty where there is none."""
+    names = gone(plan, kept)
+    mine = [cost.needed for cost in costs if cost.unit == "params"]
+    if not mine or any(is_needed(of, names) for of in mine):
+        return ""
+    return next(name for name in names if any(name in each for of in mine for each in of))
+
+
+def _side_cut(
+    plan: Plan, kept: Tensor, side: Side, layouts: Sequence[Layout], numbers: dict[str, int]
+) -> content.SideChange:
+    """A side that lies on several dims (positions × channels) is as wide as those with an axis."""
+    cut = [layout for layout in layouts if any(leaves(layout))]
+    before, after = side.size, side.size
+    if cut:
+        before, after = prod(dim.size for dim in cut), _left(plan, kept, cut)
+    axes = [numbers[name] for name in side.axes]
+    return content.SideChange(before=before, after=after, axes=axes, reason=side.reason)
+
+
+def _left(plan: Plan, kept: Tensor, layouts: Sequence[Layout]) -> int:
+    return prod(int(plan.mask(layout, kept).sum()) for layout in layouts)
+
+
+def _amount(plan: Plan, kept: Tensor, costs: Sequence[Cost], unit: str) -> int:
+    of_unit = (cost for cost in costs if cost.unit == unit)
+    return round(sum(cost.scale * _left(plan, kept, cost.dims) for cost in of_unit))

@@ -1,31 +1,25 @@
-"""The page of a run that goes on: renewed as epochs are done, and right when the run stops.
-
-The public way in to training, with a page that shows it in the folder of the run.
-"""
+"""``l0prune.finetune`` and ``train_dense``: training, with a page that is renewed as it goes on."""
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from torch import nn
 
 from l0prune.errors import L0pruneError, L0pruneWarning
-from l0prune.report.report import HTML, Report
-from l0prune.report.run_folder import of_trainings, trainings_in
+from l0prune.report.report import HTML, Report, of_trainings, trainings_in
+from l0prune.timing.table import LatencyTable
 from l0prune.training import run
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.phases import watched
-
-if TYPE_CHECKING:
-    from l0prune.report.report import Report
-
 
 _EVERY = 5.0  # seconds between two renewals, at least
 
@@ -114,19 +108,14 @@ def finetune(
             that it had come to; after any other error it is as it was found.
     """
 
-    def made(history: History) -> Report:
-        from l0prune.report.report import Report
-        from l0prune.timing.table import LatencyTable
-
-        table = settings.get("latency")
-        latency = table if isinstance(table, LatencyTable) else None
-        return Report.of(history=history, model=model, latency=latency)
-
-    def train() -> History:
-        return run.finetune(model, data, **settings)
-
-    folder = settings.get("out") if report else None
-    return train() if folder is None else _with_page(train, made, model, Path(folder))
+    table = settings.get("latency")
+    latency = table if isinstance(table, LatencyTable) else None
+    return _train_with_page(
+        lambda: run.finetune(model, data, **settings),
+        lambda history: Report.of(history=history, model=model, latency=latency),
+        type(model).__name__,
+        settings.get("out") if report else None,
+    )
 
 
 def train_dense(
@@ -139,33 +128,29 @@ def train_dense(
         UsageError: a setting is one of gates; and see ``finetune``.
     """
 
-    def made(history: History) -> Report:
-        from l0prune.report.report import Report
-
-        return Report.of(history=history)
-
-    def train() -> History:
-        return run.train_dense(model, data, **settings)
-
-    folder = settings.get("out") if report else None
-    return train() if folder is None else _with_page(train, made, model, Path(folder))
+    return _train_with_page(
+        lambda: run.train_dense(model, data, **settings),
+        lambda history: Report.of(history=history),
+        type(model).__name__,
+        settings.get("out") if report else None,
+    )
 
 
-def _with_page(
+def _train_with_page(
     train: Callable[[], History],
-    made: Callable[[History], Report],
-    model: nn.Module,
-    folder: Path,
+    report_on: Callable[[History], Report],
+    title: str,
+    folder: str | os.PathLike[str] | None,
 ) -> History:
-    """Train, with a page in the folder; what was learned counts more than that it is written."""
-    from l0prune.report.report import HTML
-
-    title = type(model).__name__
+    """Train, with a page in the folder, if any; a page that cannot be written is a warning."""
+    if folder is None:
+        return train()
+    folder = Path(folder)
     with live_page(folder, title) as page:
         history = train()
     if page.begun:
         try:
-            made(history).titled(title).save(folder / HTML)
+            report_on(history).titled(title).save(folder / HTML)
         except L0pruneError as error:
             warnings.warn(f"l0prune: there is no report: {error}", L0pruneWarning, stacklevel=3)
     return history

@@ -1,4 +1,7 @@
-"""The report: one page that a person looks at, and the data that it is made from."""
+"""The report of a run: one page for a person, and the data that the page is made from.
+
+It is made of results in memory, or of the files in the folder of a run.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,35 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import escape
+from pydantic import ValidationError
 from torch import nn
 
 from l0prune.errors import FileError
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import write_whole
-from l0prune.files.checked_json import read_text
-from l0prune.report.content import Content, parsed
-from l0prune.report.gathered import (
+from l0prune.files.checked_json import read_json, read_text
+from l0prune.report.collect import (
+    add_time,
+    add_trainings,
+    file_facts,
+    from_export,
+    from_model,
+    from_survey,
     now,
-    of_export,
-    of_model,
-    of_survey,
-    with_time,
-    with_trainings,
+    training_in,
+    training_of,
 )
+from l0prune.report.content import Comparison, Content, Gain, Metric, Pair, Run, Training, parsed
 from l0prune.report.page.html import html
 from l0prune.report.survey import Survey
-from l0prune.report.trainings import training_of
 from l0prune.timing.table import LatencyTable
-from l0prune.training.history import History
+from l0prune.training.history import NAME, History
 
-JSON, HTML = "report.json", "report.html"
+JSON, HTML, RESULT = "report.json", "report.html", "result.json"
+_STAGES = ("dense", "finetune", "recover")  # of a recipe's last round
 
 
 class Report:
@@ -52,7 +60,7 @@ class Report:
         model: nn.Module | None = None,
         latency: LatencyTable | None = None,
     ) -> Report:
-        """The report of an export, of a training, or of both.
+        """Return the report of an export, of a training, or of both.
 
         Args:
             dense: what ``l0prune.export`` gave.
@@ -65,25 +73,25 @@ class Report:
         """
         histories = [history] if isinstance(history, History) else list(history or ())
         if dense is not None:
-            content = of_export(dense)
+            content = from_export(dense)
         elif model is not None:
-            content = of_model(model)
+            content = from_model(model)
         else:
             content = Content(title="Training", made=now())
         trainings = [training_of(each) for each in histories if each.records]
-        content = with_trainings(content, trainings)
+        content = add_trainings(content, trainings)
         if latency is not None and model is not None:
-            content = with_time(content, latency, model)
+            content = add_time(content, latency, model)
         return Report(content)
 
     @staticmethod
     def of_survey(survey: Survey) -> Report:
-        """The report of what could be cut out of a model, before anything is trained.
+        """Return the report of what could be cut out of a model, before anything is trained.
 
         Args:
             survey: what ``l0prune.survey`` gave.
         """
-        return Report(of_survey(survey))
+        return Report(from_survey(survey))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
@@ -99,7 +107,7 @@ class Report:
         return Report(self.content.model_copy(update={"title": title}))
 
     def html(self, *, live: bool = False) -> str:
-        """The page: one file that needs no other.
+        """Return the page: one file that needs no other.
 
         Args:
             live: whether it is to be loaded again every few seconds, while a run goes on.
@@ -138,3 +146,134 @@ class Report:
         """The page in a frame of its own, where its style meets no other."""
         style = "width:100%;height:75vh;border:0"
         return f'<iframe style="{style}" srcdoc="{escape(self.html())}"></iframe>'
+
+
+def report_of(path: Path) -> Report:
+    """Return the report of a run's folder, or of its ``report.json``.
+
+    A folder without one is looked through: for the result of a recipe, for what its trainings
+    measured, and for several runs, which are then compared.
+
+    Raises:
+        FileError: there is no run, or what is there is damaged.
+    """
+    if path.is_file():
+        return Report.load(path)
+    if not path.is_dir():
+        raise FileError(f"there is no {path}. Give the folder of a run, or its {JSON}.")
+    if (path / JSON).is_file():
+        written = Report.load(path / JSON)
+        if written.content.about != "sweep":  # there may be more runs by now
+            return written
+    found = trainings_in(path)
+    result = _result(path / RESULT)
+    if not found and result is None and (runs := _runs_in(path)):
+        return Report(_sweep_of(path.resolve().name, runs))
+    if not found and result is None:
+        raise FileError(
+            f"{path} is no run's folder: it has neither {JSON} nor {NAME}. `l0prune run` and "
+            "`l0prune finetune` write such folders."
+        )
+    content = of_trainings(path.resolve().name, found)
+    return Report(content if result is None else _with_result(content, result, path))
+
+
+def _runs_in(path: Path) -> list[tuple[Path, Content]]:
+    """Return the runs in the folders of a folder, where there are several."""
+    found = []
+    for folder in sorted(each for each in path.iterdir() if each.is_dir()):
+        if any((folder / name).is_file() for name in (JSON, RESULT, NAME)):
+            found.append((folder.relative_to(path), report_of(folder).content))
+    return found if len(found) > 1 else []
+
+
+def _sweep_of(title: str, runs: Sequence[tuple[Path, Content]]) -> Content:
+    """Return the report of several runs, each with its folder, relative to the report."""
+    found = [_run_of(folder, content) for folder, content in runs]
+    return Content(title=title, made=now(), about="sweep", runs=found)
+
+
+def _run_of(folder: Path, content: Content) -> Run:
+    gain = content.gain
+    time = None if gain.time is None else Pair(before=gain.time.before, after=gain.time.after)
+    costs = {"params": gain.params, "macs": gain.macs, "time": time}
+    return Run(
+        name=folder.as_posix(),
+        page=quote(f"{folder.as_posix()}/report.html"),
+        metric=gain.metric,
+        costs={name: cost for name, cost in costs.items() if cost is not None},
+    )
+
+
+def of_trainings(title: str, trainings: list[Training]) -> Content:
+    """Return the report of trainings alone: curves, and an export's counts at their end."""
+    content = add_trainings(Content(title=title, made=now()), trainings)
+    counted = [t.epochs[-1].amounts for t in trainings if t.epochs and t.epochs[-1].amounts]
+    gain = {
+        name: Pair(before=amount.dense, after=amount.actual)
+        for name, amount in (counted[-1] if counted else {}).items()
+        if name in ("params", "macs")
+    }
+    return content.model_copy(update={"gain": content.gain.model_copy(update=gain)})
+
+
+def trainings_in(folder: Path) -> list[Training]:
+    """Return the trainings in a run's folder, in order.
+
+    Raises:
+        FileError: records are damaged.
+    """
+    if (folder / NAME).exists():
+        alone = training_in(folder, "finetune")
+        return [] if alone is None else [alone]
+    rounds = sorted(folder.glob("round-*/finetune"), key=lambda each: (len(each.parent.name), each))
+    first, *rest = (folder / name for name in _STAGES)
+    stages = [first, *rounds, *rest]
+    found = (training_in(each, str(each.relative_to(folder))) for each in stages)
+    return [training for training in found if training is not None]
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """Return the result of a recipe's run; None if it did not end."""
+    if not path.exists():
+        return None
+    found = read_json(path, "`l0prune run` in this folder writes it anew, once it is removed.")
+    if not isinstance(found, dict):
+        raise FileError(f"{path} is damaged: it is no table of results.")
+    return found
+
+
+def _with_result(content: Content, result: dict[str, Any], folder: Path) -> Content:
+    """Return the report with the result of a recipe's run."""
+    try:
+        name = str(result["metric"])
+        old = content.gain.metric
+        metric = Metric(
+            name=name,
+            larger_is_better=bool(old and old.larger_is_better),
+            before=old.before if old and old.name == name else None,
+            after=result[f"test_{name}"],
+            of_file=result.get(f"onnx_test_{name}"),
+        )
+        file = folder / Path(str(result["onnx"])).name
+        gain = Gain(
+            params=Pair(before=result["params_before"], after=result["params"]),
+            macs=Pair(before=result["macs_before"], after=result["macs"]),
+            bytes=Pair(before=None, after=file.stat().st_size) if file.is_file() else None,
+            metric=metric,
+            seconds=content.gain.seconds,
+        )
+        certificate = [Comparison(**check) for check in result["certificate"]]
+        files = [file_facts(file)] if file.is_file() else []
+        return content.model_copy(
+            update={
+                "title": str(result["recipe"]),
+                "gain": gain,
+                "certificate": certificate,
+                "notes": str(result.get("note", "")),
+                "repeat": content.repeat.model_copy(update={"files": files}),
+            }
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        reason = "of the wrong form" if isinstance(error, ValidationError) else repr(error)
+        raise FileError(f"{folder / RESULT} is damaged: {reason}") from error

@@ -1,8 +1,6 @@
 """The survey: what could be cut out of a network, what could not and why.
 
-Many numbered names as one: ``layer3.{0..5}.conv1``.
-
-The survey's tables, short enough to read for networks of any depth.
+Tables stay short for networks of any depth: numbered names share a row, ``layer3.{0..5}.conv1``.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ T = TypeVar("T")
 _COUNTER = re.compile(r"(?<!\w)\d+(?!\w)|(?<=[A-Za-z_])\d+(?=\.\w)")
 
 
-def pattern(text: str) -> str:
+def mask_numbers(text: str) -> str:
     """The text with its counters masked: equal for texts that differ in nothing else."""
     return _COUNTER.sub("#", text)
 
 
-def together(texts: Sequence[str]) -> str:
+def join_numbered(texts: Sequence[str]) -> str:
     """Texts of one pattern as a single one, with ranges where their counters differ."""
     counters = [_COUNTER.findall(text) for text in texts]
     columns = [[int(n) for n in column] for column in zip(*counters, strict=True)]
@@ -67,15 +65,15 @@ def _number_range(numbers: Sequence[int]) -> str:
     return "{" + ",".join(map(str, shown)) + "}"
 
 
-def several(names: Iterable[str], most: int = 3) -> str:
+def list_names(names: Iterable[str], most: int = 3) -> str:
     """Names in few words: those of one pattern as one, and no more than a few."""
-    shown = [together(group) for group in grouped(names, pattern)]
+    shown = [join_numbered(group) for group in group_by(names, mask_numbers)]
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return " + ".join(shown[:most]) + more
 
 
-def grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Things with the same key together, in the order in which each key first appears."""
+def group_by(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    """Group things by a key, in the order in which each key first appears."""
     groups: dict[Hashable, list[T]] = {}
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
@@ -109,14 +107,14 @@ def _axes(plan: Plan) -> Table:
             sites.setdefault(number, []).append(site.tensor)
 
     def alike(numbered: tuple[int, Axis]) -> tuple[str, str]:
-        return pattern(numbered[1].name), numbered[1].kind
+        return mask_numbers(numbered[1].name), numbered[1].kind
 
-    for group in grouped(enumerate(plan.axes), alike):
+    for group in group_by(enumerate(plan.axes), alike):
         sizes, kind = _range([axis.size for _, axis in group]), group[0][1].kind
         table.add_row(
-            together([axis.name for _, axis in group]),
+            join_numbered([axis.name for _, axis in group]),
             _times(len(group), f"{sizes} {kind}s"),
-            several(name for number, _ in group for name in sites.get(number, ())),
+            list_names(name for number, _ in group for name in sites.get(number, ())),
         )
     return table
 
@@ -127,10 +125,10 @@ def _layers(layers: Sequence[Layer], params: int, macs: int) -> Table:
     table = _table(title, "layer", "input side", "output side")
     for column in ("params", "MACs"):
         table.add_column(column, justify="right")
-    for group in grouped(layers, _alike):
+    for group in group_by(layers, _alike):
         inputs, outputs = _side([x.input for x in group]), _side([x.output for x in group])
         table.add_row(
-            together([x.name for x in group]) + "\n  " + _times(len(group), group[0].kind),
+            join_numbered([x.name for x in group]) + "\n  " + _times(len(group), group[0].kind),
             inputs,
             outputs if group[0].used else "",
             _percent(sum(x.params for x in group), params),
@@ -157,18 +155,18 @@ def _alike(layer: Layer) -> tuple[Hashable, ...]:
     """Return the key that layers in one row share."""
     carries = layer.input.axes == layer.output.axes
     sides = (_short(layer.input), _short(layer.output))
-    return (pattern(layer.name), layer.kind, carries, *sides)
+    return (mask_numbers(layer.name), layer.kind, carries, *sides)
 
 
 def _short(side: Side) -> str:
     """Return the key by which sides of different rows differ."""
-    return ", ".join(dict.fromkeys(map(pattern, side.axes))) + " | " + pattern(_why(side))
+    return ", ".join(dict.fromkeys(map(mask_numbers, side.axes))) + " | " + mask_numbers(_why(side))
 
 
 def _side(sides: Sequence[Side]) -> str:
     """The sides of layers that share a row, in words."""
-    names = several(name for side in sides for name in side.axes)
-    why = together([_why(side) for side in sides])
+    names = list_names(name for side in sides for name in side.axes)
+    why = join_numbered([_why(side) for side in sides])
     if not names:
         return why if why == UNUSED else f"whole: {why}"
     if not why:
@@ -201,7 +199,7 @@ def _percent(part: int, whole: int) -> str:
 
 @dataclass(frozen=True)
 class Survey:
-    """What l0prune found in a model. Printing it shows a table.
+    """Prunable axes of a model, and the reasons for what stays whole. Printing it shows tables.
 
     Attributes:
         plan: the axes, pins and costs as data.

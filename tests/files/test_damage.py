@@ -16,8 +16,8 @@ from l0prune.cli import recipe_files
 from l0prune.errors import FileError, L0pruneError
 from l0prune.files.checked_json import sealed
 from l0prune.files.smaller_model import MANIFEST, WEIGHTS
+from l0prune.report.collect import training_in
 from l0prune.report.report import Report
-from l0prune.report.trainings import training_in
 from l0prune.training import checkpoint
 
 TIMES = 30

@@ -5,7 +5,7 @@ from reported import content
 
 import l0prune
 from l0prune.errors import FileError
-from l0prune.report.content import Asked, Content, parsed
+from l0prune.report.content import BudgetResult, Content, parsed
 
 
 def test_what_is_written_is_read():
@@ -41,5 +41,5 @@ def test_a_broken_or_foreign_file_is_said_in_a_sentence(text, tmp_path):
 
 
 def test_a_budget_is_met_where_the_share_is_within_it():
-    assert Asked(text="macs=0.5", limit=0.5, share=0.5).met
-    assert not Asked(text="macs=0.5", limit=0.5, share=0.51).met
+    assert BudgetResult(text="macs=0.5", limit=0.5, share=0.5).met
+    assert not BudgetResult(text="macs=0.5", limit=0.5, share=0.51).met

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import l0prune
-from l0prune.report.gathered import UNGATED
+from l0prune.report.layers import UNGATED
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ from reported import content
 import l0prune
 from l0prune.report.content import Gain, Metric, Pair
 from l0prune.report.page import elements
-from l0prune.report.run_folder import report_of
+from l0prune.report.report import report_of
 
 
 def test_cards(page):

@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal
 import l0prune
 from l0prune.plan.layout import Cat, Const, Prod, Slots, outer
 from l0prune.report.layers import UNUSED
-from l0prune.report.survey import pattern, several, together
+from l0prune.report.survey import join_numbered, list_names, mask_numbers
 
 
 def gpt2():
@@ -196,8 +196,8 @@ def test_leading_factors():
 
 def test_numbered_names_become_one():
     names = [f"layer{a}.{b}.conv1" for a in (1, 2, 3) for b in (0, 1)]
-    assert together(names) == "layer{1..3}.{0,1}.conv1"
-    assert pattern("layer1.0.conv1") != pattern("layer1.0.conv2")
-    assert several([*names, "stem", "head"]) == "layer{1..3}.{0,1}.conv1 + stem + head"
-    assert several(["a", "b", "c", "d"]) == "a + b + c and 1 more"
-    assert together(["f.0", "f.3", "f.7", "f.9", "f.12"]) == "f.{0,3,…,12}"
+    assert join_numbered(names) == "layer{1..3}.{0,1}.conv1"
+    assert mask_numbers("layer1.0.conv1") != mask_numbers("layer1.0.conv2")
+    assert list_names([*names, "stem", "head"]) == "layer{1..3}.{0,1}.conv1 + stem + head"
+    assert list_names(["a", "b", "c", "d"]) == "a + b + c and 1 more"
+    assert join_numbered(["f.0", "f.3", "f.7", "f.9", "f.12"]) == "f.{0,3,…,12}"

@@ -19,7 +19,7 @@ from l0prune.report.content import (
     Content,
     Fit,
     OwnerTime,
-    Side,
+    SideChange,
     Training,
 )
 from l0prune.report.page import elements, html
@@ -186,7 +186,7 @@ def test_each_choice_of_widths_is_a_row_of_its_budget():
 def test_single_positions_of_flattened_maps_are_said_where_they_have_gates():
     maps = Axis(name="conv", kind="channel", before=32, after=7)
     fine = Axis(name="fc.in", kind="input", before=128, after=24)
-    reads = Side(before=128, after=21, axes=[0, 1])
+    reads = SideChange(before=128, after=21, axes=[0, 1])
     layers = [layer("conv"), layer("fc", axes=()).model_copy(update={"input": reads})]
     text = re.sub(r"\s+", " ", " ".join(read(page(axes=[maps, fine], layers=layers)).words))
     assert "The inputs of fc are flattened maps" in text

@@ -13,10 +13,10 @@ from small_task import data, gated, network
 import l0prune
 from l0prune.errors import FileError, L0pruneWarning, TrainingError, UsageError
 from l0prune.plan import measures
+from l0prune.report.collect import budgets_of
 from l0prune.report.content import BudgetState, Fit, Pair
 from l0prune.report.live import live_page
-from l0prune.report.run_folder import report_of
-from l0prune.report.trainings import budgets_of
+from l0prune.report.report import report_of
 from l0prune.running.environment import environment
 
 QUIET = {"progress": False, "batch_size": 30, "epochs": 3}

@@ -6,15 +6,15 @@ from reported import content
 import l0prune
 from l0prune.errors import FileError
 from l0prune.report.content import Gain, Metric, Pair
-from l0prune.report.page.sweep import front
-from l0prune.report.run_folder import report_of
+from l0prune.report.page.sweep import pareto_front
+from l0prune.report.report import report_of
 
 
 def test_the_front_is_what_no_other_run_beats():
     points = [(50, 3.0), (30, 5.0), (40, 6.0), (70, 3.0), (10, 9.0)]
-    assert front(points) == [4, 1, 0]
-    assert front(points, larger_is_better=True) == [4]
-    assert front([(1, 1.0), (1, 1.0)]) == [0, 1]
+    assert pareto_front(points) == [4, 1, 0]
+    assert pareto_front(points, larger_is_better=True) == [4]
+    assert pareto_front([(1, 1.0), (1, 1.0)]) == [0, 1]
 
 
 def run(macs, error):

@@ -14,13 +14,12 @@ from markupsafe import Markup
 from l0prune.report.content import Content, Training
 from l0prune.report.page import elements
 from l0prune.report.page.certificate import certificate, grouped
-from l0prune.report.page.curves import curves, remarks
 from l0prune.report.page.elements import breakable, element
-from l0prune.report.page.gate_map import gates
 from l0prune.report.page.network import flattened, heads, network, sums
-from l0prune.report.page.panel import in_words
 from l0prune.report.page.sweep import shown_costs, sweep
-from l0prune.report.page.time import groups_of, looks, time_by_layer
+from l0prune.report.page.time import groups_of, predicted_and_measured, time_by_layer
+from l0prune.report.page.training import curves, phases_in_words, remarks
+from l0prune.report.page.training import gate_histogram as gates
 from l0prune.report.page.verdict import cards, is_unfinished, verdict
 
 _FOLDER = Path(__file__).parent
@@ -78,7 +77,7 @@ def _pictures(content: Content) -> dict[str, Markup]:
         time = content.time
         found["time"] = _both(lambda width: time_by_layer(time, width))
     for number, group in enumerate(groups_of(content)):
-        found[f"looks {number}"] = _both(partial(looks, group))
+        found[f"predicted {number}"] = _both(partial(predicted_and_measured, group))
     return found
 
 
@@ -90,7 +89,7 @@ def _shown(training: Training) -> dict[str, Any]:
         pictures.append(_both(lambda width: gates(training, width)))
     return {
         "of": training,
-        "phases": in_words(training),
+        "phases": phases_in_words(training),
         "pictures": pictures,
         "remarks": remarks(training),
     }

@@ -11,7 +11,7 @@ from math import sqrt
 
 from markupsafe import Markup
 
-from l0prune.report.content import Axis, Content, Layer, Pair, Side
+from l0prune.report.content import Axis, Content, LayerChange, Pair, SideChange
 from l0prune.report.page import elements
 from l0prune.report.page.elements import (
     clipped,
@@ -36,7 +36,7 @@ class Row:
 
     name: str
     kind: str
-    side: Side
+    side: SideChange
     is_survey: bool = False
 
     @property
@@ -56,7 +56,7 @@ class Row:
 
 
 def network(
-    layers: Sequence[Layer], axes: Sequence[Axis], width: int, *, is_survey: bool = False
+    layers: Sequence[LayerChange], axes: Sequence[Axis], width: int, *, is_survey: bool = False
 ) -> Markup:
     """The picture. The bars' lengths grow with the square root of the layers' widths.
 
@@ -88,7 +88,7 @@ def network(
     return drawing(width, height_of_row * len(rows) + 4, said, *ties, *drawn)
 
 
-def rows_of(layers: Sequence[Layer], is_survey: bool = False) -> list[Row]:
+def rows_of(layers: Sequence[LayerChange], is_survey: bool = False) -> list[Row]:
     """The bars, in network order."""
     written = {axis for layer in layers for axis in layer.output.axes}
     rows = []
@@ -99,7 +99,7 @@ def rows_of(layers: Sequence[Layer], is_survey: bool = False) -> list[Row]:
     return rows
 
 
-def flattened(layers: Sequence[Layer], axes: Sequence[Axis]) -> list[str]:
+def flattened(layers: Sequence[LayerChange], axes: Sequence[Axis]) -> list[str]:
     """Layers that read flattened maps of which single positions have gates beside whole maps."""
     fine = {number for number, axis in enumerate(axes) if axis.kind == "input"}
     sides = {layer.name: set(layer.input.axes) for layer in layers}

@@ -1,18 +1,12 @@
-"""A sweep as a picture: each run a point, its metric over its cost.
-
-Several runs of one network: what each of them costs, and what it is worth.
-"""
+"""Picture of a sweep: each run a point, its metric over its cost, with the Pareto front."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from urllib.parse import quote
 
 from markupsafe import Markup
 
-from l0prune.report.content import Content, Pair, Run
-from l0prune.report.gathered import now
+from l0prune.report.content import Run
 from l0prune.report.page import elements
 from l0prune.report.page.elements import drawing, element, text, titled
 from l0prune.training.history import IN_PERCENT
@@ -20,25 +14,9 @@ from l0prune.training.history import IN_PERCENT
 COSTS = ("macs", "params", "time")
 
 
-def sweep_of(title: str, runs: Sequence[tuple[Path, Content]]) -> Content:
-    """The report of runs, each with the folder that it lies in, relative to that of the report."""
-    found = [_run(folder, content) for folder, content in runs]
-    return Content(title=title, made=now(), about="sweep", runs=found)
-
-
-def _run(folder: Path, content: Content) -> Run:
-    gain = content.gain
-    time = None if gain.time is None else Pair(before=gain.time.before, after=gain.time.after)
-    costs = {"params": gain.params, "macs": gain.macs, "time": time}
-    return Run(
-        name=folder.as_posix(),
-        page=quote(f"{folder.as_posix()}/report.html"),
-        metric=gain.metric,
-        costs={name: cost for name, cost in costs.items() if cost is not None},
-    )
-
-
-def front(points: Sequence[tuple[float, float]], larger_is_better: bool = False) -> list[int]:
+def pareto_front(
+    points: Sequence[tuple[float, float]], larger_is_better: bool = False
+) -> list[int]:
     """Return the Pareto front: the points that no other one beats in cost or quality.
 
     Args:
@@ -68,7 +46,7 @@ def shown_costs(runs: Sequence[Run]) -> list[str]:
 
 
 def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
-    """The picture. Points are numbered as the runs are, from 1; a line joins those of the front.
+    """Draw the runs. Points are numbered as the runs are, from 1; a line joins those of the front.
 
     Args:
         runs: two at least of which the metric is known, and this cost before and after.
@@ -77,7 +55,7 @@ def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
     """
     points = _points(runs, cost)
     metric = next(run.metric for run in runs if run.metric is not None)
-    better = front(list(points.values()), metric.larger_is_better)
+    better = pareto_front(list(points.values()), metric.larger_is_better)
     front_of = [list(points)[place] for place in better]
     values = [value for _, value in points.values()]
     dense = metric.before

@@ -1,7 +1,4 @@
-"""Time by layer as a waterfall: from the dense network's down to the small one's.
-
-Predicted beside measured times: a row for each network that was timed.
-"""
+"""Pictures of times: by layer as a waterfall, and predicted beside measured ones."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from l0prune.report.content import Content, Fit, Look, OwnerTime, TimeByLayer
+from l0prune.report.content import Content, Fit, OwnerTime, TimeByLayer, WidthTrial
 from l0prune.report.page import elements
 from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
 
@@ -35,7 +32,7 @@ class Step:
 
 
 def time_by_layer(time: TimeByLayer, width: int) -> Markup:
-    """The picture.
+    """Draw a waterfall from the time of the dense network down to that of the small one.
 
     Args:
         time: with one module at least.
@@ -55,25 +52,13 @@ def time_by_layer(time: TimeByLayer, width: int) -> Markup:
         said = _said(step)
         low, high = sorted((at(step.before), at(step.after)))
         line, bar_y = (y + 14, y + 20) if narrow else (y + 17, y + 6)
+        size = {"width": max(high - low, 1.0), "height": 13}
         drawn.append(
             titled(
                 f"{step.name}: {said}{_filled(step)}",
-                text(
-                    0,
-                    line,
-                    short(step.name, 30 if narrow else 44),
-                    class_="label",
-                ),
+                text(0, line, short(step.name, 30 if narrow else 44), class_="label"),
                 text(width, line, said, class_="value", text_anchor="end"),
-                element(
-                    "rect",
-                    x=low,
-                    y=bar_y,
-                    width=max(high - low, 1.0),
-                    height=13,
-                    rx=2,
-                    class_=step.kind,
-                ),
+                element("rect", x=low, y=bar_y, rx=2, class_=step.kind, **size),
                 *_filling(step, at, bar_y),
             )
         )
@@ -96,10 +81,10 @@ def by_block(owners: Sequence[OwnerTime]) -> list[OwnerTime]:
     blocks: dict[str, list[OwnerTime]] = {}
     for name, of in zip(names, owners, strict=True):
         blocks.setdefault(name, []).append(of)
-    return [_together(name, members) for name, members in blocks.items()]
+    return [_summed(name, members) for name, members in blocks.items()]
 
 
-def _together(name: str, owners: Sequence[OwnerTime]) -> OwnerTime:
+def _summed(name: str, owners: Sequence[OwnerTime]) -> OwnerTime:
     return OwnerTime(
         name=name,
         before=sum(of.before for of in owners),
@@ -117,7 +102,7 @@ def steps_of(owners: Sequence[OwnerTime]) -> list[Step]:
     total = sum(of.before for of in owners)
     changed = [of for of in owners if abs(of.after - of.before) > _SLIGHT * total]
     if rest := [of for of in owners if of not in changed]:
-        changed.append(_together(f"{len(rest)} that hardly changed", rest))
+        changed.append(_summed(f"{len(rest)} that hardly changed", rest))
     steps = [Step("dense network", 0.0, total, "was")]
     for of in changed:
         change = of.after - of.before
@@ -166,7 +151,7 @@ class Row:
 
     @property
     def said(self) -> str:
-        """Both in words."""
+        """Both shares in words."""
         return f"{elements.percent(self.predicted)} → {elements.percent(self.observed)}"
 
 
@@ -187,16 +172,16 @@ def groups_of(content: Content) -> list[Group]:
 
 
 def _of_fit(stage: str, fit: Fit) -> Iterator[Group]:
-    for budget in dict.fromkeys(look.budget for look in fit.looks):
-        looks = [look for look in fit.looks if look.budget == budget]
-        rows = tuple(_row(number, look) for number, look in enumerate(looks, start=1))
+    for budget in dict.fromkeys(trial.budget for trial in fit.looks):
+        trials = [trial for trial in fit.looks if trial.budget == budget]
+        rows = tuple(_row(number, trial) for number, trial in enumerate(trials, start=1))
         title = f"Widths for {budget}" + (f", {stage}" if stage else "")
-        yield Group(title, rows, looks[0].allowed / looks[0].dense)
+        yield Group(title, rows, trials[0].allowed / trials[0].dense)
 
 
-def _row(number: int, look: Look) -> Row:
-    taken = ", taken" if look.chosen else ""
-    predicted, observed = look.predicted / look.dense, look.observed / look.dense
+def _row(number: int, trial: WidthTrial) -> Row:
+    taken = ", taken" if trial.chosen else ""
+    predicted, observed = trial.predicted / trial.dense, trial.observed / trial.dense
     return Row(f"choice {number}{taken}", predicted, observed)
 
 
@@ -210,8 +195,8 @@ def _of_table(content: Content) -> Iterator[Group]:
     yield Group("The latency table", tuple(rows))
 
 
-def looks(group: Group, width: int) -> Markup:
-    """The picture.
+def predicted_and_measured(group: Group, width: int) -> Markup:
+    """Draw a row for each network: its predicted time beside the measured one.
 
     Args:
         group: with one row at least.

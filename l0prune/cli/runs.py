@@ -1,4 +1,4 @@
-"""``l0prune run`` and ``l0prune recipes``."""
+"""``l0prune run``, ``l0prune recipes`` and ``l0prune report``: whole runs, and their pages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import typer
 from rich.table import Table
 
 from l0prune.cli.edge import announced, emit, say
-from l0prune.cli.options import DataRoot, Json
-from l0prune.cli.report import NoReport
+from l0prune.cli.options import DataRoot, Json, WithReport
 from l0prune.errors import UsageError
 from l0prune.running.environment import is_launched
+
+RUNS = ("*.run", "runs/*")  # folders of `finetune` and `run`
 
 app = typer.Typer(help="Recipes that come with l0prune.", no_args_is_help=True)
 
@@ -31,7 +32,7 @@ def run(
         Path | None, typer.Option("--out", help="Folder of the run; default runs/NAME.")
     ] = None,
     data_root: DataRoot = None,
-    report: NoReport = True,
+    report: WithReport = True,
     json: Json = False,
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
@@ -46,19 +47,21 @@ def run(
             "`l0prune gate` and `l0prune export`"
         )
     from l0prune.cli import recipe_files
-    from l0prune.cli.recipe_run import run as carried_out  # loads torch
+    from l0prune.cli.recipe_run import run as run_recipe  # loads torch
 
     loaded = recipe_files.load(recipe, overrides or [])
     target = folder or Path("runs") / loaded.name
     root = str(data_root) if data_root else None
     with announced(say):
-        result = carried_out(loaded, target, root, report=report)
+        result = run_recipe(loaded, target, root, report=report)
     emit(result, json, _table(result))
     if report:
         say(f"the report is {result['page']}")
 
 
 def _table(result: dict) -> Table:
+    from l0prune.training.history import IN_PERCENT  # loads torch
+
     table = Table("", "value", title=f"{result['recipe']}: {result['onnx']}", show_header=False)
     table.add_row("axes left", result["architecture"])
     if result["gone"]:
@@ -66,8 +69,6 @@ def _table(result: dict) -> Table:
     for name in ("params", "macs"):
         after, before = result[name], result[f"{name}_before"]
         table.add_row(name, f"{after:,} of {before:,} ({after / before:.1%})")
-    from l0prune.training.history import IN_PERCENT  # loads torch
-
     metric = result["metric"]
     form = ".2%" if metric in IN_PERCENT else ".4g"
     for text, of in ((f"test {metric}", "test"), ("of the ONNX file", "onnx_test")):
@@ -82,6 +83,39 @@ def _table(result: dict) -> Table:
     for (what, dtype), error in errors.items():
         table.add_row(f"certificate: {what}, {dtype}", f"{error:.1e} of the output's scale")
     return table
+
+
+def report(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run's folder, or a report.json; default: the newest run here."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default report.html in the run's folder.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write the page of a run: what was gained, whether it is right, where it was taken, and how.
+
+    Of a folder of several runs it compares them. It is one file that needs no network, made from
+    report.json alone, or from what an older run has left. Example:
+
+        l0prune report runs/digits-lenet
+    """
+    from l0prune.report.report import report_of  # loads torch
+
+    path = run or _newest()
+    page, data = report_of(path).save(out or (path if path.is_dir() else path.with_suffix(".html")))
+    emit({"page": str(page), "data": str(data)}, json, f"{page} written")
+
+
+def _newest() -> Path:
+    found = [path for pattern in RUNS for path in Path().glob(pattern) if path.is_dir()]
+    if not found:
+        raise UsageError(
+            "there is no run here (MODEL.run, runs/NAME): name its folder, or a report.json."
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 @app.command("ls")

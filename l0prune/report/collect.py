@@ -1,0 +1,428 @@
+"""Data of a report, collected from exports, gated models, surveys, trainings and latency tables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from l0prune.capture.weights import weights_of
+from l0prune.errors import FileError, UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.result import Export
+from l0prune.files.checked_json import read_json, read_text
+from l0prune.gating.attaching import gates_of, holder
+from l0prune.plan.cost import cost_of
+from l0prune.plan.plan import Plan
+from l0prune.report.content import (
+    Axis,
+    BudgetResult,
+    BudgetState,
+    Comparison,
+    Content,
+    CostState,
+    Epoch,
+    Fit,
+    Gain,
+    LayerChange,
+    Metric,
+    OwnerTime,
+    Pair,
+    Repeat,
+    StoredFile,
+    Time,
+    TimeByLayer,
+    Training,
+)
+from l0prune.report.layers import UNKNOWN, axes_before_and_after, layers_before_and_after
+from l0prune.report.survey import Survey
+from l0prune.running.environment import environment
+from l0prune.running.task import LOSS, RECORD_KEYS, amount_keys, amounts
+from l0prune.timing.table import LatencyTable, Setting
+from l0prune.training.history import FACTS, NAME, History, Record
+
+_ENVIRONMENT = ("command", "versions", "machine", "seed", "device", "preprocessing")
+
+
+def now() -> str:
+    """The time as a report has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def from_export(dense: Export, first: Export | None = None) -> Content:
+    """Return the report of an export.
+
+    Args:
+        dense: the export.
+        first: that of the first of several rounds, whose network is what there was before.
+    """
+    first = first or dense
+    layers, axes = _cuts_of(dense)
+    if first is not dense:
+        first_layers, first_axes = _cuts_of(first)
+        layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
+    size, times = sum(file.stat().st_size for file in dense.files), dense.times
+    before = None if times is None else times.dense_bytes
+    return Content(
+        title=type(dense.module).__name__,
+        made=now(),
+        gain=Gain(
+            params=Pair(before=first.params_before, after=dense.params),
+            macs=Pair(before=first.macs_before, after=dense.macs),
+            bytes=Pair(before=before, after=size) if size else None,
+            time=None if times is None else _time(times),
+        ),
+        certificate=[Comparison(**check) for check in dense.certificate.to_dict()],
+        notes=dense.note,
+        axes=axes,
+        layers=layers,
+        repeat=repeat_facts(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
+    )
+
+
+def from_model(model: nn.Module) -> Content:
+    """Return the report of a gated model: the counts of an export with its gates as they are.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gated, gates = holder(model)
+    plan, open_ = gates.plan, gates.open().cpu()
+    kept, cost = plan.kept(open_), cost_of(plan)
+    return Content(
+        title=type(gated).__name__,
+        made=now(),
+        gain=Gain(
+            params=Pair(before=cost.dense("params"), after=cost.actual(open_, "params")),
+            macs=Pair(before=cost.dense("macs"), after=cost.actual(open_, "macs")),
+        ),
+        axes=axes_before_and_after(plan, kept),
+        layers=layers_before_and_after(plan, kept, weights_of(gated)),
+        repeat=repeat_facts(()),
+    )
+
+
+def from_survey(survey: Survey) -> Content:
+    """Return the report of a survey; ``after`` is without all that gates can remove."""
+    plan = survey.plan
+    nothing = torch.zeros(plan.size, dtype=torch.bool)
+    totals = {"params": survey.params, "macs": survey.macs}
+    gone = {
+        name: Pair(before=total, after=round(total * survey.reachable(name)))
+        for name, total in totals.items()
+    }
+    layers = layers_before_and_after(plan, nothing, survey.weights, UNKNOWN)
+    return Content(
+        title="Survey",
+        made=now(),
+        about="survey",
+        gain=Gain(params=gone["params"], macs=gone["macs"]),
+        axes=axes_before_and_after(plan, torch.ones(plan.size, dtype=torch.bool)),
+        layers=[_reachable(layer) for layer in layers],
+        repeat=repeat_facts(()),
+    )
+
+
+def _reachable(layer: LayerChange) -> LayerChange:
+    """Return the layer with what gates can take away for ``after``."""
+    changed = {}
+    for name in ("input", "output", "params", "macs"):
+        amount = getattr(layer, name)
+        changed[name] = amount.model_copy(update={"after": amount.before - amount.after})
+    return layer.model_copy(update=changed)
+
+
+def add_trainings(content: Content, trainings: Sequence[Training]) -> Content:
+    """Return the report with these stages of training, and what follows from them."""
+    found = {"seconds": seconds_of(trainings), "metric": metric_of(trainings)}
+    repeat = _filled(content.repeat, trainings[-1].facts if trainings else {})
+    return content.model_copy(
+        update={
+            "trainings": list(trainings),
+            "budgets": budgets_of(trainings),
+            "gain": content.gain.model_copy(
+                update={name: value for name, value in found.items() if value is not None}
+            ),
+            "repeat": repeat,
+        }
+    )
+
+
+def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
+    """Fill gaps in the instructions with what a training recorded of its environment."""
+    known = repeat.model_dump()
+    empty = {name: facts[name] for name in _ENVIRONMENT if name in facts and not known[name]}
+    return Repeat.model_validate(known | empty)
+
+
+def add_time(content: Content, table: LatencyTable, model: nn.Module) -> Content:
+    """Return the report with what a latency table predicts of a gated model.
+
+    The table of another model is left out.
+
+    Args:
+        content: with the trainings, which say what only fills blocks.
+        table: of times.
+        model: with the gates that were exported.
+
+    Raises:
+        NotGated: the model carries no gates.
+    """
+    gates = gates_of(model)
+    try:
+        measure = table.of(gates.plan)
+    except UsageError:
+        return content
+    kept = gates.plan.kept(gates.open())
+    asked = _asked(gates.plan, kept & gates.open().cpu(), _filling(content))
+    before = measure.by_owner(torch.ones(len(kept), dtype=torch.float64))
+    after = measure.by_owner(kept.to(torch.float64))
+    filling = measure.filling_by_owner(kept, asked)
+    found = TimeByLayer(
+        setting=str(table.setting),
+        measured=table.dense,
+        quality=str(table.quality),
+        owners=[
+            OwnerTime(
+                name=name,
+                before=before.get(name, 0.0),
+                after=after.get(name, 0.0),
+                filling=filling.get(name, 0.0),
+            )
+            for name in dict.fromkeys((*before, *after))
+        ],
+        timed=_measured_share(content.gain.time, table.setting),
+    )
+    return content.model_copy(update={"time": found})
+
+
+def _filling(content: Content) -> dict[str, int]:
+    """Return the number of slots that the last choice of widths kept to fill blocks, by axis."""
+    fits = [content.fit, *(training.fit for training in content.trainings)]
+    return next((fit.filling for fit in reversed(fits) if fit is not None), {})
+
+
+def _asked(plan: Plan, open_: Tensor, filling: Mapping[str, int]) -> Tensor:
+    """The open slots without as many of each axis as only fill blocks; which, makes no odds."""
+    asked = open_.clone()
+    for axis in plan.axes:
+        slots = axis.start + open_[axis.slice].nonzero().flatten()
+        asked[slots[len(slots) - filling.get(axis.name, 0) :]] = False
+    return asked
+
+
+def _measured_share(time: Time | None, setting: Setting) -> float | None:
+    """The share of an export's own turns, where they were taken as those of a table."""
+    if time is None:
+        return None
+    mine = (f"{setting.runtime} {setting.version}", setting.threads, setting.batch)
+    is_same = (time.runtime, time.threads, time.batch) == mine
+    return time.share if is_same and time.processor == setting.processor else None
+
+
+def repeat_facts(files: Sequence[Path], recipe: Mapping[str, Any] | None = None) -> Repeat:
+    """Return the instructions to repeat the run in this environment.
+
+    Raises:
+        FileError: a file cannot be read.
+    """
+    return Repeat(
+        **environment(),
+        recipe=None if recipe is None else dict(recipe),
+        files=[file_facts(file) for file in files],
+    )
+
+
+def file_facts(path: Path) -> StoredFile:
+    """A file's size and checksum.
+
+    Raises:
+        FileError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=digest.hexdigest())
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _time(times: Times) -> Time:
+    return Time(
+        before=collect.typical(times.dense),
+        after=collect.typical(times.small),
+        spread=times.spread,
+        threads=times.threads,
+        batch=times.batch,
+        runtime=times.runtime,
+        processor=times.processor,
+    )
+
+
+def _cuts_of(dense: Export) -> tuple[list[LayerChange], list[Axis]]:
+    layers = layers_before_and_after(dense.plan, dense.kept, dense.weights)
+    return layers, axes_before_and_after(dense.plan, dense.kept)
+
+
+def _layers_since(first: Sequence[LayerChange], last: Sequence[LayerChange]) -> list[LayerChange]:
+    """Return the last round's layers with what they were before the first one."""
+    earlier = {layer.name: layer for layer in first}
+
+    def since(layer: LayerChange) -> LayerChange:
+        if layer.name not in earlier:
+            return layer
+        old, changed = earlier[layer.name], {}
+        for name in ("input", "output", "params", "macs"):
+            before = getattr(old, name).before
+            changed[name] = getattr(layer, name).model_copy(update={"before": before})
+        return layer.model_copy(update=changed)
+
+    return [since(layer) for layer in last]
+
+
+def _axes_since(first: Sequence[Axis], last: Sequence[Axis]) -> list[Axis]:
+    """Return the last round's axes at their first sizes; heads are numbered anew in each round."""
+    sizes = {axis.name: axis.before for axis in first}
+    return [
+        axis
+        if sizes.get(axis.name, axis.before) == axis.before
+        else axis.model_copy(update={"before": sizes[axis.name], "kept": None})
+        for axis in last
+    ]
+
+
+_OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # facts with a place
+_PLAIN = ("seconds", "lr", "train_loss", "penalty", "training_macs", LOSS)  # numbers of a record
+
+
+def training_of(history: History, name: str = "finetune") -> Training:
+    """Return the data of a run of ``finetune`` or ``train_dense``.
+
+    Args:
+        history: what it returned.
+        name: of the stage.
+    """
+    return _training(name, history.records, history.all_facts)
+
+
+def training_in(folder: Path, name: str) -> Training | None:
+    """Return the training recorded in a folder; None if it has not begun.
+
+    Raises:
+        FileError: its records are damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        records = [json.loads(line) for line in read_text(path).splitlines()]
+        facts = read_json(folder / FACTS) if (folder / FACTS).exists() else {}
+        return _training(name, records, facts)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = "a record of the wrong form" if isinstance(error, ValidationError) else repr(error)
+        raise FileError(f"{path} is damaged: {reason}") from error
+
+
+def _training(name: str, records: Sequence[Record], facts: Mapping[str, Any]) -> Training:
+    metric = str(facts.get("metric") or _metric_in(records))
+    is_gated = any("open" in record for record in records)
+    fit = next((record["fitted"] for record in reversed(records) if "fitted" in record), None)
+    rest = {name: value for name, value in facts.items() if name not in _OWN}
+    return Training(
+        name=name,
+        metric=metric,
+        larger_is_better=bool(facts.get("larger_is_better", False)),
+        planned=facts.get("epochs"),
+        steps=facts.get("steps"),
+        warmup=facts.get("warmup") if is_gated else None,
+        settle=facts.get("settle") if is_gated else None,
+        before=_finite(records[0].get("before", {})) if records else {},
+        epochs=[_epoch(record, metric) for record in records],
+        fit=None if fit is None else Fit.model_validate(fit),
+        facts=rest,
+    )
+
+
+def _epoch(record: Record, metric: str) -> Epoch:
+    numbers = _finite({name: record.get(name) for name in _PLAIN})
+    of_measures = {
+        name: CostState(expected=of.expected, actual=of.actual, dense=of.dense)
+        for name, of in amounts(record).items()
+    }
+    return Epoch(
+        epoch=record["epoch"],
+        step=record["step"] if "step" in record else record["epoch"],
+        phase=record["phase"],
+        metric=_finite({metric: record.get(metric)}).get(metric),
+        amounts=of_measures,
+        budgets={text: BudgetState(**of) for text, of in record.get("budget", {}).items()},
+        gates=record.get("gates", []),
+        doctor=record.get("doctor", {}),
+        **numbers,
+    )
+
+
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Drop what is no number, such as the loss of a run that diverged."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _metric_in(records: Sequence[Record]) -> str:
+    """Find the name of the metric in records whose facts do not have it."""
+    last = records[-1] if records else {}
+    taken = RECORD_KEYS.union(*map(amount_keys, amounts(last)))
+    found = (name for name, value in last.items() if name not in taken and type(value) is float)
+    return next(found, LOSS if LOSS in last else "")
+
+
+def budgets_of(trainings: Sequence[Training]) -> list[BudgetResult]:
+    """Return the budgets of the last training that had any, with the amounts reached.
+
+    What was observed of the export counts where something was, not what was predicted.
+    """
+    last = next((t for t in reversed(trainings) if t.epochs and t.epochs[-1].budgets), None)
+    if last is None:
+        return []
+    looks = [] if last.fit is None else last.fit.looks
+    observed = {look.budget: look.observed / look.dense for look in looks if look.chosen}
+    return [
+        BudgetResult(text=text, limit=state.limit, share=observed.get(text, state.share))
+        for text, state in last.epochs[-1].budgets.items()
+    ]
+
+
+def metric_of(trainings: Sequence[Training]) -> Metric | None:
+    """The metric before the first gates and after the last epoch, where it was tested."""
+    last = next((t for t in reversed(trainings) if t.epochs and t.metric), None)
+    after = None if last is None else last.epochs[-1].metric
+    if last is None or after is None:
+        return None
+    before = None
+    for training in trainings:  # of one metric: another one does not compare
+        if training.metric == last.metric and training.before:
+            before = training.before.get(training.metric)
+            break
+        if training.metric == last.metric and training.name == "dense" and training.epochs:
+            before = training.epochs[-1].metric
+    return Metric(
+        name=last.metric, larger_is_better=last.larger_is_better, before=before, after=after
+    )
+
+
+def seconds_of(trainings: Sequence[Training]) -> float | None:
+    """Seconds of all epochs, where they were taken."""
+    found = [e.seconds for t in trainings for e in t.epochs if e.seconds is not None]
+    return sum(found) if found else None
