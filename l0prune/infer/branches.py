@@ -46,7 +46,7 @@ _DEEPEST = 100  # operators between a branch's last parameters and its end
 def added(
     infer: Inference, read: Mapping[Node, Needs], macs: Mapping[Node, float], taken: set[str]
 ) -> Iterator[Ending]:
-    """Those of a graph that inference has been through, in the order of their sums.
+    """Find the branches that are added to a stream, in the order of their sums.
 
     Args:
         infer: that.
@@ -88,7 +88,7 @@ def _owner(tensor: str) -> str:
 
 
 def _operands(join: Node) -> Iterator[Node]:
-    """What may be a branch: without it the sum is a tensor of its own shape and dtype."""
+    """Yield operands that may be a branch: without one the sum has the same shape and dtype."""
     if join.op != "call_function" or operator_name(join.target) not in SUMS:
         return
     first, second = join.args[:2]
@@ -104,7 +104,7 @@ def _is_alike(operand: Node, join: Node) -> bool:
 
 
 def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
-    """By name of a parameter, all that reads it, under whichever of its names."""
+    """Return the users of each parameter by its name, whichever of its names they read."""
     users: dict[str, set[Node]] = defaultdict(set)
     for node in infer.captured.graph.find_nodes(op="placeholder"):
         if infer.is_parameter(node):
@@ -113,7 +113,7 @@ def _users_of_parameters(infer: Inference) -> dict[str, set[Node]]:
 
 
 class _Zeroing:
-    """Which parameters make the nodes of a region zero, by what the operators do to zeros."""
+    """Search for the parameters that make the nodes of a region zero where they are."""
 
     def __init__(
         self, infer: Inference, region: frozenset[Node], users: dict[str, set[Node]]
@@ -151,7 +151,7 @@ class _Zeroing:
         return None
 
     def _is_zero(self, node: Node, zeros: dict[Node, list[str]]) -> bool:
-        """Is the node zero where these operands are, whatever the other tensors are?"""
+        """Check that the node is zero where these operands are, whatever the others are."""
         operands = node.all_input_nodes
         states = [o in zeros if has_tensor(o) else None for o in operands]
         return bool(zeros) and zero_at(self._infer, node, states) is True
@@ -172,7 +172,7 @@ def side_by_side(
     gated: Collection[Var],
     taken: set[str],
 ) -> Iterator[Ending]:
-    """Those of a graph that inference has been through, the one with most work first.
+    """Find the branches that are parts of concatenations, the one with most work first.
 
     Args:
         infer: that.
@@ -207,7 +207,7 @@ def _name(works: Sequence[Node], join: Node) -> str:
 
 
 def _takes(join: Node, end: Node) -> bool:
-    """Is the join a concatenation of several, this one once, that is of the same dtype without?"""
+    """Check for a concatenation that takes ``end`` once and keeps its dtype without it."""
     if not is_concatenation(join) or len(join.all_input_nodes) < 2:
         return False
     parts = joined(join)
@@ -225,7 +225,7 @@ def _axes(infer: Inference, end: Node, join: Node) -> tuple[Var, ...]:
 
 
 class _Left:
-    """What is left of the dims of a graph without branches."""
+    """Bookkeeping of the dims that are left of a graph without branches."""
 
     def __init__(self, infer: Inference) -> None:
         self._infer = infer
@@ -240,7 +240,7 @@ class _Left:
         self._without: dict[Var, list[frozenset[Node]]] = defaultdict(list)
 
     def is_some_without(self, axes: Collection[Var], region: frozenset[Node]) -> bool:
-        """Has every dim outside of the region positions without these axes? If so, they may go."""
+        """Check that all dims outside of the region have positions without these axes; note so."""
         for var in axes:
             self._without[var].append(region)
         nodes = {node for var in axes for node in self._nodes[var]}
@@ -257,7 +257,7 @@ class _Left:
         return is_some
 
     def _is_some(self, expr: Expr, node: Node) -> bool:
-        """Has a dim of a node positions, whatever branches are gone that it is no part of?"""
+        """Check that a dim has positions, whatever branches are gone that it is no part of."""
         match expr:
             case Const(size):
                 return size > 0
@@ -273,7 +273,7 @@ class _Left:
 
 
 def _is_within(node: Node, region: Collection[Node]) -> bool:
-    """Is it computed for the region alone, or a parameter that only it reads?"""
+    """Check whether a node is computed for the region alone, or a parameter that only it reads."""
     if node.op == "placeholder":
         return bool(node.users) and all(user in region for user in node.users)
     return node in region
@@ -284,7 +284,7 @@ _MOST = 6  # ways in which one tensor may be needed
 
 @dataclass(frozen=True)
 class Branches:
-    """Those of a graph.
+    """The branches of a graph.
 
     Attributes:
         endings: where they end.
@@ -317,13 +317,13 @@ class Branches:
         return _by_branch(self.parameters)
 
     def dead(self, gone: Collection[str]) -> set[Node]:
-        """What is needed with all branches and not without these."""
+        """Return the calls that are needed with all branches and not without these."""
         calls = ((node, of) for node, of in self.needs.items() if node.op == "call_function")
         return {node for node, of in calls if of and not is_needed(of, gone)}
 
 
 def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> Branches:
-    """Those of a graph that inference has been through.
+    """Find the branches of a graph that inference has been through.
 
     Args:
         infer: that.
@@ -345,7 +345,7 @@ def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> B
 
 
 def _by_branch(needs: Mapping[str, Iterable[frozenset[str]]]) -> dict[str, list[str]]:
-    """By branch, the names of what is not needed without it."""
+    """Return by branch the names of all that is not needed without it."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, of in needs.items():
         for branch in vital(of):
@@ -396,7 +396,7 @@ def _of(plan: Plan, branch: Branch, only: Mapping[int, frozenset[str]]) -> Itera
 
 
 def _ends(plan: Plan, number: int, tensors: Collection[Layouts]) -> bool:
-    """Is nothing left of these tensors without this axis?"""
+    """Check that nothing is left of these tensors without this axis."""
     left = torch.ones(plan.size, dtype=torch.bool)
     left[plan.axes[number].slice] = False
     return all(any(not plan.mask(dim, left).any() for dim in dims) for dims in tensors)

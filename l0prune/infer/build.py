@@ -137,7 +137,7 @@ class Builder:
         return Branch(ending.name, ending.tensors, sum(sizes), modules, parts)
 
     def _wider(self) -> Iterator[tuple[data.Layout, data.Layout]]:
-        """What has to keep more positions than another, or than none.
+        """Yield pairs of dims of which the first keeps more positions than the second.
 
         An axis keeps one slot at least. But a pick of some of its slots may be left with none,
         and there are operators that take no dim of size 0.
@@ -225,7 +225,7 @@ class Builder:
         self._pin(var, why, missed.node)
 
     def _agrees(self, zeros: Zeros, reads: list[Read]) -> bool:
-        """Do other axes in the same dims lose their slots in the same way? Notes how they do."""
+        """Check that other axes in the same dims lose their slots in the same way; note how."""
         told = {read.node.name: zeros.told(read) for read in reads}
         names = {
             node: frozenset(zero.name for zero in zeros_of)
@@ -389,7 +389,7 @@ def _nested(expr: Expr) -> list[Var]:
 
 
 def _has_positions(expr: Expr) -> bool:
-    """Whether slots repeat over positions, as in a flattened map."""
+    """Check whether slots repeat over positions, as in a flattened map."""
     match expr:
         case Prod(factors):
             positions = (isinstance(f, Const) and f.what != COPIES for f in factors)

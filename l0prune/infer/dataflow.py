@@ -113,7 +113,7 @@ def folded(scale: float, dims: Layouts) -> tuple[float, Layouts]:
 
 
 class Memory:
-    """Of a graph as it was captured.
+    """Memory of a captured graph: which values share it, who writes and who reads.
 
     A view lies in the memory of what it is of, and so does what an operator in place gives.
     """
@@ -153,7 +153,7 @@ class Memory:
                 yield from later
 
     def sources(self, node: Node) -> Iterator[Node]:
-        """What it reads, and what has written into that before; the other way round."""
+        """Yield the operands of a node, and the earlier writes into their memory."""
         for value in node.all_input_nodes:
             yield value
             earlier = self._writers[self._base[value]]
@@ -195,7 +195,7 @@ def macs_of(infer: Inference) -> dict[Node, float]:
 
 
 def shared_module(nodes: Iterable[Node]) -> str:
-    """What the names of the modules begin with in which these nodes are, by whole words."""
+    """Return the longest common path of the modules of these nodes."""
     paths = [module_of(node).split(".") for node in nodes]
     shared = takewhile(lambda words: len(set(words)) == 1, zip(*paths, strict=False))
     return ".".join(words[0] for words in shared)
@@ -214,7 +214,7 @@ SUMS = ("aten.add", "aten.add_")
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a branch ends.
+    """The end of a branch, and the sums or concatenations that take it.
 
     Attributes:
         name: of the branch.
@@ -232,18 +232,18 @@ class Ending:
 
 
 def is_concatenation(node: Node) -> bool:
-    """Does the node put tensors side by side?"""
+    """Check for a concatenation."""
     return node.op == "call_function" and operator_name(node.target) in CONCATENATIONS
 
 
 def joined(join: Node) -> list[Node]:
-    """What a sum adds, or a concatenation puts side by side."""
+    """Return the operands of a sum or a concatenation."""
     parts = argument(join, 0, "tensors") if is_concatenation(join) else join.args[:2]
     return [part for part in parts if isinstance(part, Node)]
 
 
 def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[Node, Needs]:
-    """Of each node of a graph.
+    """Return for each node of a graph the branches under which it is needed.
 
     Args:
         graph: as it was captured.

@@ -104,7 +104,7 @@ def _has_no_rule(operator: Any) -> bool:
 
 
 def _recipes() -> dict[Any, Any]:
-    """Of operators without a rule: a function each that is made of others."""
+    """Return for each operator without a rule torch's function that is made of others."""
     return {
         operator: made
         for operator, made in core_aten_decompositions().items()
@@ -137,7 +137,7 @@ def _made_of(node: Node) -> GraphModule | None:
 
 
 def _agrees(traced: GraphModule, node: Node) -> bool:
-    """Whether the graph gives tensors of the same shapes and dtypes as the call."""
+    """Check that the graph gives tensors of the same shapes and dtypes as the call."""
     (output,) = traced.graph.find_nodes(op="output")
     found = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), output.args[0])
     mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(node.meta["val"])

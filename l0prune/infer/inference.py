@@ -92,7 +92,7 @@ class Work:
 
 @dataclass
 class Inference:
-    """What is known about a captured graph while rules run over it.
+    """Facts about a captured graph, gathered while rules run over it.
 
     ``values`` holds for each node one expression per dim of its tensor; ``tensors`` the same
     for each parameter, buffer and constant by its name.
@@ -235,7 +235,7 @@ class Inference:
         return place if is_whole else None
 
     def is_parameter(self, node: Node | None) -> bool:
-        """Does the node stand for a stored parameter?"""
+        """Check whether the node stands for a stored parameter."""
         return node is not None and (self.captured.names.get(node.name) in self.captured.parameters)
 
     def can_be_gated(self, node: Node) -> bool:
@@ -311,11 +311,11 @@ class Inference:
             seen |= dict.fromkeys(new)
 
     def is_weight(self, node: Node) -> bool:
-        """Is the node a stored tensor or made of such, whatever the inputs are?"""
+        """Check whether the node is a stored tensor or made of such, whatever the inputs are."""
         return node not in self._from_inputs
 
     def has_rows(self, name: str) -> bool:
-        """Is a stored tensor a matrix or a kernel, not a vector of scales or biases?"""
+        """Check for a matrix or a kernel, not a vector of scales or biases."""
         return len(self.tensors[name]) > 1
 
     def work(

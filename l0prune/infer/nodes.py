@@ -72,7 +72,7 @@ def dtype_of(node: Node) -> torch.dtype | None:
 
 
 def is_writer(node: Node) -> bool:
-    """Does the operator write into what it is given?"""
+    """Check whether the operator writes into an operand."""
     schema = schema_of(node.target)
     return schema is not None and bool(schema.is_mutable)
 
@@ -84,20 +84,20 @@ def written(node: Node) -> Node | None:
 
 
 def may_view(node: Node) -> bool:
-    """May what the operator gives lie in the memory of an operand?"""
+    """Check whether the result may lie in the memory of an operand."""
     schema = schema_of(node.target)
     return schema is not None and any(each.alias_info for each in schema.returns)
 
 
 def has_tensor(node: Node) -> bool:
-    """Whether the node yields at least one tensor."""
+    """Check whether the node yields at least one tensor."""
     value = node.meta.get("val")
     values = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(v, Tensor) for v in values)
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether torch itself tags the operator as elementwise."""
+    """Check whether torch tags the operator as elementwise."""
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
@@ -107,7 +107,7 @@ def called(node: Node) -> str:
 
 
 def is_assertion(node: Node) -> bool:
-    """Does the call only look at dtype and strides, as the capture noted them before a cast?
+    """Check for a call that only asserts dtype and strides, as captured before a cast.
 
     It is no part of the function.
     """
@@ -116,7 +116,7 @@ def is_assertion(node: Node) -> bool:
 
 
 def draws(node: Node) -> bool:
-    """Whether the call draws random numbers: noise, or a dropout that is on."""
+    """Check whether the call draws random numbers: noise, or a dropout that is on."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     operator = node.target
@@ -206,7 +206,7 @@ _OWN_STATISTICS = 5  # the argument: of what it is given, or those that were kep
 
 
 def takes_own_statistics(node: Node) -> bool:
-    """Does a batch or instance norm use the statistics of what it is given?"""
+    """Check whether a batch or instance norm uses the statistics of its input."""
     return len(node.args) <= _OWN_STATISTICS or bool(node.args[_OWN_STATISTICS])
 
 
@@ -236,7 +236,7 @@ def dims_of_statistics(node: Node) -> list[int]:
 
 
 def has_statistics(node: Node) -> bool:
-    """Is the node, but for its shape, a weight that has been standardised?"""
+    """Check whether the node is a standardised weight, in whatever shape."""
     return weight_behind(_unmoved(node)) is not None
 
 
@@ -249,7 +249,7 @@ def standardised(node: Node) -> Node | None:
 
 
 def _unmoved(node: Node) -> Node:
-    """What the node is the same values of, in another shape."""
+    """Return the node whose values this one has in another shape."""
     while operator_name(node.target) in (*RESHAPES, *IDENTITIES):
         if not isinstance(node.args[0], Node):
             break
@@ -270,7 +270,7 @@ def _stored(source: object, user: Node) -> Node | None:
 
 
 def _takes_values(user: Node, of: Node) -> bool:
-    """Or does it only ask for the shape?"""
+    """Check whether a user takes the values, not only the shape."""
     name = operator_name(user.target)
     is_like = name in ("aten.reshape_as", "aten.view_as") and user.args[0] is not of
     return not (is_like or name == "aten.sym_size")

@@ -64,12 +64,12 @@ def given_sizes(node: Node, analysis: Analysis) -> Given:
 
 
 def is_number_of(size: Any, dim: Layout) -> bool:
-    """Is the size a number of the code, and that of the dim?"""
+    """Check whether the size is a number of the code, and that of the dim."""
     return type(size) is int and size == dim.size
 
 
 def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[SizedCall, ...]]:
-    """By module, the calls of the first time that it is called, where one of them is of an axis.
+    """Return by module the calls of its first run, where one of them is given an axis's size.
 
     Those that functions of torch make by themselves are not told from the code's own: whoever
     counts them has to look at the names, too.
@@ -106,7 +106,7 @@ def _telling(calls: Sequence[SizedCall]) -> Iterator[SizedCall]:
 
 
 def _call(node: Node, analysis: Analysis, unscaled: Set[Node]) -> SizedCall | None:
-    """What a call is given of sizes, or takes off its inputs; None if nothing."""
+    """Return the sizes that a call is given or takes off its inputs; None without any."""
     operator = operator_name(node.target)
     name = _python_name(operator)
     if operator == "aten.mean":
@@ -149,7 +149,7 @@ def _scaled(node: Node, analysis: Analysis) -> SizedCall | None:
 
 
 def without_rows(dim: Layout, batch: int) -> Layout:
-    """Of ``batch × heads`` the heads: the other factor follows the input, whatever is cut."""
+    """Return the heads of ``batch × heads``: the other factor follows the input."""
     if not isinstance(dim, Prod) or not _is_rows(dim.factors[0], batch):
         return dim
     rest = dim.factors[1:]
@@ -157,7 +157,7 @@ def without_rows(dim: Layout, batch: int) -> Layout:
 
 
 def _is_rows(dim: Layout, batch: int) -> bool:
-    """Does it seem to be the batch, or so many for each example? Another batch has others."""
+    """Check for the batch, or so many positions for each example."""
     return batch > 1 and isinstance(dim, Const) and dim.size % batch == 0
 
 
@@ -193,7 +193,7 @@ def _ends(dims: Layouts) -> list[int]:
 
 
 def _python_name(operator: str) -> str:
-    """What code calls an operator that is given sizes; empty for others."""
+    """Return Python's name of an operator that is given sizes; empty for others."""
     if operator in ("aten.split", "aten.split_with_sizes"):
         return "split"
     others = "aten.unflatten", "aten.scaled_dot_product_attention"
@@ -232,7 +232,7 @@ def _standardised(analysis: Analysis) -> Iterator[str]:
 
 
 def _regions(analysis: Analysis) -> Regions:
-    """By path, the calls that the forward of each module makes by itself."""
+    """Return by path the calls that the forward of each module makes by itself."""
     regions: Regions = defaultdict(list)
     for node in analysis.captured.graph.nodes:
         if node.op == "call_function":  # a module that is called again is path@1
@@ -250,7 +250,7 @@ def _received(analysis: Analysis, regions: Regions, path: str) -> set[Layout]:
 
 
 def _sizes(analysis: Analysis, regions: Regions) -> dict[str, Layouts]:
-    """By module, the dims whose sizes its code gives as numbers, where one of them has an axis.
+    """Return by module the dims whose sizes its code has as numbers, if one has an axis.
 
     Beside those the ones that have no axis but the same size: the number may be theirs.
     """

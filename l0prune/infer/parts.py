@@ -45,7 +45,7 @@ _HARMLESS = {
 
 @dataclass
 class Seen:
-    """What was read from outside.
+    """Reads of a part's tensors and numbers by code outside of it.
 
     Attributes:
         tensors: names of parameters and buffers.
@@ -132,7 +132,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Whatever torch is asked to do, or to say of a tensor."""
+        """Note the tensors of every call of torch outside of the parts."""
         if not self.depth and func not in _HARMLESS:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and id(leaf) in self.names:
@@ -159,7 +159,7 @@ class Part:
 
 @dataclass
 class Parts:
-    """What of a model could be captured.
+    """The parts of a model that could be captured, and the plan made of them.
 
     Attributes:
         plan: of the whole model.

@@ -137,7 +137,7 @@ class _Followed:
         return self._known[node]
 
     def is_all_for(self, attention: Node) -> bool:
-        """Is what the query is made of read by nothing else, such as a bias made of the query?
+        """Check that nothing else, such as a bias, reads the values that the query is made of.
 
         But for pieces of it, which are the keys and values.
         """
@@ -191,7 +191,7 @@ class _Followed:
         return {}
 
     def _of_operands(self, node: Node, places: Sequence[int]) -> _Rows:
-        """Of parameters that each stand for the last dim of the result, by their own dim 0."""
+        """Return the rows of parameters whose dim 0 is the last dim of the result."""
         result: _Rows = {}
         for place in places:
             operand = node.args[place] if len(node.args) > place else None
@@ -206,7 +206,7 @@ class _Followed:
         return result
 
     def _of_columns(self, node: Node, matrix: int, added: int | None = None) -> _Rows:
-        """Of a product with a weight that stands on the right, as it is or turned."""
+        """Return the rows of a product with a weight on the right, as it is or transposed."""
         found = self._read(node.args[matrix])  # type: ignore[arg-type]
         if len(found) != 1 or any(each.ndim != 2 for each in next(iter(found.values()))):
             raise _Unknown
@@ -264,7 +264,7 @@ class _Followed:
     def _along(
         self, key: tuple[str, int | None], entries: Tensor
     ) -> tuple[tuple[str, int | None], Tensor]:
-        """Of entries of a matrix that lie along one of its dims: that dim, and where on it."""
+        """Return the dim of a matrix along which entries lie, and their positions on it."""
         name, dim = key
         if dim is not None:
             return key, entries

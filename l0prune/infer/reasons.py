@@ -184,7 +184,7 @@ class Namer:
 
 
 def _first(infer: Inference, said: list[tuple[Expr, str]]) -> dict[Var, str]:
-    """What was said first of each variable."""
+    """Return the first text given for each variable."""
     found: dict[Var, str] = {}
     for expr, text in said:
         for var in variables(infer.solver.resolve(expr)):

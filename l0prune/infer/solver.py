@@ -125,7 +125,7 @@ Slot = tuple[Var, int]
 
 @dataclass(frozen=True)
 class Meetings:
-    """What follows where two expressions are one.
+    """Ties between slots that follow where two expressions are one.
 
     Attributes:
         groups: for slots that meet one another how many are left, and for each of their variables
@@ -138,12 +138,12 @@ class Meetings:
 
 
 def is_order(expr: Expr) -> TypeGuard[Pick[Var]]:
-    """Is it all positions of something, each once, in another order?"""
+    """Check for a permutation: all positions of a base, each once."""
     return isinstance(expr, Pick) and sorted(expr.index) == list(range(expr.base.size))
 
 
 def inverse(index: tuple[int, ...]) -> tuple[int, ...]:
-    """What undoes an order."""
+    """Return the inverse permutation."""
     back = [0] * len(index)
     for to, where in enumerate(index):
         back[where] = to
@@ -176,7 +176,7 @@ def transposed(index: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
 
 
 def meetings(a: Expr, b: Expr) -> Meetings | None:
-    """Which slots of two resolved expressions meet; None where a position has several slots."""
+    """Return which slots of two expressions meet; None where a position has several."""
     left, right = _slots(a), _slots(b)
     if left is None or right is None:
         return None

@@ -31,7 +31,7 @@ from l0prune.infer.solver import Expr, Var, variables
 
 
 class Zeros:
-    """Which nodes are zero at a slot of ``var`` that is closed, if ``places`` are gated.
+    """Zeros of a graph at a closed slot of ``var``, if ``places`` are gated.
 
     Where several dims of a node carry the variable, as those of a square weight, it may be zero at
     a closed slot of one of them and not of the other. ``reads`` are those of the variable.
@@ -55,7 +55,7 @@ class Zeros:
         return self._along(node, self.dims_of(node))
 
     def end_at(self, read: Read) -> bool:
-        """Does a closed slot add exactly nothing there?
+        """Check that a closed slot adds exactly nothing there.
 
         It does where it is zero, or where the weight that reads it can be made zero: but zero times
         what is no number is none.
@@ -133,7 +133,7 @@ class Zeros:
         return numbers
 
     def _follow_alike(self, node: Node) -> None:
-        """Of operands that are alike at closed slots, or have no slots, the result is, too."""
+        """Note a result as alike at closed slots where all its operands with slots are."""
         carrying = [operand for operand in node.all_input_nodes if self.dims_of(operand)]
         if carrying and all(operand in self.alike for operand in carrying):
             self.alike[node] = frozenset().union(*(self.alike[operand] for operand in carrying))
@@ -216,7 +216,7 @@ class Zeros:
         return any(writer < reader for writer in writers for reader in readers)
 
     def _keeps(self, writer: Node, written: Node) -> bool:
-        """Does an in-place operator leave zeros whatever its other operands are?"""
+        """Check that an in-place operator leaves zeros whatever its other operands are."""
         operands = [True if each is written else None for each in writer.all_input_nodes]
         return zero_at(self.infer, writer, operands) is True
 
@@ -234,7 +234,7 @@ class Zeros:
 
 
 def _is_slot_by_slot(node: Node) -> bool:
-    """Is each slot of the result made of the same slots of the operands, each time alike?"""
+    """Check that each slot of the result is made of the same slots of the operands alone."""
     target: Any = node.target
     is_same = zero_of(node) is zero_when_tried or operator_name(target) in IDENTITIES
     tags, schema = getattr(target, "tags", ()), schema_of(target)
@@ -253,7 +253,7 @@ def _viewed(node: Node) -> Node | None:
 def zeroing(
     infer: Inference, var: Var, written: Collection[Place], reads: Collection[Read]
 ) -> tuple[list[Place], Zeros, Read | None]:
-    """Where gates have to act to make closed slots zero at all ``reads`` that have no weight.
+    """Find where gates have to act to make closed slots zero at ``reads`` without a weight.
 
     Gates on what writes the slots may not be enough: a class token, the positions or a norm's
     shift put values there, too. Those parameters are added as the reads show that they matter,
@@ -333,7 +333,7 @@ def zero_at(infer: Inference, node: Node, operands: Sequence[bool | None]) -> bo
 
 
 def zero_of(node: Node) -> Zero:
-    """How the operator of this node treats slots that are exactly zero."""
+    """Return the zero rule of the operator of this node."""
     known = registered(operator_name(node.target))
     if known is not None:
         return ZEROS[known]

@@ -26,7 +26,7 @@ from l0prune.plan.plan import Plan
 
 @dataclass
 class Sizes:
-    """What each dim of each node of a captured graph measures once closed slots are gone.
+    """Sizes of the dims of each node of a captured graph once closed slots are gone.
 
     ``picks`` and ``closed`` are the analysis' own.
     """
@@ -63,15 +63,15 @@ class Sizes:
         self._origins[new.name] = self.origin(old)
 
     def origin(self, node: Node) -> str:
-        """What the capture calls the node, or that in whose place it is."""
+        """Return the capture's name of the node, or of the one that it replaces."""
         return self._origins.get(node.name, node.name)
 
     def mask(self, layout: Layout) -> Tensor:
-        """Which positions of a dim stay: bool, shape (old size,)."""
+        """Return the positions of a dim that stay: bool, shape (old size,)."""
         return self.plan.mask(layout, self.kept)
 
     def changes(self, layout: Layout) -> bool:
-        """Whether anything of the dim is cut."""
+        """Check whether anything of the dim is cut."""
         return self.of(layout) != layout.size
 
     def fitted(self, graph: Graph, value: Any, layout: Layout) -> Any:
@@ -91,7 +91,7 @@ class Sizes:
             return graph.call_function(operator.floordiv, (scaled, now))
 
     def _value(self, node: Node) -> int:
-        """What a symbolic size will be, with the example's batch, after the cut."""
+        """Return a symbolic size after the cut, with the example's batch."""
         if operator_name(node.target) == "aten.sym_size":
             source, dim = node.args[:2]
             assert isinstance(source, Node)
@@ -294,7 +294,7 @@ def group_norm(sizes: Sizes, node: Node) -> None:
 
 
 def shrinkage(sizes: Sizes, dims: Sequence[Layout]) -> float:
-    """How many positions these dims had together for each one that stays."""
+    """Return how many positions these dims had together for each one that stays."""
     return math.prod(dim.size for dim in dims) / math.prod(map(sizes.of, dims))
 
 

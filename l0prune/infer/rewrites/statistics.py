@@ -129,7 +129,7 @@ def _settings(node: Node) -> dict[str, Any]:
 
 
 def _closed_value(sizes: Sizes, node: Node, x: Node, dims: list[int]) -> Node | None:
-    """What ``x`` was at its closed slots, in one slot; None where that is zero.
+    """Return ``x`` at its closed slots, as one slot; None where that is zero.
 
     What the forward does to ``x`` on the way from zeros is done once more, to a single zero.
     """
@@ -168,7 +168,7 @@ _EPS = 1e-5
 
 @rewrites("aten.layer_norm")
 def layer_norm(sizes: Sizes, node: Node) -> None:
-    """The same statistics from the slots that stayed."""
+    """Keep the statistics, computed from the slots that stayed."""
     over: Any = node.args[1]
     rank = len(sizes.dims(node))
     if len(over) == 1:
@@ -261,7 +261,7 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
 
 
 def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """By name, the weights that are standardised and of which columns will be cut.
+    """Return by name the weights that are standardised and of which columns will be cut.
 
     Args:
         analysis: of the ungated model.
@@ -295,7 +295,7 @@ def _standardised(node: Node, whole: Tensor) -> Tensor:
 
 @rewrites("aten.batch_norm", "aten._weight_norm")
 def norm_of_weight(sizes: Sizes, node: Node) -> None:
-    """Of a weight that is stored standardised, scale and shift are left."""
+    """Leave scale and shift of a norm whose weight is stored standardised."""
     if weight_behind(node) is None or not _is_cut(sizes, node):
         return
     result, graph = node.args[0], node.graph

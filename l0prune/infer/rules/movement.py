@@ -38,7 +38,7 @@ def source(node: Node) -> Node:
 
 @rule(*IDENTITIES, zero=each)
 def identity(infer: Inference, node: Node) -> Value:
-    """The same tensor, in another place, type or memory layout."""
+    """Pass a tensor on, in another place, type or memory layout."""
     return infer.dims(source(node))
 
 

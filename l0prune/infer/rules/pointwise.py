@@ -66,7 +66,7 @@ class _Call:
 
 
 def tried(node: Node, at: Mapping[Node, float]) -> float | None:
-    """What the operator makes of operands that are ``at`` these numbers: itself is asked.
+    """Run the operator on operands that are ``at`` these numbers, and return its one number.
 
     It runs on a few numbers, with the node's own settings, and anything for the other operands.
     So ``masked_fill(x, mask, 0)`` keeps zeros, and with a 1 it does not; a clamp to (0, 6) does, to
@@ -122,7 +122,7 @@ def _one_number(result: Any, leaves: Sequence[Tensor]) -> float | None:
 
 
 def zero_when_tried(node: Node, operands: Sequence[bool | None]) -> bool:
-    """Is the output exactly zero where the zero operands are? The operator itself is asked."""
+    """Check, by running the operator, that zero operands make the output zero."""
     zeros = [o for o, is_zero in zip(node.all_input_nodes, operands, strict=True) if is_zero]
     return bool(zeros) and tried(node, dict.fromkeys(zeros, 0.0)) == 0
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Weights:
-    """What one direction of one layer computes with; its rows are gates × hidden units.
+    """Weights of one direction of one layer; their rows are gates × hidden units.
 
     Attributes:
         inputs: of its inputs, shape (gates × units, inputs).

@@ -25,7 +25,7 @@ TELLING = tuple(f"aten.{name}" for name in ("sum", "mean", "var", "std", "var_me
 
 
 def reduced_dims(dims: Any, rank: int) -> list[int]:
-    """Which dims an operator's argument names; all where it names none."""
+    """Return the dims that an operator's argument names; all where it names none."""
     if dims is None or dims == [] or isinstance(dims, bool):
         return list(range(rank))
     return [int(d) % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
@@ -102,7 +102,7 @@ def _rootlike(node: Node, operands: Sequence[bool | None]) -> float | bool:
 @rule("aten.var", "aten.var_mean", zero=each)
 @rule("aten.std", "aten.std_mean", zero=_rootlike)
 def variance(infer: Inference, node: Node) -> Value:
-    """What zeros add to it is known: the square of the mean, each."""
+    """Variance or deviation: each zero adds the square of the mean to it."""
     dims = infer.dims(source(node))
     reduced = reduced_dims(argument(node, 1, "dim"), len(dims))
     why = f"{operator_name(node.target)} goes over it"

@@ -87,7 +87,7 @@ def _stored(captured: Captured, node: Node) -> Tensor | None:
 
 
 def _is_written(user: Node, node: Node) -> bool:
-    """Does this call change the node's value in place?"""
+    """Check whether this call changes the node's value in place."""
     schema = schema_of(user.target)
     writes = schema is not None and schema.is_mutable and user.args[:1] == (node,)
     return writes and operator_name(user.target) not in IDENTITIES
@@ -457,7 +457,7 @@ def glu(infer: Inference, node: Node) -> Value:
 
 @rule("aten.tril", "aten.triu", zero=each)
 def triangle(infer: Inference, node: Node) -> Value:
-    """What lies on one side of a diagonal: places in the last two dims have a meaning."""
+    """One side of a diagonal: positions in the last two dims have a meaning."""
     dims = infer.dims(source(node))
     for dim in dims[-2:]:
         infer.solver.pin(dim, "a triangle of it is taken")
