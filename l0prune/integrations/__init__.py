@@ -1,1 +1,31 @@
 """Callbacks for the training loops of other packages; each has a module of that package's name."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from l0prune.errors import UsageError
+from l0prune.training.pruner import Pruner
+
+
+def check_belongs(pruner: Pruner, model: nn.Module, steps: int | float) -> None:
+    """Refuse a model that is another, and a run of another length.
+
+    Args:
+        pruner: the callback's.
+        model: what is trained; the gated model may be a part of it.
+        steps: optimizer steps of the run.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if not any(module is pruner.model for module in model.modules()):
+        raise UsageError(
+            "the model in training is not the one that this L0Callback prunes: train the gated "
+            "model that its Pruner was made with"
+        )
+    if steps != pruner.phases.total:
+        raise UsageError(
+            f"this run does {steps} optimizer steps, and the Pruner is for {pruner.phases.total}: "
+            f"make it with steps={steps}"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
-from l0prune.integrations.checks import check_belongs
+from l0prune.integrations import check_belongs
 from l0prune.training.pruner import Pruner
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from l0prune.errors import FileError
 from l0prune.files.atomic import atomic_write
 from l0prune.files.pickles import load_pickle
-from l0prune.integrations.checks import check_belongs
+from l0prune.integrations import check_belongs
 from l0prune.training.pruner import Pruner
 
 NAME = "l0prune.pt"

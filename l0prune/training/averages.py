@@ -106,7 +106,7 @@ class Average:
         self._values = {name: _wide(value) for name, value in self._now()}
 
     def resize(self, change: Callable[[str, Tensor], Tensor]) -> None:
-        """Where the model's tensors change their size: what an average becomes, by its name."""
+        """Change each average by its name, as the model's tensors change their size."""
         self._values = {name: change(name, value) for name, value in self._values.items()}
 
     def buffers(self) -> list[Tensor]:
@@ -129,7 +129,7 @@ class Average:
 
 
 def _learned(model: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """What is averaged: parameters that learn, and floating-point buffers, each tensor once."""
+    """Yield parameters that learn and floating-point buffers, each tensor once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers):

@@ -121,7 +121,7 @@ class Checkpoint:
 
 
 def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
-    """What decides a run's numbers, as text; a run goes on only with the same."""
+    """Return the settings that decide a run's numbers, as text; a run goes on only with these."""
     chosen = dict(settings) | {"loss": task.loss, "metric": task.metric, "data": task.name}
     found = {name: _text(value) for name, value in chosen.items() if name not in IRRELEVANT}
     if (loss := task.loss_module) is not None:  # whose values are in the checkpoint
@@ -131,7 +131,7 @@ def fingerprint(settings: Settings, task: Task) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """The same in every process: a network by its weights, a function by its name."""
+    """Return a text that all processes agree on: of a network a digest, of a function its name."""
     if isinstance(value, nn.Module):
         return f"{type(value).__qualname__} {digest(snapshot(value))}"
     if isinstance(value, partial):
@@ -169,7 +169,7 @@ def read(folder: Path) -> Checkpoint | None:
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Is the value of this type, as far as its outermost part goes?"""
+    """Return whether the value is of the outermost part of this type."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 

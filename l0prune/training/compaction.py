@@ -105,7 +105,7 @@ class Compaction:
 
     @property
     def _optimizers(self) -> list[Optimizer]:
-        """Those that follow; one that the loop has let go of is not kept for it."""
+        """Optimizers that follow, held weakly: the loop may let go of them."""
         return [found for each in self._following if (found := each()) is not None]
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
@@ -121,7 +121,7 @@ class Compaction:
             self._hook()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy of the model: nobody trains it, and its graph is captured anew if need be."""
+        """Return the state for a copy, which nobody trains yet."""
         none: dict[str, Any] = {"_following": [], "average": None, "_loaded": {}}
         return {**self.__dict__, **none, "let_go": _nothing, "_graph": Graph()}
 
@@ -235,7 +235,7 @@ class Compaction:
             self.begin(kept)
 
     def _lacks(self, open_: Tensor) -> bool:
-        """Was something cut that belongs to these open gates?"""
+        """Return whether slots of these open gates are cut."""
         return self.cut is not None and bool((self._left(open_) & ~self.cut.kept).any())
 
     def _form(self, kept: Tensor) -> Form:
@@ -321,7 +321,7 @@ class Compaction:
                 state[name] = self.cut.in_whole(path, value) if is_tensor else value
 
     def _opens(self, log_alpha: Any) -> bool:
-        """Do gates that are loaded need what was cut?"""
+        """Return whether gates that are loaded need slots that are cut."""
         own = self._gates.log_alpha
         if not isinstance(log_alpha, Tensor) or log_alpha.shape != own.shape:
             return False
@@ -368,7 +368,7 @@ class CompactionPolicy:
         self._has_failed = False
 
     def look_ahead(self, hindrance: str) -> None:
-        """Before the first step: is it known that the network cannot be cut?"""
+        """Say before the first step if a hindrance is known."""
         if hindrance and self._when != "never":
             self._keep_whole(hindrance)
 
@@ -383,7 +383,7 @@ class CompactionPolicy:
             self._attempt(partial(self._compaction.look, begins=begins))
 
     def state_dict(self) -> dict[str, Any]:
-        """How the model is cut, and whether that has failed."""
+        """Return the state of the cut, and whether cutting has failed."""
         return {**self._compaction.state_dict(), "failed": self._has_failed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -416,12 +416,12 @@ class CompactionPolicy:
 
 
 def _nothing() -> None:
-    """Nobody holds on to anything."""
+    """Hold on to nothing."""
 
 
 @contextmanager
 def whole_in_the_end(compaction: Compaction | None) -> Iterator[None]:
-    """However the context ends, the model is whole then."""
+    """Make the model whole when the context ends."""
     try:
         yield
     finally:

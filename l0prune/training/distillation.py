@@ -75,7 +75,7 @@ class Teacher:
         return Teacher(network, model, settings)
 
     def before(self, feed: Feed, device: torch.device, autocast: str | None) -> dict[str, str]:
-        """What is wrong before the first step: a teacher that is worse than the model."""
+        """Return the complaint of a teacher that is worse than the model before the first step."""
         mine, theirs = (
             check_first_batch(network, feed, device, autocast)
             for network in (self._model, self._network)
@@ -129,7 +129,7 @@ class Teacher:
         return self._temperature**2 * each.mean()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a run needs to go on with the same teacher: nothing if the user has it."""
+        """Return the teacher's tensors for the checkpoint; none where the user has the teacher."""
         return snapshot(self._network) if self._own else {}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
@@ -145,7 +145,7 @@ class Teacher:
 
 
 def _answer(outputs: Any) -> Tensor:
-    """What of a network's outputs is compared."""
+    """Return the tensor in a network's outputs that is compared."""
     answer = tensor_output(outputs)
     if answer is None:
         raise UsageError(
@@ -169,7 +169,7 @@ def taught(
 
 
 class _Outputs:
-    """What some modules of a network gave in its last forward."""
+    """Outputs of some modules of a network in its last forward."""
 
     def __init__(self, network: nn.Module, names: list[str]) -> None:
         self._found: dict[str, Any] = {}

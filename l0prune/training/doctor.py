@@ -68,7 +68,7 @@ class Doctor:
         self._losses = [float(record["train_loss"]) for record in records]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the gates started, and what was said."""
+        """Return the initial gates and the complaints so far."""
         return {"start": self._start, "said": sorted(self._said)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ class Doctor:
         self._start, self._said = state["start"], set(state["said"])
 
     def before(self, optimizers: Sequence[Optimizer], *, is_taken: bool = False) -> dict[str, str]:
-        """What is wrong before the first step.
+        """Return new complaints before the first step.
 
         Args:
             optimizers: those that step, as far as they are known.
@@ -93,7 +93,7 @@ class Doctor:
         )
 
     def after(self, record: Record) -> dict[str, str]:
-        """What is wrong after an epoch with this record, while the model is as it was measured.
+        """Return new complaints after an epoch, while the model is as it was measured.
 
         Without ``train_loss`` in the record nothing is said of it.
         """
@@ -150,7 +150,7 @@ class Doctor:
     def _not_learning(
         self, optimizers: Sequence[Optimizer], held: Sequence[_Held], is_taken: bool
     ) -> Iterator[Complaint]:
-        """Is there anything that moves the gates?"""
+        """Complain if nothing moves the gates."""
         if not self._phases.learning:
             return
         if not self._gates.log_alpha.requires_grad:
@@ -167,7 +167,7 @@ class Doctor:
             )
 
     def _decayed(self, held: Sequence[_Held]) -> Iterator[Complaint]:
-        """Does weight decay pull the gates?"""
+        """Complain if weight decay pulls the gates."""
         decay = max((float(group.get("weight_decay", 0.0)) for _, group in held), default=0.0)
         if decay:
             yield (
@@ -178,7 +178,7 @@ class Doctor:
             )
 
     def _out_of_reach(self, held: Sequence[_Held]) -> Iterator[Complaint]:
-        """Can the gates get from where they start to where they close?"""
+        """Complain if the gates cannot reach the point at which they close."""
         plain = any(isinstance(optimizer, SGD) for optimizer, _ in held)
         rate = max((float(group["lr"]) for _, group in held), default=self._rate)
         # Adam's steps are no longer than its rate; plain descent goes by the gradient.
@@ -201,7 +201,7 @@ class Doctor:
             )
 
     def _stuck(self) -> Iterator[Complaint]:
-        """Have they moved at all?"""
+        """Complain if the gates have hardly moved."""
         now = _values(self._gates.log_alpha)
         moved = float((now - self._start).abs().mean())
         if self._way and moved < _STUCK * self._way:
@@ -229,7 +229,7 @@ class Doctor:
             )
 
     def _dying(self, record: Record) -> Iterator[Complaint]:
-        """Is an axis about to lose its last slot?"""
+        """Complain if an axis is about to lose its last slot."""
         p = self._gates.open_probability().detach()
         plan = self._gates.plan
         unneeded = idle(plan, plan.kept(self._gates.open()))
@@ -247,7 +247,7 @@ class Doctor:
                 )
 
     def _undecided(self, record: Record) -> Iterator[Complaint]:
-        """Is the real count what was expected?"""
+        """Complain if actual counts differ from expected ones."""
         p = self._gates.open_probability().detach()
         faster = self._said.isdisjoint(_SLOWER)
         count = int(((p > _UNDECIDED[0]) & (p < _UNDECIDED[1])).sum())
@@ -279,7 +279,7 @@ class Doctor:
                 )
 
     def _overwhelmed(self) -> Iterator[Complaint]:
-        """Does the task still matter beside the penalty?"""
+        """Complain if the task's loss grows beside the penalty."""
         if not self._losses:
             return
         first, last = self._losses[0], self._losses[-1]

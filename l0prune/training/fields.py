@@ -1,4 +1,4 @@
-"""What the fields of a pydantic model say of themselves: in help, in messages and in docs."""
+"""Texts of the fields of a pydantic model: for help, messages and docs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def summary(field: FieldInfo) -> str:
 
 
 def types(field: FieldInfo) -> tuple[Any, ...]:
-    """What a field may hold: the members of its union, or its only type."""
+    """Return the types that a field may hold: the members of its union, or its only one."""
     annotation = field.annotation
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 
@@ -52,7 +52,7 @@ def documentation(model: type[BaseModel]) -> str:
 def in_words(
     error: ValidationError, fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
 ) -> str:
-    """What is wrong with ``given``: each name, its value, and what is allowed."""
+    """Describe each error in ``given``: its name, its value, and what is allowed."""
     names = dict.fromkeys(str(each["loc"][0]) for each in error.errors())
     return "; ".join(
         _wrong(name, fields[name], given[name]) if name in fields else _unknown(name, list(fields))

@@ -86,7 +86,7 @@ class GateTerms:
         )
 
     def _recorded(self) -> dict[str, Measure]:
-        """What every run records, and what the budget is about, by name."""
+        """Return the measures that are recorded, by name: params, MACs and those of the budget."""
         plan = self.gates.plan
         measures: list[Measure] = [kind(plan) for kind in ALWAYS]
         if self.budget is not None:
@@ -107,16 +107,16 @@ class GateTerms:
 
     @property
     def weight(self) -> float:
-        """How hard a multiplier of 1 pulls at the gates, in pulls of the loss."""
+        """Gradient of the gates at a multiplier of 1, relative to that of the loss."""
         return 0.0 if self.budget is None else self.budget.weight
 
     @property
     def decays(self) -> bool:
-        """Does the penalty depend on the weights, too, by its L2 term?"""
+        """Return whether the penalty has an L2 term, which depends on the weights."""
         return bool(self._decay["l2"])
 
     def penalty(self, step: int) -> Tensor | None:
-        """What the gates add to the loss of a step, or None where that is nothing.
+        """Return the gates' addition to the loss of a step; None where there is none.
 
         λ·E‖θ‖₀ and what the gates say beyond their prior, as far as λ is warmed up; the budgets'
         part unless the gates stand; and the L2 term in full.

@@ -173,7 +173,7 @@ class History:
 
     @property
     def complaints(self) -> dict[str, str]:
-        """What the doctor said in the whole run, by what it was about."""
+        """Complaints of the doctor in the whole run, by their subject."""
         return {about: text for r in self.records for about, text in r.get("doctor", {}).items()}
 
     def __len__(self) -> int:
@@ -375,7 +375,7 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """Is it time for a look?"""
+        """Return whether the losses are due to be fetched."""
         return len(self._losses) >= LOOK_EVERY
 
     def look(self) -> float | None:

@@ -32,7 +32,7 @@ from l0prune.training.history import Display, History, Log, Meter, NotFinite, Re
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
 from l0prune.training.settings import Settings
-from l0prune.training.stepper import Stepper, tried
+from l0prune.training.stepper import Stepper, retry_uncut
 from l0prune.training.wrappers import average_buffers
 
 
@@ -292,11 +292,11 @@ class Loop:
         }
         own, alone = self._feed.generators(), None if self._world.is_shared else self._pruner
         with rng.preserved(self._device, own):
-            record = tried(alone, partial(self._with_test, record))
+            record = retry_uncut(alone, partial(self._with_test, record))
         return self._world.from_first(record)
 
     def _with_test(self, record: Record) -> Record:
-        """With what the averaged model is like."""
+        """Complete the record by measurements of the averaged model."""
         with self._averaged():
             if self._recalibrates:
                 self._recalibrate()
@@ -310,7 +310,7 @@ class Loop:
         return record
 
     def _measured_before(self) -> dict[str, float]:
-        """What the test says of the model with its gates out of the way; empty without gates."""
+        """Test the model with its gates bypassed; empty without gates."""
         if self._pruner is None:
             return {}
         with rng.preserved(self._device, self._feed.generators()), bypass(self._model):
@@ -421,7 +421,7 @@ class Loop:
         self._world.first_alone(lambda: state.write(folder))
 
     def _in_whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same of the whole model."""
+        """Return tensors of the cut model as those of the whole one."""
         return tensors if self._pruner is None else self._pruner.compaction.in_whole(tensors)
 
     def _look(self) -> None:

@@ -51,7 +51,7 @@ def make_optimizers(settings: Settings, groups: Groups) -> list[Optimizer]:
 
 
 def _stepping(made: Any) -> Optimizer:
-    """What a user's function made, if it can take a step by itself."""
+    """Check that a user's optimizer can take a step by itself."""
     if not isinstance(made, Optimizer):
         raise UsageError(
             f"optimizer made a {type(made).__name__}, not a torch.optim.Optimizer; it gets the "
@@ -80,7 +80,7 @@ class Schedule:
         self._base = [group["lr"] for group in self._groups()]
 
     def _groups(self) -> Groups:
-        """As they are now: an optimizer that loads a state puts new ones in their places."""
+        """Return the groups of now: an optimizer that loads a state replaces them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def set(self, step: int) -> None:
@@ -342,7 +342,7 @@ def _states(
 def _saved(
     optimizer: Optimizer, saved: dict[str, Any], places: Places
 ) -> Iterator[tuple[int, Place, Any, dict[str, Any]]]:
-    """The same of what is saved, and by which number."""
+    """Yield the saved states of parameters that are cut, with their numbers."""
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     for number, parameter in zip(numbers, _parameters(optimizer), strict=False):
         if id(parameter) in places and number in saved["state"]:

@@ -18,7 +18,7 @@ SETTLE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Where each phase ends, in steps.
+    """Lengths of the phases, in steps.
 
     Attributes:
         total: all steps of the run.
@@ -73,7 +73,7 @@ class Phases:
         return "settle" if step >= self.total - self.settle else "prune"
 
     def factor(self, step: int) -> float:
-        """What λ is multiplied by at this step."""
+        """Return the factor of λ at this step."""
         if self.at(step) == "settle":
             return 0.0
         return min(1.0, step / self.warmup) if self.warmup else 1.0
@@ -83,7 +83,7 @@ class Phases:
         return min(1.0, step / self.learning) if self.learning else 1.0
 
     def begins_to_settle(self, step: int) -> bool:
-        """Is this the first step of settling?"""
+        """Return whether this is the first step of settling."""
         return self.settle > 0 and step == self.total - self.settle
 
 

@@ -289,7 +289,7 @@ class Pruner:
 
     @property
     def begins_to_settle(self) -> bool:
-        """Do the gates stand from the next step on, and not yet?"""
+        """Return whether settling begins with the next step."""
         return self._begun != self.step and self.phases.begins_to_settle(self.step)
 
     def begin_step(self) -> None:
@@ -416,7 +416,7 @@ class Pruner:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
 
     def finish(self) -> None:
-        """Where a loop ends before its last step: fit the gates to the budget; they stand then."""
+        """Fit the gates to the budget and fix them, where a loop ends before its last step."""
         self.make_whole()
         if self.phase != "settle":
             self._shrinking.stop()
@@ -426,7 +426,7 @@ class Pruner:
     # --- what there is to say --------------------------------------------------------------
 
     def _look(self) -> None:
-        """Every few steps: what does the doctor say?"""
+        """Say every few steps what the doctor complains of."""
         if not self._is_time_to_look and self.step != self.phases.learning:
             return
         epoch = self.step / self._between_looks
@@ -450,7 +450,7 @@ class Pruner:
             self._say_it(text)
 
     def _say_it(self, text: str) -> None:
-        """By what ``say`` is now."""
+        """Pass the text to ``say`` as it is now."""
         self.say(text)
 
     def record(self) -> dict[str, Any]:
@@ -479,7 +479,7 @@ class Pruner:
     # --- state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is to be kept beside the model's and the optimizer's state to go on from here."""
+        """Return the state that is kept beside those of the model and the optimizer."""
         return {
             "format": FORMAT,
             "axes": self._axes(),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from l0prune.errors import FileError, Interrupted, UsageError
 from l0prune.files.atomic import claimed
@@ -70,13 +70,9 @@ def _train_in(
         pruner = Pruner(model, steps=phases, n=feed.size, **settings.of_gates())
     folder = None if settings.out is None else Path(settings.out)
     interrupt = Interrupt(world)
-    found = checkpoint.snapshot(model)
-    learns = task.loss_module
-    of_loss = {} if learns is None else checkpoint.snapshot(learns)
-    fixed = gates is not None and gates.fixed
     kind = None if gates is None else gates.gate
     own = feed.generators()
-    try:
+    with _undone(model, task, gates) as found:
         agree_on_start(model, world)
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
@@ -122,23 +118,33 @@ def _train_in(
                 if begun.said:
                     loop.note(begun.said)
                 loop.run()
+    return loop.history
+
+
+@contextmanager
+def _undone(model: nn.Module, task: Task, gates: Gates | None) -> Iterator[dict[str, Tensor]]:
+    """Yield the model's tensors, and put back what was found where training fails."""
+    found, learns = checkpoint.snapshot(model), task.loss_module
+    of_loss = {} if learns is None else checkpoint.snapshot(learns)
+    before = None if gates is None else (gates.fixed, gates.gate)
+    try:
+        yield found
     except Interrupted:
         raise
     except BaseException:
         checkpoint.put_back(model, found)
         if learns is not None:
             checkpoint.put_back(learns, of_loss)
-        if gates is not None and kind is not None:
-            gates.gate = kind
+        if gates is not None and before is not None:
+            gates.gate = before[1]
         raise
     finally:
-        if gates is not None:
-            gates.fixed = fixed
-    return loop.history
+        if gates is not None and before is not None:
+            gates.fixed = before[0]
 
 
 def _fingerprint(settings: Settings, feed: Feed, world: World, kind: Gate | None) -> dict[str, str]:
-    """What decides the run's numbers, as text; of a dense run no setting of gates does."""
+    """Return the settings that decide the run's numbers; of a dense run none of gates."""
     found = checkpoint.fingerprint(settings, feed.task)
     found |= {"N": str(feed.size), "processes": str(world.size)}
     if kind is not None:
@@ -147,7 +153,7 @@ def _fingerprint(settings: Settings, feed: Feed, world: World, kind: Gate | None
 
 
 def _phases(settings: Settings, steps: int) -> Phases:
-    """Of a run with gates."""
+    """Return the phases of a run with gates."""
     if not settings.learn:
         return Phases.settling(settings.epochs, steps)
     # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
@@ -164,7 +170,7 @@ def _phases(settings: Settings, steps: int) -> Phases:
 def _placed(
     model: nn.Module, device: torch.device, settings: Settings, world: World
 ) -> Iterator[nn.Module]:
-    """What is trained, on ``device`` and laid out as wanted: the model, or a copy in shards."""
+    """Place the model, or a copy in shards, on ``device`` in the wanted layout."""
     with ExitStack() as stack:
         if world.is_shared and settings.distributed == "fsdp":
             if settings.channels_last:

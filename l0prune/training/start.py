@@ -47,7 +47,7 @@ _OF_WAYS = range(1, 9)  # batches
 
 @dataclass(frozen=True, slots=True)
 class ScoringBudget:
-    """Of one run.
+    """Data that the scores of one run may look at.
 
     Attributes:
         slots: batches from which the score of slots is told.
@@ -63,7 +63,7 @@ class ScoringBudget:
 
     @classmethod
     def of(cls, learning: int, size: int, branches: int) -> ScoringBudget:
-        """Those of a run.
+        """Return the scoring budget of a run.
 
         Args:
             learning: steps in which gates learn.
@@ -80,7 +80,7 @@ class ScoringBudget:
         return cls(slots, max(1, round(examples / few)), few, ways)
 
     def steps(self, size: int, branches: int) -> float:
-        """What all of them cost together, in steps of training.
+        """Return the cost of all scoring, in steps of training.
 
         Args:
             size: of its batches.
@@ -97,7 +97,7 @@ def _within(limits: range, number: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How the gates of a run begin.
+    """Outcome of the initialisation of gates.
 
     Attributes:
         said: what there is to say of it; empty where they stay as they are.
@@ -180,7 +180,7 @@ def init_gates_from(
     seed: int,
     **wanted: Any,
 ) -> Beginning:
-    """The same for a loop of the user's own: see ``Pruner.start_from``.
+    """Initialise gates in a loop of the user's own; see ``Pruner.start_from``.
 
     Raises:
         UsageError: a setting makes no sense, the weights are in shards, or a score that is named
@@ -235,7 +235,7 @@ _WAIT = 0.5  # of the steps in which gates learn, under a price
 
 
 class Decision:
-    """Of which branches stay.
+    """Decision of which branches stay, and when.
 
     Under a budget: once they all have to. The amount that is expected of a budget is met by widths
     on average, since they are many. Of a branch with an even chance half of its cost is expected,
@@ -282,7 +282,7 @@ class Decision:
 
     @torch.no_grad()
     def keep(self, step: int) -> None:
-        """Before each step of an optimizer: where do branches stand that wait?"""
+        """Keep the log α of branches that wait, before each step of an optimizer."""
         waits = step in self._waiting
         self._kept = self._gates.log_alpha[self._where()].clone() if waits else None
 
@@ -313,7 +313,7 @@ class Decision:
 
 
 def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
-    """Which switches stay: so many of the likeliest as change least what is expected of a budget.
+    """Choose as many of the likeliest switches as change a budget's expectation least.
 
     Args:
         p: of each gate to be open, flat.

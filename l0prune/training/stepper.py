@@ -31,10 +31,10 @@ from l0prune.training.wrappers import images_channels_last, replicated, whole_ev
 T = TypeVar("T")
 
 
-def tried(
+def retry_uncut(
     pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], None] | None = None
 ) -> T:
-    """What ``action`` gives; where it fails, what it gives once the network is whole, as it stays.
+    """Run ``action``; where it fails on a cut network, run it again on the whole one, for good.
 
     A loss, a metric or a forward of the user's may know the network as it was. Which error that is
     depends on what they do with it.
@@ -251,7 +251,7 @@ class Stepper:
             self._pruner.load_state_dict(state.pruner)
 
     def __call__(self, step: int, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Do step number ``step`` of the run, from 0; returns the task's loss and the penalty.
+        """Take step number ``step`` of the run, from 0; return the task's loss and the penalty.
 
         The loss is this process' share of it, such that the mean over all is that of the step.
         The penalty is the model's, and every process has its gradient in full.
@@ -276,10 +276,10 @@ class Stepper:
         them. Processes that train together would have to fail together.
         """
         alone = None if self._world.is_shared else self._pruner
-        return tried(alone, partial(self._add_gradients, batch), self.zero_grad)
+        return retry_uncut(alone, partial(self._add_gradients, batch), self.zero_grad)
 
     def _add_gradients(self, batch: Batch) -> Tensor:
-        """The same, of the model at the size that it has now."""
+        """Add the gradients of a batch at the size that the model has now."""
         if self._losses is None:
             self._losses = self._new_losses()
         return self._losses.backward(batch, self._scaled)

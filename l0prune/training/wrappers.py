@@ -281,7 +281,7 @@ def _independent(blocks: list[nn.Module], model: nn.Module) -> list[nn.Module]:
 
 
 def _owners(model: nn.Module) -> Counter[int]:
-    """How many modules own each parameter, by its id."""
+    """Count the modules that own each parameter, by its id."""
     parameters = (p for module in model.modules() for p in module._parameters.values())
     return Counter(id(parameter) for parameter in parameters if parameter is not None)
 
