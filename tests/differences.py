@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import l0prune
 from l0prune.exporting.certify.dtypes import InOneDtype
+from l0prune.exporting.network import NotThisWay
 from l0prune.exporting.own_class.comparison import Comparison
 
 # What is left of a cut in float32: the weights that were folded are rounded once.
@@ -67,9 +68,13 @@ def as_graph():
     exporting = sys.modules["l0prune.exporting.export"]
     with (
         mock.patch("l0prune.exporting.own_class.choice.compare_class", return_value=wrong),
-        mock.patch.object(exporting, "_as_class", return_value=None),
+        mock.patch.object(exporting, "BY_PLAN", (_not_this_way,)),
     ):
         yield
+
+
+def _not_this_way(network):
+    raise NotThisWay
 
 
 def graph_difference(gated, dense, args, kwargs=None, *, may_vanish=False):

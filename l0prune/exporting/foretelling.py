@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from l0prune.capture.copying import copied_around
 from l0prune.capture.example_inputs import examples_in, holds_objects
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
-from l0prune.exporting.certify.proof import answers_to_all
+from l0prune.exporting.certify.verify import answers_to_all
+from l0prune.exporting.network import copies_of
 from l0prune.exporting.own_class.choice import Reference, choose, own_class
-from l0prune.exporting.slicing.chosen import chosen_on
+from l0prune.exporting.select import chosen_on
 from l0prune.exporting.slicing.tensors import cut_by_plan
-from l0prune.exporting.subject import subject_of
 from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates
 from l0prune.gating.gate import kept_example
@@ -59,15 +59,15 @@ def why_no_class(
 
 
 def _tried(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes) -> str | None:
-    subject = subject_of(_half_closed(model, plan, example, free))
-    chosen = chosen_on(plan, subject)
-    tensors = cut_by_plan(subject.plain, chosen)
-    batch = 3 if examples_in(subject.example) == 2 else 2
-    answers = answers_to_all(subject, (batch,))
-    if tensors is None or not answers or not subject.dtypes.are_one:
+    network = copies_of(_half_closed(model, plan, example, free))
+    chosen = chosen_on(plan, network)
+    tensors = cut_by_plan(network.plain, chosen)
+    batch = 3 if examples_in(network.example) == 2 else 2
+    answers = answers_to_all(network, (batch,))
+    if tensors is None or not answers or not network.dtypes.are_one:
         return None
-    own = own_class(subject.plain, chosen, tensors)
-    reference = Reference("", subject.gated, answers, is_trained=False)
+    own = own_class(network.plain, chosen, tensors)
+    reference = Reference("", network.gated, answers, is_trained=False)
     return choose(own, [reference]).comparisons[""].reason
 
 

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from l0prune.capture.provenance import within
 from l0prune.errors import UsageError
-from l0prune.exporting.export import cut_class
+from l0prune.exporting.capture_parts import surveyed
+from l0prune.exporting.certify.verify import verify_class
+from l0prune.exporting.network import Network, attempt, copies_of
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes
+from l0prune.exporting.resize_class import check_class_alone, drop_branches, resize_class
+from l0prune.exporting.slice import slice_by_plan
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import Place
-from l0prune.exporting.subject import Subject, subject_of, surveyed
 from l0prune.files.cut_layers import SkippedModule, become, tensors_of
 from l0prune.files.given_sizes import GIVEN, GivenSizes
 from l0prune.gating.attaching import holder
@@ -31,12 +34,13 @@ from l0prune.gating.link import Link, Scale
 from l0prune.gating.multipliers import LINK
 from l0prune.infer.parts import Parts
 
+PASSES = (check_class_alone, slice_by_plan, resize_class, drop_branches, verify_class)
 _MISSING = object()
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a gated model's own class is at fewer slots, as it was proven.
+    """How a gated model's own class is at fewer slots, as it was network.
 
     Attributes:
         kept: the slots that are left, bool, shape ``(plan.size,)``.
@@ -59,7 +63,7 @@ class Graph:
     def __init__(self) -> None:
         self._parts: Parts | None = None
 
-    def of(self, subject: Subject) -> Parts:
+    def of(self, network: Network) -> Parts:
         """The model as it is captured, without its weights, which are not kept for that.
 
         Raises:
@@ -67,7 +71,7 @@ class Graph:
         """
         if self._parts is None:
             # what is gone of a graph does not depend on the batch
-            self._parts = surveyed(subject, frees_batch=False)
+            self._parts = surveyed(network, frees_batch=False)
             for part in self._parts.found:
                 part.analysis.captured.program.state_dict.clear()
         return self._parts
@@ -85,9 +89,14 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
-    subject = replace(subject_of(model), exact_alone=True)
-    chosen = Chosen(subject.plan, subject.z, kept)
-    proven = cut_class(subject, chosen, graph.of(subject) if chosen.gone else None)
+    network = replace(copies_of(model), exact_alone=True)
+    chosen = Chosen(network.plan, network.z, kept)
+    network = replace(network, chosen=chosen)
+    if chosen.gone:
+        parts = graph.of(network)
+        by_part = {part.path: chosen.on(part.analysis.plan) for part in parts.found}
+        network = replace(network, parts=parts, by_part=by_part)
+    proven = attempt(PASSES, network)
     if proven is None:
         raise UsageError("its own class is not shown to be the same function at fewer slots")
     (comparison,) = proven.comparisons.values()

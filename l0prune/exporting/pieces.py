@@ -22,11 +22,9 @@ from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import Dtypes, marked, restored
-from l0prune.exporting.certify.proof import Proven
+from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
-from l0prune.exporting.subject import Subject
-from l0prune.infer.parts import Parts
 from l0prune.running.stages import stage
 
 
@@ -186,28 +184,26 @@ class InParts:
         return InParts(tuple(_renewed(piece, module) for piece in self.pieces))
 
 
-def whole(
-    subject: Subject, proven: Proven, captured: Captured | None, state: Mapping[str, Tensor]
-) -> Whole:
+def whole(network: Network, captured: Captured | None, state: Mapping[str, Tensor]) -> Whole:
     """The program is made from the graph that was captured, where one was, else from the class.
 
     The module that is handed out is in the model's dtypes afterwards; that of the programs shares
     the tensors of the state_dict.
     """
-    module, make = proven.module, partial(class_programs, free=subject.free)
+    module, make = network.dense, partial(class_programs, free=network.free)
     if captured is not None:
-        module = proven.graphs[""]
-        free = subject.free.only(captured.free)
+        module = network.graphs[""]
+        free = network.free.only(captured.free)
         export = partial(reexport, dynamic=captured.dynamic, batches=captured.batches, free=free)
         make = partial(programs, export=export)
-    is_shared, dtypes = module is proven.module, subject.dtypes
+    is_shared, dtypes = module is network.dense, network.dtypes
     exact = copied(module) if is_shared and not dtypes.are_one else module
-    restored(proven.module, dtypes)
+    restored(network.dense, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
     why_fixed = captured.why_fixed if captured else ""
-    example = subject.narrow(subject.example)
-    made = Whole(exact, dtypes, example, proven.answers[""], make, subject.free, why_fixed)
+    example = network.narrow(network.example)
+    made = Whole(exact, dtypes, example, network.answers[""], make, network.free, why_fixed)
     if not dtypes.are_one:
         _ = made.pieces  # ONNX's are made of what is not rounded yet
     return made
@@ -224,39 +220,35 @@ def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
 
 
 @stage("making programs of the smaller model's parts")
-def in_parts(subject: Subject, parts: Parts, proven: Proven) -> InParts:
+def in_parts(network: Network) -> InParts:
     """The programs of each part of the dense model, on what it receives in the gated one.
 
     The module that is handed out is in the model's dtypes afterwards.
     """
-    pieces = tuple(_islands(subject, parts, proven))
-    restored(proven.module, subject.dtypes)
+    pieces = tuple(_islands(network))
+    restored(network.dense, network.dtypes)
     return InParts(pieces)
 
 
-def _islands(subject: Subject, parts: Parts, proven: Proven) -> Iterator[Piece]:
-    for part in parts.found:
-        answers = proven.answers[part.path]
+def _islands(network: Network) -> Iterator[Piece]:
+    for part in network.captured.found:
+        answers = network.answers[part.path]
         if not answers:  # it was called on the example alone
-            answers = answers_of(subject.gated, [part.example], part.path)
-        pieces = (
-            p for alike in _forms(answers) for p in _island(subject, proven, part.path, alike)
-        )
+            answers = answers_of(network.gated, [part.example], part.path)
+        pieces = (p for alike in _forms(answers) for p in _island(network, part.path, alike))
         for form, piece in enumerate(pieces, start=1):
             yield replace(piece, form=form)
 
 
-def _island(
-    subject: Subject, proven: Proven, path: str, answers: tuple[Answer, ...]
-) -> Iterator[Piece]:
+def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[Piece]:
     """The pieces for inputs of one form: one, or for each number that it is told one."""
-    dense = proven.module.get_submodule(path)
-    made, single = programs(dense, subject.dtypes, answers[0].inputs, reexport_part)
-    is_graph = bool(proven.comparisons[path].reason)  # captured at the example's sizes
+    dense = network.dense.get_submodule(path)
+    made, single = programs(dense, network.dtypes, answers[0].inputs, reexport_part)
+    is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
     apart = _forms(answers, is_free=False)
     if len(apart) > 1 and (is_graph or not _is_told(made.program)):
         for alike in apart:
-            yield from _island(subject, proven, path, alike)
+            yield from _island(network, path, alike)
         return
     if is_graph or not made.dynamic:
         yield Piece(path, made.program, single, False, answers)
@@ -267,7 +259,7 @@ def _island(
         yield Piece(path, made.program, single, True, answers)
         return
     export = partial(reexport_part, batches=ANY.several())
-    made, single = programs(dense, subject.dtypes, answers[0].inputs, export)
+    made, single = programs(dense, network.dtypes, answers[0].inputs, export)
     yield Piece(path, made.program, single, made.dynamic, several, ANY.several())
 
 

@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from l0prune.capture.example_inputs import plain
 from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError, first_line
+from l0prune.exporting.capture_parts import capture_parts
+from l0prune.exporting.network import copies_of, run
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.slicing.chosen import chosen_slots
-from l0prune.exporting.slicing.graph import dense_graphs
-from l0prune.exporting.slicing.tensors import cut_tensors
-from l0prune.exporting.subject import subject_of, surveyed
+from l0prune.exporting.select import select
+from l0prune.exporting.slice import slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
@@ -46,18 +46,15 @@ class CutGraphs:
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         gated, _ = holder(model)
-        self._subject = subject_of(gated)
-        self._parts = surveyed(self._subject)
-        self.plan = self._subject.plan
+        self._captured = capture_parts(copies_of(gated))
+        self.plan = self._captured.plan
         check_single_network(self.plan.parts)
         self._batch = batch
 
     def network(self, open_: Tensor) -> GraphModule:
         """Return the network in which these slots are open; bool, flat."""
-        subject = replace(self._subject, z=open_.to(torch.float64))
-        _, by_part = chosen_slots(subject, self._parts)
-        tensors = cut_tensors(subject.plain, self._parts, by_part)
-        (graph,) = dense_graphs(self._parts, by_part, tensors, subject.dtypes).values()
+        whole = replace(self._captured, z=open_.to(torch.float64))
+        (graph,) = run((select, slice_tensors, slice_graphs), whole).graphs.values()
         return graph.float()
 
     def inputs(self) -> Inputs:
@@ -69,7 +66,7 @@ class CutGraphs:
             value = leaf.float() if leaf.is_floating_point() else leaf
             return value[torch.arange(self._batch) % len(value)] if value.ndim else value
 
-        return plain(pytree.tree_map(sized, self._subject.example))
+        return plain(pytree.tree_map(sized, self._captured.example))
 
 
 Shapes = list[tuple[int, ...]]

@@ -16,7 +16,8 @@ import l0prune
 from l0prune.errors import CertificateError
 from l0prune.exporting import export
 from l0prune.exporting.certify.inputs import trials
-from l0prune.exporting.certify.proof import BATCHES
+from l0prune.exporting.certify.verify import BATCHES
+from l0prune.exporting.network import NotThisWay
 
 T = 5
 AHEAD = torch.ones(T, T).triu(1).bool()
@@ -91,12 +92,15 @@ def test_a_wrong_model_is_found_on_the_first_kind(monkeypatch):
     model = small()
     tried = []
 
+    def not_this_way(network):
+        raise NotThisWay
+
     def wrong(answers, dense):
         tried.append(answers)
         raise CertificateError("the cut is wrong")
 
-    monkeypatch.setattr(sys.modules["l0prune.exporting.certify.proof"], "compare", wrong)
-    monkeypatch.setattr(export, "prove_class", lambda *_: None)
+    monkeypatch.setattr(sys.modules["l0prune.exporting.certify.verify"], "compare", wrong)
+    monkeypatch.setattr(export, "BY_PLAN", (not_this_way,))
     with pytest.raises(CertificateError, match="the cut is wrong"):
         l0prune.export(model)
     assert len(tried) == 1

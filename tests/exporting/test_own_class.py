@@ -141,12 +141,13 @@ def test_the_module_goes_on_training():
 def test_what_the_own_class_is_shown_to_compute_needs_no_capture(monkeypatch, tmp_path):
     """Only a program does."""
 
-    def captured(*_):
+    def captured(*_, **__):
         raise AssertionError
 
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["l0prune.exporting.export"], "surveyed", captured)
+        for name in ("capture_parts", "write"):
+            patch.setattr(sys.modules[f"l0prune.exporting.{name}"], "surveyed", captured)
         model, dense = exported(nn.Sequential(*layers), x := torch.randn(2, 3, 6, 6), exclude=())
     assert dense.params < dense.params_before
     assert difference(model, dense, x) <= ROUNDED

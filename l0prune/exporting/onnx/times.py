@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from l0prune.exporting.network import copies_of
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.file import write_runnable
 from l0prune.exporting.own_class.replacement import class_programs
-from l0prune.exporting.subject import subject_of
 from l0prune.gating.attaching import holder
 from l0prune.running.stages import stage
 
@@ -104,8 +104,8 @@ def times_of(
     gated, _ = holder(model)
     with tempfile.TemporaryDirectory() as folder, stage("timing the file beside the dense one"):
         dense = Path(folder) / _DENSE
-        subject = subject_of(gated)
-        _, single = class_programs(subject.plain, subject.dtypes, subject.example, subject.free)
+        network = copies_of(gated)
+        _, single = class_programs(network.plain, network.dtypes, network.example, network.free)
         write_runnable(single, dense, Path(folder) / _DATA, sizes, opset)
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
         networks = [collect.Network(each, threads, collect.CPU) for each in (path, dense)]

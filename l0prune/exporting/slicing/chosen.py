@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from l0prune.exporting.subject import Subject
-from l0prune.infer.parts import Parts
 from l0prune.plan.branch import Branch
 from l0prune.plan.layout import Both
 from l0prune.plan.plan import Plan
@@ -48,7 +46,7 @@ class Chosen:
 
     def on(self, plan: Plan) -> Chosen:
         """The same on the axes of another plan of the model; all stays that has no gate here."""
-        z, kept = (_on_plan(plan, self.plan, values) for values in (self.z, self.kept))
+        z, kept = (values_on(plan, self.plan, values) for values in (self.z, self.kept))
         return Chosen(plan, z, kept)
 
     @property
@@ -57,19 +55,7 @@ class Chosen:
         return self.z > 0
 
 
-def chosen_slots(subject: Subject, parts: Parts) -> tuple[Chosen, dict[str, Chosen]]:
-    """Those of the whole model, and those of each of its parts by path."""
-    by_part = {part.path: chosen_on(part.analysis.plan, subject) for part in parts.found}
-    return chosen_on(parts.plan, subject), by_part
-
-
-def chosen_on(plan: Plan, subject: Subject) -> Chosen:
-    """Those of the model on the axes of this plan of it."""
-    z = _on_plan(plan, subject.plan, subject.z)
-    return Chosen(plan, z, plan.kept(z > 0))
-
-
-def _on_plan(plan: Plan, gated: Plan, values: Tensor) -> Tensor:
+def values_on(plan: Plan, gated: Plan, values: Tensor) -> Tensor:
     """Values of the gates for every axis of ``plan``: 1 where ``gated`` has none."""
     full = torch.ones(plan.size, dtype=values.dtype)
     slices = {axis.name: axis.slice for axis in gated.axes}

@@ -1,15 +1,14 @@
-"""From a model before and after the cut to the proof that both compute the same."""
+"""Passes of an export that show the smaller model to compute what the gated one does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from l0prune.capture.example_inputs import examples_given, first_of
@@ -26,13 +25,12 @@ from l0prune.exporting.certify.certificate import (
 )
 from l0prune.exporting.certify.dtypes import asks_for_less, name_of
 from l0prune.exporting.certify.inputs import trials
-from l0prune.exporting.own_class.choice import OwnClass, Reference, choose, first_right
-from l0prune.exporting.own_class.comparison import Comparison
-from l0prune.exporting.own_class.layers import Layer
+from l0prune.exporting.network import Network, NotThisWay
+from l0prune.exporting.own_class.choice import Reference, choose, first_right
 from l0prune.exporting.own_class.replacement import replace_part
-from l0prune.exporting.own_class.sizes import Changes
-from l0prune.exporting.subject import Subject
 from l0prune.infer.parts import Parts
+from l0prune.plan.cost import cost_of
+from l0prune.plan.plan import Plan
 from l0prune.running.stages import stage
 
 Answers = TypeVar("Answers")
@@ -40,88 +38,61 @@ Answers = TypeVar("Answers")
 BATCHES = (2, 3, 1)  # beside one example, which torch.export takes for a case of its own
 
 
-@dataclass(frozen=True)
-class Proven:
-    """What is left to hand out once the certificate stands.
+def counted_in(plan: Plan) -> Set[str]:
+    """Return the parameters that count, by name: the others were not used in eval mode."""
+    return {cost.tensor for cost in plan.costs if cost.unit == "params"}
 
-    Attributes:
-        module: the dense model: of its own class, or with its captured graphs.
-        graphs: by path, the captured parts at their new sizes.
-        answers: by path, what each part of the gated model computes on what it was given.
-        checks: the comparisons.
-        comparisons: by path, whether each part could be of its own class.
-        changes: attributes of the own class that follow the new sizes.
-        layers: what its layers become that need more than that, by path.
-        tensors: the cut tensors as the module has to have them, by name.
-        scales: by parameter, what it was multiplied with beside its gates.
-        dropped: parameters in whose place the module has zeros.
+
+def verify_class(network: Network) -> Network:
+    """Verify the model of its own class, without a capture: what it computes is the proof.
+
+    Raises:
+        NotThisWay: no class is the same function, or shown to be: at a size of ``BATCHES`` that
+            the model does not take, or where its forward does not read its own parameters (it
+            reaches another object's, which a copy does not cut).
     """
-
-    module: nn.Module
-    graphs: Mapping[str, GraphModule]
-    answers: Mapping[str, tuple[Answer, ...]]
-    checks: tuple[Check, ...]
-    comparisons: dict[str, Comparison]
-    changes: Changes
-    layers: Mapping[str, Layer]
-    tensors: dict[str, Tensor]
-    scales: Mapping[str, Tensor] = field(default_factory=dict)
-    dropped: Sequence[str] = ()
-
-
-def prove_class(
-    subject: Subject, own: OwnClass, predicted: int, counted: Set[str]
-) -> Proven | None:
-    """The dense model of its own class, without a capture: what it computes is the proof.
-
-    None where the class is not the same function, or not shown to be: at a size of ``BATCHES``
-    that the model does not take, or where its forward does not read its own parameters (it
-    reaches another object's, which a copy does not cut).
-
-    Args:
-        subject: before the cut.
-        own: what the class may be at the new sizes.
-        predicted: parameters that the dense model must have.
-        counted: by name, the parameters that count; the others were not used in eval mode.
-    """
-    answers = answers_to_all(subject, BATCHES)
-    if not answers or not counted <= answers[0].read:
-        return None
-    choice = choose(own, [Reference("", subject.gated, answers)])
-    comparison = choice.comparisons[""]
-    if comparison.reason or _count(choice.module, counted) != predicted:
-        return None
-    return Proven(
-        choice.module,
-        graphs={},
-        answers={"": answers},
-        checks=comparison.checks,
-        comparisons={"": comparison},
-        changes=choice.changes,
-        layers=own.layers,
-        tensors=own.own_tensors(),
-        scales=own.scales,
-    )
+    chosen, counted = network.selected, counted_in(network.plan)
+    predicted = round(cost_of(network.plan).amount(chosen.kept.double(), "params"))
+    for own in network.classes:
+        answers = answers_to_all(network, BATCHES)
+        if not answers or not counted <= answers[0].read:
+            break
+        choice = choose(own, [Reference("", network.gated, answers)])
+        comparison = choice.comparisons[""]
+        if not comparison.reason and _count(choice.module, counted) == predicted:
+            return replace(
+                network,
+                classes=(),
+                module=choice.module,
+                answers={"": answers},
+                checks=Certificate(comparison.checks).checks,
+                comparisons={"": comparison},
+                changes=choice.changes,
+                layers=own.layers,
+                tensors=own.own_tensors(),
+                scales=own.scales,
+            )
+    raise NotThisWay
 
 
-def answers_to_all(subject: Subject, batches: Sequence[int]) -> tuple[Answer, ...]:
+def answers_to_all(network: Network, batches: Sequence[int]) -> tuple[Answer, ...]:
     """What the gated model computes on inputs of all these batches; empty if it takes no such."""
-    for inputs in trials(subject.example, batches, subject.free, subject.sizes):
+    for inputs in trials(network.example, batches, network.free, network.sizes):
         if len(inputs) == len(batches):
             with suppress(CertificateError):
-                answers = _answers(subject, inputs)
+                answers = _answers(network, inputs)
                 if not any(holds_nan(answer.exact) for answer in answers):
                     return answers
     return ()
 
 
-def _answers(subject: Subject, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
+def _answers(network: Network, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
     """What the gated model computes on these; it runs only on what it was not asked before."""
-    for known in subject.asked:
+    for known in network.asked:
         if _is_same([answer.inputs for answer in known], list(inputs)):
             return known
-    answers = answers_of(subject.gated, inputs, exact_alone=subject.exact_alone)
-    subject.asked.append(answers)
+    answers = answers_of(network.gated, inputs, exact_alone=network.exact_alone)
+    network.asked.append(answers)
     return answers
 
 
@@ -133,57 +104,39 @@ def _is_same(some: list[Inputs], others: list[Inputs]) -> bool:
     )
 
 
-def prove(
-    subject: Subject,
-    parts: Parts,
-    graphs: Mapping[str, GraphModule],
-    classes: Iterable[OwnClass],
-    predicted: int,
-) -> Proven:
-    """The dense model, and all that shows that it computes what the gated one does.
-
-    Args:
-        subject: before the cut.
-        parts: what was captured.
-        graphs: by path, the captured parts at their new sizes.
-        classes: what the model's own class may be at the new sizes, the best first.
-        predicted: parameters that the dense model must have.
+def verify(network: Network) -> Network:
+    """Verify the graphs, which must be right, and the own class, which may be; choose the best.
 
     Raises:
-        CertificateError: it does not, or cannot be compared.
+        CertificateError: the dense model does not compute what the gated one does, or cannot be
+            compared with it.
     """
-    if "" in graphs:
-        return _prove_whole(subject, parts, graphs, classes, predicted)
-    return _prove_parts(subject, parts, graphs, classes, predicted)
+    predicted = cost_of(network.captured.plan).actual(network.selected.is_open, "params")
+    verify_parts = _verify_whole if "" in network.graphs else _verify_islands
+    return replace(verify_parts(network, predicted), classes=())
 
 
-def _prove_whole(
-    subject: Subject,
-    parts: Parts,
-    graphs: Mapping[str, GraphModule],
-    classes: Iterable[OwnClass],
-    predicted: int,
-) -> Proven:
+def _verify_whole(network: Network, predicted: int) -> Network:
     """A model of one piece: its graph must be right, its own class may be."""
-    captured, graph = parts.found[0].analysis.captured, graphs[""]
-    _check_count(graph, parts, predicted)
+    captured, graph = network.captured.found[0].analysis.captured, network.graphs[""]
+    _check_count(graph, network.captured, predicted)
     batches = captured.batches.first(BATCHES) if captured.dynamic else (captured.batch,)
 
     def against(inputs: Sequence[Inputs]) -> tuple[tuple[Answer, ...], list[Check]]:
         answers = tuple(
-            replace(answer, inputs=subject.narrow(answer.inputs))
-            for answer in _answers(subject, inputs)
+            replace(answer, inputs=network.narrow(answer.inputs))
+            for answer in _answers(network, inputs)
         )
         with stage("comparing the smaller graph with the gated model"):
             return answers, compare(answers, graph)
 
-    answers, certificate = _certified(subject, batches, against, captured.free)
-    own, choice = first_right(classes, [Reference("", subject.gated, answers)])
+    answers, certificate = _certified(network, batches, against, captured.free)
+    own, choice = first_right(network.classes, [Reference("", network.gated, answers)])
     comparison = choice.comparisons[""]
     is_graph = bool(comparison.reason)
-    return Proven(
-        graph if is_graph else choice.module,
-        graphs=graphs,
+    return replace(
+        network,
+        module=graph if is_graph else choice.module,
         answers={"": answers},
         checks=(*certificate.checks, *comparison.checks),
         comparisons={"": comparison},
@@ -194,26 +147,21 @@ def _prove_whole(
     )
 
 
-def _prove_parts(
-    subject: Subject,
-    parts: Parts,
-    graphs: Mapping[str, GraphModule],
-    classes: Iterable[OwnClass],
-    predicted: int,
-) -> Proven:
+def _verify_islands(network: Network, predicted: int) -> Network:
     """A model of which only islands were captured: their own classes, or else their graphs."""
+    parts, graphs = network.captured, network.graphs
     paths = list(graphs)
-    first, of_one = _one_example(subject, paths)
+    first, of_one = _one_example(network, paths)
     # one candidate for all parts, so that what they share stays shared
     references = [
         Reference(
             p.path,
-            subject.plain.get_submodule(p.path),
+            network.plain.get_submodule(p.path),
             (*answers_of(graphs[p.path], [p.example]), *of_one.get(p.path, ())),
         )
         for p in parts.found
     ]
-    own, choice = first_right(classes, references)
+    own, choice = first_right(network.classes, references)
     dense, changes = choice.module, choice.changes
     layers = dict(own.layers)
     replaced = [path for path, comparison in choice.comparisons.items() if comparison.reason]
@@ -226,10 +174,10 @@ def _prove_parts(
     also = () if replaced else first
 
     def against(inputs: Sequence[Inputs]) -> tuple[dict[str, tuple[Answer, ...]], list[Check]]:
-        return compare_in_parts(subject.gated, dense, paths, (*inputs, *also))
+        return compare_in_parts(network.gated, dense, paths, (*inputs, *also))
 
     try:
-        answers, certificate = _certified(subject, (None, None), against)
+        answers, certificate = _certified(network, (None, None), against)
     except CertificateError as error:
         raise CertificateError(
             f"{error}\nOnly parts of this model could be captured ({', '.join(paths)}), and the "
@@ -238,9 +186,9 @@ def _prove_parts(
         ) from error
     if replaced:
         answers |= {p: (*answers[p], *of_one.get(p, ())) for p in set(paths) - set(replaced)}
-    return Proven(
-        dense,
-        graphs=graphs,
+    return replace(
+        network,
+        module=dense,
         answers=answers,
         checks=certificate.checks,
         comparisons=choice.comparisons,
@@ -252,22 +200,22 @@ def _prove_parts(
 
 
 def _one_example(
-    subject: Subject, paths: Sequence[str]
+    network: Network, paths: Sequence[str]
 ) -> tuple[tuple[Inputs, ...], dict[str, tuple[Answer, ...]]]:
     """The example's first one alone, and what each part answers to what it receives of it.
 
     Both are empty where the model does not take it, or where it is all that the example holds.
     """
-    if examples_given(subject.example) > 1:
-        first = first_of(subject.example)
-        answers = answers_alone(subject.gated, paths, first)
+    if examples_given(network.example) > 1:
+        first = first_of(network.example)
+        answers = answers_alone(network.gated, paths, first)
         if answers is not None:
             return (first,), answers
     return (), {}
 
 
 def _certified(
-    subject: Subject,
+    network: Network,
     batches: Sequence[int | None],
     against: Callable[[Sequence[Inputs]], tuple[Answers, Sequence[Check]]],
     free: Set[str] = frozenset(),
@@ -280,13 +228,13 @@ def _certified(
         CertificateError: the comparison failed, or the model takes not even its example.
     """
     failures = []
-    sizes = [{name: each[name] for name in free} for each in subject.sizes]
-    for inputs in trials(subject.example, batches, subject.free, sizes):
+    sizes = [{name: each[name] for name in free} for each in network.sizes]
+    for inputs in trials(network.example, batches, network.free, sizes):
         try:
             answers, checks = against(inputs)
             return answers, Certificate(tuple(checks))
         except CertificateError as error:
-            if all(is_valid(subject.gated, given) for given in inputs):
+            if all(is_valid(network.gated, given) for given in inputs):
                 raise
             failures.append(error)
     raise CertificateError(
@@ -297,31 +245,31 @@ def _certified(
     ) from failures[-1]
 
 
-def check_own_dtypes(subject: Subject, proven: Proven) -> None:
+def check_own_dtypes(network: Network) -> None:
     """Let what is handed out run in its own dtypes, where the comparisons have used others.
 
     Raises:
         CertificateError: it fails, or gives what is no number, where the gated model does not.
     """
     single = torch.float32
-    dense = {id(made): made for made in (proven.module, proven.graphs.get("")) if made is not None}
+    dense = {id(made): made for made in (network.dense, network.graphs.get("")) if made is not None}
     if not any(asks_for_less(made, single) for made in dense.values()):
         return
     try:
-        if not is_finite(subject.gated, subject.example):
+        if not is_finite(network.gated, network.example):
             return
     except Exception:  # not every operator is there in every dtype on the CPU
         return
     for made in dense.values():
         what = ""
         try:
-            what = "" if is_finite(made, subject.narrow(subject.example)) else "it gives inf or nan"
+            what = "" if is_finite(made, network.narrow(network.example)) else "it gives inf or nan"
         except Exception as error:
             what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if what:
             raise CertificateError(
                 "The exported model computes the same in float32 and float64. But in the model's "
-                f"own {name_of(subject.dtypes.main)} it does not run on the example, where the "
+                f"own {name_of(network.dtypes.main)} it does not run on the example, where the "
                 f"gated one does: {what}. Nothing was written. Convert the model (model.float()) "
                 "before its export."
             )

@@ -1,0 +1,182 @@
+"""Last pass of an export: from a network that was verified to the result that is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from l0prune.capture.provenance import is_within, within
+from l0prune.capture.weights import Weight
+from l0prune.data.preprocessing import Preprocessing
+from l0prune.errors import L0pruneError
+from l0prune.exporting.capture_parts import surveyed
+from l0prune.exporting.certify.certificate import Certificate
+from l0prune.exporting.certify.verify import check_own_dtypes, counted_in
+from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
+from l0prune.exporting.network import Network
+from l0prune.exporting.own_class.choice import constants, manifest
+from l0prune.exporting.own_class.comparison import note_on
+from l0prune.exporting.own_class.sizes import unread_sizes
+from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
+from l0prune.exporting.result import Export
+from l0prune.exporting.select import chosen_on
+from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.tensors import cut_state
+from l0prune.plan.cost import cost_of
+from l0prune.plan.globs import listed
+from l0prune.plan.switches import dead_parameters
+
+
+def write(
+    network: Network, weights: tuple[Weight, ...], notes: Sequence[str], images: Any
+) -> Export:
+    """Write down the result of an export; its files are made when they are asked for.
+
+    Args:
+        network: verified. Its tensors of float64 are let go of.
+        weights: the layers before the cut.
+        notes: what is to be said of it first.
+        images: what is known of the preprocessing of images.
+
+    Raises:
+        CaptureError: a program of a part cannot be made.
+        CertificateError: the model does not run in its own dtypes.
+    """
+    state, unused = _state(network), _unused(network)
+    apart = constants(network.plain, network.tensors)
+    network.tensors.clear()  # what is handed out lets go of float64 one by one
+    made = _programs(network, state)
+    handed_out = HandedOut.of(network.dense, network.narrow(network.example), state)
+    chosen, macs, uncounted = _counted(network, unused, handed_out.macs)
+    plan, cost = chosen.plan, cost_of(chosen.plan)
+    comparisons = network.comparisons.values()
+    reason = " ".join(filter(None, (each.reason for each in comparisons)))
+    training = " ".join(filter(None, (each.training for each in comparisons)))
+    unclear = "" if reason else _note_on_old_sizes(network)
+    note = note_on(network.comparisons, _numbers_of(network.plain, unused))
+    return Export(
+        module=network.dense,
+        rebuilt=not reason,
+        certificate=Certificate(network.checks),
+        macs=macs,
+        params_before=cost.dense("params"),
+        macs_before=cost.dense("macs"),
+        widths={
+            axis.name: (int(chosen.kept[axis.slice].sum()), axis.size)
+            for axis in plan.axes
+            if axis.name in network.plan.names
+        },
+        plan=plan,
+        kept=chosen.kept,
+        weights=weights,
+        _made=made,
+        _note="\n".join(filter(None, (*notes, note, unclear, uncounted))),
+        _state=state,
+        _manifest={
+            **manifest(network.plain, state, network.changes, network.layers),
+            "constants": apart,
+            "dropped": list(network.dropped),
+            "rebuild": {"verified": not reason, "reason": reason, "training": training},
+        },
+        _handed_out=handed_out,
+        _unused=frozenset(unused),
+        preprocessing=None if images is None else Preprocessing.model_validate(images),
+    )
+
+
+def _unused(network: Network) -> Sequence[str]:
+    """Return the parameters that eval mode does not use, by name."""
+    if network.parts is not None:
+        return network.parts.unused
+    counted = counted_in(network.plan)
+    return [name for name, _ in network.plain.named_parameters() if name not in counted]
+
+
+def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
+    """Return the programs of the model's parts, or what that of the whole will be made from."""
+    if network.parts is None:
+        return whole(network, None, state)
+    if "" in network.graphs:
+        made: Whole | InParts = whole(network, network.parts.found[0].analysis.captured, state)
+    else:
+        made = in_parts(network)
+    check_own_dtypes(network)
+    return made
+
+
+def _state(network: Network) -> dict[str, Tensor]:
+    """Return the model's own state_dict at the new sizes, with what its layers gain."""
+    plan = network.selected.plan
+    state = cut_state(network.plain, plan, network.tensors)
+    dead, held = dead_parameters(plan, network.gone), network.dense.state_dict()
+    for name in state.keys() - held.keys():  # what nothing is left of is in no file
+        if plan.aliases.get(name, name) in dead:
+            del state[name]
+    for path, layer in network.layers.items():
+        state |= {within(path, name): tensor.clone() for name, tensor in layer.buffers.items()}
+    return state
+
+
+def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Chosen, int, str]:
+    """Compare what the plan counts with what the models are seen to hold and to multiply.
+
+    The plan of a class is that of the gates, which may come out of a file: where it does not count
+    what the gated model is seen to do, the model is captured anew and counted by that.
+
+    Args:
+        network: what is handed out.
+        unused: parameters that eval mode does not use.
+        found: its MACs for one example, as torch counts them.
+
+    Returns:
+        The slots on a plan that counts right, the MACs, and what is to be said of these numbers.
+    """
+    chosen, left_out = network.selected, frozenset(unused)
+    _, before = run_counted(network.gated, network.example)
+    held = parameters_of(network.plain, left_out)
+
+    def is_right(unit: str, amount: float) -> bool:
+        return cost_of(chosen.plan).dense(unit) == round(amount)
+
+    if network.parts is None and not (is_right("params", held) and is_right("macs", before)):
+        try:
+            chosen = chosen_on(surveyed(network, frees_batch=False).plan, network)
+        except L0pruneError as error:
+            said = f"The MACs were counted when the model was gated, and cannot be now: {error}"
+            return chosen, cost_of(chosen.plan).actual(chosen.is_open, "macs"), said
+    cost = cost_of(chosen.plan)
+    params, macs = (cost.actual(chosen.is_open, unit) for unit in ("params", "macs"))
+    lines, real = [], parameters_of(network.dense, left_out)
+    if real != params:
+        lines.append(f"It holds {real:,} parameters, where its gates leave {params:,}.")
+    if is_right("macs", before) and round(found) != macs:  # torch counts all of its operators
+        lines.append(f"It takes {found:,.0f} MACs, where its gates leave {macs:,}.")
+        macs = round(found)
+    return chosen, macs, " ".join(lines)
+
+
+def _numbers_of(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Return how many numbers parameters hold, by name."""
+    return {name: model.get_parameter(name).numel() for name in names}
+
+
+def _note_on_old_sizes(network: Network) -> str:
+    """Name the attributes of the smaller model that may tell sizes from before the cut."""
+    plain, chosen = network.plain, network.selected
+    told, names = unread_sizes(plain, chosen.plan, chosen.kept)
+    names += [within(path, name) for path, of in told.items() for name in of]
+    ours = [path for path, layer in network.layers.items() if layer.kind]
+    old = []
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        is_own = not any(is_within(path, each) for each in ours)
+        if is_own and attribute not in network.changes.get(path, {}):
+            old.append(f"{name} = {getattr(plain.get_submodule(path), attribute)}")
+    if not old:
+        return ""
+    return (
+        "These attributes are as before the cut, since it is not known which size they stand for: "
+        f"{listed(old)}."
+    )
