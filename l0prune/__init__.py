@@ -3,9 +3,10 @@
 Names are loaded when they are first used: ``import l0prune`` itself costs next to nothing.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from l0prune.errors import warn_renamed
 
 if TYPE_CHECKING:
     from l0prune.data.dataset import Data
@@ -138,10 +139,7 @@ if not TYPE_CHECKING:  # mypy is to know which names there are
     def __getattr__(name: str) -> Any:
         if name in _RENAMED:
             new = _RENAMED[name]
-            message = (
-                f"l0prune.{name} is now l0prune.{new}; the old name goes with the next version"
-            )
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            warn_renamed(f"l0prune.{name}", f"l0prune.{new}")
             return __getattr__(new)
         if name not in _HOMES:
             raise AttributeError(f"module 'l0prune' has no attribute {name!r}")

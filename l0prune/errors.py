@@ -14,9 +14,15 @@
 
 Interrupted (a KeyboardInterrupt): training was stopped by Ctrl-C or SIGTERM.
 L0pruneWarning (a UserWarning): something works, but not as the user may expect.
+RenamedWarning (also a DeprecationWarning): a former name was used, which the next version drops.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+
+_INSIDE = ("l0prune", "pydantic")
 
 
 class L0pruneError(Exception):
@@ -77,6 +83,22 @@ class Interrupted(KeyboardInterrupt):
 
 class L0pruneWarning(UserWarning):
     """Category of all warnings of l0prune; its text begins with ``l0prune:``."""
+
+
+class RenamedWarning(L0pruneWarning, DeprecationWarning):
+    """Category of the warnings about names that were renamed."""
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn of a former name, at the line outside l0prune that used it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"l0prune: {old} is called {new} now; the old name goes with the next version",
+        RenamedWarning,
+        stacklevel=level,
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -53,7 +53,7 @@ def test_what_is_not_there_is_said_as_python_says_it():
 
 
 def test_a_former_name_still_works_and_says_the_new_one():
-    with pytest.warns(DeprecationWarning, match=r"is now l0prune\.with_pseudo_labels"):
+    with pytest.warns(DeprecationWarning, match=r"is called l0prune\.with_pseudo_labels"):
         assert l0prune.answered is l0prune.with_pseudo_labels
 
 

@@ -7,7 +7,6 @@ one function under ``@register``.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import NormBase
-from l0prune.errors import DataError, UsageError
+from l0prune.errors import DataError, UsageError, warn_renamed
 from l0prune.gating.attaching import gated_tensor, holder
 from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Layout, distinct
@@ -136,8 +135,7 @@ def current_name(name: str) -> str:
     """
     if name in _RENAMED:
         today = _RENAMED[name]
-        text = f"the score {name!r} is called {today!r} now"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        warn_renamed(f"the score {name!r}", repr(today))
         name = today
     if name not in _scores:
         raise UsageError(f"there is no score {name!r}; there are {', '.join(names())}")
@@ -393,6 +391,6 @@ def _sums(plan: Plan, parts: Iterable[tuple[Tensor, Layout]]) -> Tensor:
 
 def __getattr__(name: str) -> Any:
     if name == "Subject":
-        warnings.warn("Subject is called ScoreInput now", DeprecationWarning, stacklevel=2)
+        warn_renamed("Subject", "ScoreInput")
         return ScoreInput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

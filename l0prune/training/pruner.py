@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.errors import L0pruneWarning, UsageError, warn_renamed
 from l0prune.gating.attaching import gates_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
@@ -203,7 +203,7 @@ class Pruner:
                 "start_from before the loop, and before the state of a run that goes on is loaded"
             )
         if at_once is not None:
-            _deprecate("at_once", "oneshot_fraction")
+            warn_renamed("at_once", "oneshot_fraction")
             oneshot_fraction = at_once
         begun = init_gates_from(
             self.model,
@@ -329,7 +329,7 @@ class Pruner:
 
     def branches_stand(self) -> None:
         """Call ``freeze_branches``, of which this is the former name."""
-        _deprecate("branches_stand", "freeze_branches")
+        warn_renamed("branches_stand", "freeze_branches")
         self.freeze_branches()
 
     def look_ahead(self, hindrance: str = "") -> None:
@@ -521,10 +521,6 @@ class Pruner:
 
     def _axes(self) -> list[list[Any]]:
         return [[axis.name, axis.size] for axis in self.gates.plan.axes]
-
-
-def _deprecate(old: str, new: str) -> None:
-    warnings.warn(f"l0prune: {old} is called {new} now", DeprecationWarning, stacklevel=3)
 
 
 def _warned(text: str) -> None:

@@ -6,7 +6,6 @@ the settings in recipes and in ``l0prune.toml``, their help, their messages and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -22,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, warn_renamed
 from l0prune.plan.numbers import LARGEST, MOST, SEEDS, check_whole, is_number
 from l0prune.training.fields import documentation, in_words
 
@@ -59,9 +58,7 @@ def current_names(given: Mapping[str, Any]) -> dict[str, Any]:
         if (new := RENAMED.get(name)) is not None:
             if new in given:
                 raise UsageError(f"{name} is the former name of {new}: give one of them")
-            warnings.warn(
-                f"l0prune: the setting {name} is called {new} now", DeprecationWarning, stacklevel=2
-            )
+            warn_renamed(f"the setting {name}", new)
         found[new or name] = value
     return found
 
