@@ -25,6 +25,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ConvolutionBase: class of all convolution layers, transposed ones among them.
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
 # have no memory. TorchDispatchMode: sees each operator that runs. core_aten_decompositions: for an
 # operator, the function that makes it of others; enable_python_dispatcher lets fake tensors run it.
+# pytree: the nesting of inputs and outputs, as torch.export takes it apart.
 # PRESERVED: key in a graph's meta under which attributes go along with copies and transforms.
 __all__ = [
     "CAUSAL_MASK",
@@ -57,6 +59,7 @@ __all__ = [
     "leave_to_ddp",
     "no_torch_function",
     "on_copy",
+    "pytree",
     "replaced",
     "schema_of",
     "shell",

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.errors import UsageError, first_line

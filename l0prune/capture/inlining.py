@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode
+from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode, pytree
 from l0prune.capture.provenance import origin_of
 from l0prune.errors import CaptureError
 

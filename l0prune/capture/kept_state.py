@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import Opener, holds_objects
 from l0prune.capture.inlining import inline_transforms
 from l0prune.capture.sizes import Inputs

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.export.unflatten import InterpreterModule, UnflattenedModule
 from torch.fx import GraphModule
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
 
 # Base classes that both packages have under these names; neither need be installed.

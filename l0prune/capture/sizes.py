@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_in
 from l0prune.capture.sizes import ALL_FIXED, ANY, Batches, FreeSizes, Inputs

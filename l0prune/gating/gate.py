@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import fixed_sizes
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside, is_distributed
 from l0prune.capture.model_checks import check_module
 from l0prune.capture.sizes import free_sizes

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.compat import (
     FakeTensor,
     OpOverload,
     core_aten_decompositions,
     enable_python_dispatcher,
+    pytree,
 )
 from l0prune.capture.inlining import finish, inline_graph
 from l0prune.capture.provenance import origin_of

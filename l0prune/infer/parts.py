@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import capture
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_given, filled, keep, record
 from l0prune.capture.model_checks import check_module

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.data.distributed import DistributedSampler
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside
 from l0prune.data.dataset import (
     LABELS,

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of

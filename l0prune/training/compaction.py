@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import holds_ddp
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import evaluating

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from l0prune.capture.compat import leave_to_ddp
+from l0prune.capture.compat import NormBase, leave_to_ddp, pytree
 from l0prune.capture.copying import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.artifact import named_tensors
@@ -82,7 +80,7 @@ def checkpointed(model: nn.Module) -> Iterator[None]:
 
 
 def _again(
-    forward: Callable[..., Any], norms: Sequence[_NormBase], *args: Any, **kwargs: Any
+    forward: Callable[..., Any], norms: Sequence[NormBase], *args: Any, **kwargs: Any
 ) -> Any:
     """``forward``, to be computed once more in backward."""
     if not torch.is_grad_enabled():
@@ -94,13 +92,13 @@ def _again(
 
 
 def _contexts(
-    norms: Sequence[_NormBase],
+    norms: Sequence[NormBase],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return nullcontext(), _held(norms)
 
 
 @contextmanager
-def _held(norms: Sequence[_NormBase]) -> Iterator[None]:
+def _held(norms: Sequence[NormBase]) -> Iterator[None]:
     """Within the context, a forward leaves running statistics as they are."""
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
@@ -112,8 +110,8 @@ def _held(norms: Sequence[_NormBase]) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, tracked
 
 
-def _statistics(block: nn.Module) -> list[_NormBase]:
-    return [m for m in block.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+def _statistics(block: nn.Module) -> list[NormBase]:
+    return [m for m in block.modules() if isinstance(m, NormBase) and m.track_running_stats]
 
 
 @contextmanager

@@ -256,3 +256,15 @@ def test_transformers_names_attention_and_auto_classes():
     assert compat.attention_of(model) == "eager"
     assert "AutoModelForCausalLM" in compat.auto_classes(model)
     assert compat.attention_of(nn.Linear(2, 2)) is None
+
+
+def test_pytree_takes_nested_inputs_apart_and_puts_them_together():
+    given = ({"a": 1, "b": [2, (3, None)]}, 4)
+    leaves, spec = compat.pytree.tree_flatten(given)
+    assert leaves == compat.pytree.tree_leaves(given) == [1, 2, 3, None, 4]
+    assert compat.pytree.tree_unflatten(leaves, spec) == given
+    assert isinstance(spec, compat.pytree.TreeSpec)
+    assert spec == compat.pytree.tree_structure(given)
+    assert compat.pytree.tree_map_only(int, lambda n: n + 1, given)[0]["b"] == [3, (4, None)]
+    assert dict in compat.pytree.SUPPORTED_NODES
+    assert dict in compat.pytree.BUILTIN_TYPES

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, first_line

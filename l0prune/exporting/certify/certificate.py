@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import Call, examples_given, examples_in, filled, record
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from l0prune.capture.compat import pytree
 
 _NUMBERS = (bool, int, str)  # what an output may hold beside tensors, and must be the same
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import TorchDispatchMode, no_torch_function, schema_of, shell
+from l0prune.capture.compat import TorchDispatchMode, no_torch_function, pytree, schema_of, shell
 from l0prune.capture.copying import Model, copied
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from l0prune.capture.capture import Captured, capture
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_in, first_rows
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.answers import is_valid, output_as_it_is

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import TorchDispatchMode
+from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.copying import class_forwards, copied
 from l0prune.capture.example_inputs import call
 from l0prune.capture.kept_state import restore_attributes

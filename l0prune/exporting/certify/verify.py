@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_given, first_of
 from l0prune.capture.provenance import is_within
 from l0prune.capture.sizes import Inputs

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, TensorArgument
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import L0pruneError
 from l0prune.exporting.certify.answers import leaf_names

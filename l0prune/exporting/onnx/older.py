@@ -21,9 +21,8 @@ import torch
 from torch import SymInt, Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import EXPORTER_LOG, OpOverload, replaced
+from l0prune.capture.compat import EXPORTER_LOG, OpOverload, pytree, replaced
 from l0prune.capture.symbolic import inputs_of
 from l0prune.errors import L0pruneError, UsageError
 from l0prune.infer.nodes import has_tensor, operator_name

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.provenance import is_within
 from l0prune.exporting.certify.answers import Answer
 from l0prune.exporting.own_class.comparison import (

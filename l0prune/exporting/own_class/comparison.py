@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import TorchDispatchMode, version_of
+from l0prune.capture.compat import TorchDispatchMode, pytree, version_of
 from l0prune.capture.example_inputs import call, record
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.sizes import Inputs

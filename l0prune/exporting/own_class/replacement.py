@@ -11,9 +11,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import drop_from_state, on_copy
+from l0prune.capture.compat import drop_from_state, on_copy, pytree
 from l0prune.capture.sizes import ALL_FIXED, ANY, FreeSizes, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, cast, casts_to_less, converted, marked
 from l0prune.exporting.certify.inputs import with_free_batch

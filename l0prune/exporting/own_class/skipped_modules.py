@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import has_pre_hooks
+from l0prune.capture.compat import has_pre_hooks, pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import Call, record
 from l0prune.capture.provenance import is_within, modules_of, within, without_call

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
-from torch.utils import _pytree as pytree
 
-from l0prune.capture.compat import PRESERVED, size_expression
+from l0prune.capture.compat import PRESERVED, pytree, size_expression
 from l0prune.capture.sizes import ANY, Batches, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, marked
 from l0prune.exporting.slicing.chosen import Chosen

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import examples_in, first_rows, plain
 from l0prune.capture.kept_state import exported, tensor_outputs_only
 from l0prune.capture.sizes import (
