@@ -14,8 +14,8 @@ import l0prune
 from l0prune.training.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-IDS = [page.name for page in PAGES]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
@@ -49,8 +49,9 @@ def test_every_file_and_benchmark_that_is_named_exists(page):
 
 
 def _table_of_defaults():
-    """The rows of docs/budgets.md: names of settings, and what is said of them."""
-    section = (ROOT / "docs/budgets.md").read_text().split("## Defaults")[1].split("\n## ")[0]
+    """The rows of the page on choosing a budget: names of settings, and what is said of them."""
+    page = (ROOT / "docs/howto/choose-a-budget.md").read_text()
+    section = page.split("## Defaults")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     return [(re.findall(r"`(\w+)`", names), said) for names, said in rows]
 
