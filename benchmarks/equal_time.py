@@ -138,7 +138,7 @@ def depth_first(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
 def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
     scores, _ = looked(model, job)
     found = largest(partial(fitted, model, scores=scores, round_to=8), clock, share)
-    l0prune.gates(model).put(torch.ones(len(scores), dtype=torch.bool))
+    l0prune.gates(model).set_open(torch.ones(len(scores), dtype=torch.bool))
     return with_gates(model, job, budget=f"macs={found}", round_to=8)
 
 
@@ -157,7 +157,7 @@ def looked(
 
 def fitted(model: nn.Module, macs_share: float, **settings: Any) -> nn.Module:
     """What is left at so many MACs."""
-    l0prune.gates(model).put(torch.ones(len(settings["scores"]), dtype=torch.bool))
+    l0prune.gates(model).set_open(torch.ones(len(settings["scores"]), dtype=torch.bool))
     l0prune.fit(model, f"macs={macs_share}", **settings)
     return l0prune.export(model).module
 

@@ -102,7 +102,7 @@ def steps(name: str, samples: int, budgets: list[float]) -> Iterator[Row]:
         yield {**about, "what": "unseen", "predicted over measured": ratios}
         scores = l0prune.score(model, "group-magnitude")
         for budget in budgets:
-            gates.put(torch.ones(gates.plan.size, dtype=torch.bool))
+            gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
             start = time.perf_counter()
             l0prune.fit(model, f"latency={budget}", scores, latency=table)
             seconds = time.perf_counter() - start

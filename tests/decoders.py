@@ -34,7 +34,7 @@ def gated(make, *closed):
     open_ = gates.open().cpu()
     for axis in gates.plan.axes:
         open_[axis.start] = axis.name not in closed
-    gates.put(open_)
+    gates.set_open(open_)
     return model
 
 

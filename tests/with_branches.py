@@ -95,7 +95,7 @@ def gated(model, *closed, x=X, **kwargs):
     for axis in gates.plan.axes:
         if axis.kind == "branch":
             open_[axis.start] = axis.name not in closed
-    gates.put(open_)
+    gates.set_open(open_)
     return model
 
 

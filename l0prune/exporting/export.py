@@ -76,8 +76,8 @@ def _warn_of_excess(bank: Gates) -> None:
             f"export has {excess}. The usual cause is an average (EMA) of your own that is not "
             "recognised as one, since its gates do not move towards the model's by one factor. "
             "Export the model that was trained, or give the average its gates: "
-            "l0prune.gates(average).put(l0prune.gates(model).open()); where its state is loaded, "
-            "leave l0prune_gates.log_alpha out",
+            "l0prune.gates(average).set_open(l0prune.gates(model).open()); where its state is "
+            "loaded, leave l0prune_gates.log_alpha out",
             L0pruneWarning,
             stacklevel=4,
         )

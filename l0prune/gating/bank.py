@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ class Gates(nn.Module):
         return self.z() > 0
 
     @torch.no_grad()
-    def put(self, open_: Tensor) -> None:
+    def set_open(self, open_: Tensor) -> None:
         """Open and close gates: those that stand otherwise move, all others stay as they are.
 
         Args:
@@ -198,13 +199,13 @@ class Gates(nn.Module):
             self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
 
     @torch.no_grad()
-    def stand_alike(self) -> bool:
+    def are_uniform(self) -> bool:
         """Return whether all gates are equally open, as they are when they are put on."""
         odds = self._odds()
         return not len(odds) or float(odds.max() - odds.min()) < _ALIKE
 
     @torch.no_grad()
-    def lean(self, scores: Tensor) -> None:
+    def init_from_scores(self, scores: Tensor) -> None:
         """Open each gate further the more its slot matters, and less the less it does.
 
         The log odds of each gate move by the logarithm of its score, of which the mean over all
@@ -228,6 +229,21 @@ class Gates(nn.Module):
         odds = (self._odds() + _standardised(scores).to(self.log_alpha.device)).cpu()
         found = [self.gate.initial(p) for p in odds.sigmoid().tolist()]
         self.log_alpha.copy_(torch.tensor(found, dtype=torch.float64))
+
+    def put(self, open_: Tensor) -> None:
+        """Call ``set_open``, by the name that it had."""
+        warnings.warn("Gates.put is called set_open now", DeprecationWarning, stacklevel=2)
+        self.set_open(open_)
+
+    def lean(self, scores: Tensor) -> None:
+        """Call ``init_from_scores``, by the name that it had."""
+        warnings.warn("Gates.lean is called init_from_scores now", DeprecationWarning, stacklevel=2)
+        self.init_from_scores(scores)
+
+    def stand_alike(self) -> bool:
+        """Call ``are_uniform``, by the name that it had."""
+        warnings.warn("Gates.stand_alike is called are_uniform now", DeprecationWarning, 2)
+        return self.are_uniform()
 
     def _odds(self) -> Tensor:
         """log P/(1−P) of each gate's chance to be open, float64."""

@@ -228,7 +228,7 @@ def meet(
 
     def put(open_: Tensor) -> None:
         restore()
-        gates.put(open_)
+        gates.set_open(open_)
 
     def observe(open_: Tensor) -> dict[Bound, float]:
         put(open_)

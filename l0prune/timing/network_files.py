@@ -115,7 +115,7 @@ class Exporter:
         Raises:
             UsageError: as ``network``.
         """
-        self._gates.put(open_)
+        self._gates.set_open(open_)
         dense = export(self._model)
         check_single_network([piece.path for piece in dense.pieces])
         with tempfile.TemporaryDirectory() as folder:

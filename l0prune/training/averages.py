@@ -204,7 +204,7 @@ class Followers:
         open_ = self._gates.open()
         for bank in self._averages:
             bank.gate = self._gates.gate
-            bank.put(open_)
+            bank.set_open(open_)
         if budget is not None:
             with_runs = {*asked_of} - {self._gates}
             for bank in {self._gates, *self._averages, *self._changing} - with_runs:

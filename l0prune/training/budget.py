@@ -282,7 +282,7 @@ class Budget:
             )
         gates = self._gates
         log_alpha, gradient = gates.log_alpha, gates.log_alpha.grad
-        if self.done == 0 and max(self.blocks, default=1) > 1 and not gates.stand_alike():
+        if self.done == 0 and max(self.blocks, default=1) > 1 and not gates.are_uniform():
             self._block_coupling = BlockCoupling(gates.plan, self.blocks, log_alpha)
             log_alpha.copy_(self._block_coupling.mean(log_alpha))
         if gradient is not None:

@@ -155,7 +155,7 @@ def init_gates(
                 raise
             return Beginning(f"start: the gates start alike: {error}")
         scores = over_axis_mean(gates.plan, joined_scores(gates.plan, found))
-        gates.lean(scores)
+        gates.init_from_scores(scores)
         said = f"start: gates as their scores say: {', '.join(map(_said, found))}"
         if budget is None or not settings.oneshot_fraction:
             return Beginning(said)
@@ -211,7 +211,7 @@ def _cut(subject: ScoreInput, budget: Budget, part: float, scores: Tensor) -> Be
         open_, decided = OneShot(budget.bounds, budget.blocks, scores, part).choose(subject)
     except UsageError as error:
         return Beginning(f"nothing is cut at once: {error}")
-    subject.gates.put(open_)
+    subject.gates.set_open(open_)
     left = budget.shares(open_).items()
     shares = (f"{share:.0%} stay where {text} is asked" for text, share in left)
     gone = int((switches_of(subject.plan) & ~open_).sum())
@@ -226,7 +226,7 @@ def _wanted(model: nn.Module, start: str, learning: int, budget: Budget | None) 
         return ALIKE
     if start != AUTO:
         return start
-    starts = budget is not None and gates_of(model).stand_alike()
+    starts = budget is not None and gates_of(model).are_uniform()
     return AUTO if starts else ALIKE
 
 

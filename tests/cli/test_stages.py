@@ -78,7 +78,7 @@ def test_checks_of_one_model_are_numbered():
     model = Heads().eval()
     l0prune.gate(model, (torch.randn(2, 5, 8),))
     gates = l0prune.gates(model)
-    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    gates.set_open(torch.arange(gates.plan.size) % 2 == 0)
     with watched(seen.append):
         l0prune.export(model)
     checks = [s.name for s in seen if s.seconds is None and "checking" in s.name]

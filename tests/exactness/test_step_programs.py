@@ -98,7 +98,7 @@ def check(seed, steps, most=None):
         open_ = torch.tensor([source.random() < 0.7 for _ in range(bank.plan.size)])
         open_[places] = True
         open_[gone] = False
-        bank.put(open_)
+        bank.set_open(open_)
         dense = l0prune.export(gated)
         names = {axis.name for axis in bank.plan.axes if axis.start in gone}
         assert names <= {*dense.gone}, program

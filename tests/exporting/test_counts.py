@@ -54,7 +54,7 @@ def without_branches(model, x):
     for axis in gates.axes:
         if axis.kind == "branch":
             open_[axis.slice] = False
-    gates.put(open_)
+    gates.set_open(open_)
     return l0prune.export(model)
 
 
@@ -140,7 +140,7 @@ def test_counts_of_random_networks_are_those_of_their_modules(seed):
         except NothingToPrune:
             continue
         gates = l0prune.gates(net)
-        gates.put(torch.rand(gates.plan.size) < 0.6)
+        gates.set_open(torch.rand(gates.plan.size) < 0.6)
         dense = l0prune.export(net)
         unused = sum(dense.module.get_parameter(n).numel() for n in dense._unused)
         assert parameters(dense.module) == dense.params + unused

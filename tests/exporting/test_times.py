@@ -39,7 +39,7 @@ def test_a_file_is_timed_beside_the_dense_one(tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "networks_turns", turns)
     model = gated()
     gates = l0prune.gates(model)
-    gates.put(torch.arange(gates.plan.size) % 3 > 0)
+    gates.set_open(torch.arange(gates.plan.size) % 3 > 0)
     dense = l0prune.export(model)
     dense.save_onnx(tmp_path / "model.onnx", beside=model)
     assert seen == [((1, 3, 12, 12), [1, 1])]

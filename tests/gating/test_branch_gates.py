@@ -153,7 +153,7 @@ def test_of_axes_of_other_kinds_nothing_opens_or_closes():
     before = gates.open().cpu()
     (wide,) = (axis for axis in gates.plan.axes if axis.name == "up")
     before[wide.start] = False
-    gates.put(before)
+    gates.set_open(before)
     switches = switches_of(gates.plan)
     scores = torch.zeros(gates.plan.size)
     scores[switches] = torch.tensor([3.0, 2.0, 1.0])  # "second" goes, whatever the others are
@@ -248,7 +248,7 @@ def test_by_scores_branches_stay_unless_they_are_asked_for():
     scores[switches_of(gates.plan)] = 0
     l0prune.fit(model, "params=0.5", scores)
     assert gates.open()[switches_of(gates.plan)].all()
-    gates.put(torch.ones(gates.plan.size, dtype=torch.bool))
+    gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
     with torch.no_grad():  # by what they have learned they may go
         gates.log_alpha.copy_(5 * scores - 2)
     l0prune.fit(model, "params=0.5", fill=False)

@@ -137,7 +137,7 @@ def test_branches_alone_may_be_gated():
     assert set(switch_names(l0prune.gates(model).plan)) == {
         a.name for a in l0prune.gates(model).axes
     }
-    l0prune.gates(model).put(torch.zeros(3, dtype=torch.bool))
+    l0prune.gates(model).set_open(torch.zeros(3, dtype=torch.bool))
     dense = l0prune.export(model)
     assert dense.params == 6 * 4 + 4 + 4 * 2 + 2
     assert dense.module.head.in_features == 4

@@ -28,7 +28,7 @@ def exported():
     torch.manual_seed(0)
     model = l0prune.gate(Attention(), torch.randn(2, 3, 9, 9), branches=False)
     gates = l0prune.gates(model)
-    gates.put(torch.rand(gates.plan.size) > 0.4)
+    gates.set_open(torch.rand(gates.plan.size) > 0.4)
     return model, l0prune.export(model)
 
 
@@ -82,7 +82,7 @@ def test_positions_do_not_count_as_width():
 
     model = l0prune.gate(Embedded(), torch.randn(2, 5, 4))
     gates = l0prune.gates(model)
-    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    gates.set_open(torch.arange(gates.plan.size) % 2 == 0)
     layers = {layer.name: layer for layer in l0prune.Report.of(model=model).content.layers}
     side = layers["positions"].output
     assert (side.before, side.after) == (8, layers["up"].output.after)
@@ -94,10 +94,10 @@ def test_heads_are_counted_and_numbered():
     model = l0prune.gate(network, torch.randn(2, 5, 16))
     gates = l0prune.gates(model)
     (axis,) = [axis for axis in gates.axes if axis.kind == "head"]
-    gates.put(torch.ones(gates.plan.size, dtype=torch.bool))
+    gates.set_open(torch.ones(gates.plan.size, dtype=torch.bool))
     open_ = gates.open()
     open_[axis.slice] = torch.tensor([True, False, False, True])
-    gates.put(open_)
+    gates.set_open(open_)
     (found,) = [axis for axis in l0prune.Report.of(model=model).content.axes if axis.kind == "head"]
     assert (found.before, found.after, found.kept) == (4, 2, [0, 3])
 
@@ -109,7 +109,7 @@ def test_layers_of_a_branch_that_is_gone_have_nothing_left():
     (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
     open_ = torch.ones(gates.plan.size, dtype=torch.bool)
     open_[switch.start] = False
-    gates.put(open_)
+    gates.set_open(open_)
     dense = l0prune.export(model)
     content = dense.report().content
     layers = {layer.name: layer for layer in content.layers}

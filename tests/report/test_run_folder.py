@@ -64,7 +64,7 @@ def test_an_export_with_its_history_says_all_of_it(trained, tmp_path):
 def test_how_widths_were_chosen_is_recorded():
     model = gated()
     gates = l0prune.gates(model)
-    gates.put(torch.arange(gates.plan.size) % 2 == 0)
+    gates.set_open(torch.arange(gates.plan.size) % 2 == 0)
     history = l0prune.finetune(model, data(), lam=1e-4, round_to=6, **QUIET)
     (training,) = l0prune.Report.of(history=history).content.trainings
     assert training.fit.model_dump() == history.last["fitted"]

@@ -171,7 +171,7 @@ def test_fit_lets_as_many_branches_go_as_the_loss_of_some_data_says():
     assert counts == {wanted: exported.params}
     assert exported.params <= 0.05 * exported.params_before
     by_hand = gated(trained())
-    by_hand.l0prune_gates.put(left | ~switches)
+    by_hand.l0prune_gates.set_open(left | ~switches)
     l0prune.fit(by_hand, wanted, scores)
     assert torch.equal(open_, by_hand.l0prune_gates.open())
 

@@ -61,7 +61,7 @@ def test_with_decide_0_a_branch_stays_as_it_is(stays):
     gates = l0prune.gates(model)
     (switch,) = (axis for axis in gates.plan.axes if axis.kind == "branch")
     if not stays:
-        gates.put(gates.open().index_fill(0, torch.tensor([switch.start]), False))
+        gates.set_open(gates.open().index_fill(0, torch.tensor([switch.start]), False))
     _, seen = run(model, 5, branch_freeze_fraction=0, budget="params=0.9", gate_lr=0.01)
     assert seen == pytest.approx([0.999 if stays else 0.001] * 5, abs=1e-6)
 

@@ -391,7 +391,7 @@ def test_a_regression_is_learned_and_reported_by_its_loss(tmp_path, capsys):
 def test_what_was_measured_before_the_first_step_is_of_the_network_without_its_gates(tmp_path):
     model = gated()
     plain = evaluate(l0prune.ungate(copy.deepcopy(model)), data(), batch_size=30)
-    l0prune.gates(model).put(torch.zeros(l0prune.gates(model).plan.size, dtype=torch.bool))
+    l0prune.gates(model).set_open(torch.zeros(l0prune.gates(model).plan.size, dtype=torch.bool))
     history = finetune(model, data(), epochs=2, out=tmp_path, learn=False, **QUIET)
     first, second = history.records
     assert first["before"] == pytest.approx(plain, rel=1e-6)

@@ -122,7 +122,7 @@ def test_an_average_that_is_not_recognised_is_named_where_it_exceeds_the_budget(
     with pytest.warns(L0pruneWarning, match=rf"{EXCEEDS}.*an export has \d+% for params=0.4"):
         dense = l0prune.export(average)
     assert dense.params > 0.4 * dense.params_before
-    l0prune.gates(average).put(l0prune.gates(model).open())
+    l0prune.gates(average).set_open(l0prune.gates(model).open())
     assert l0prune.export(average).params <= 0.4 * dense.params_before
     l0prune.export(model)
 

@@ -126,7 +126,7 @@ def scored(out, bad):
 
 
 def lean(model, scores):
-    l0prune.gates(model).lean(scores)
+    l0prune.gates(model).init_from_scores(scores)
 
 
 DRAWN = {

@@ -69,7 +69,7 @@ def started(model, pairs, **settings):
 
 def started_by_hand(model, pairs, **settings):
     scores = l0prune.score(model, "fisher", pairs, batches=10)
-    l0prune.gates(model).lean(scores)
+    l0prune.gates(model).init_from_scores(scores)
     l0prune.fit(model, f"params={0.5**0.5}", scores, fill=False)
     return Pruner(model, **settings)
 
@@ -421,7 +421,7 @@ def test_the_state_of_another_run_changes_nothing(change, text):
 def test_how_widths_were_chosen_outlives_a_stop():
     model = gated()
     gates = l0prune.gates(model)
-    gates.put(torch.arange(gates.plan.size) < 7)
+    gates.set_open(torch.arange(gates.plan.size) < 7)
     pruner = l0prune.Pruner(model, steps=10, settle=4, lam=0.1, round_to=6)
     assert "fitted" not in pruner.record()
     pruner.finish()

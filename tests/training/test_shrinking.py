@@ -77,7 +77,7 @@ def test_a_loop_of_ones_own_is_cut_while_its_gates_stand_and_whole_in_the_end(mo
     [
         l0prune.export,
         lambda model: l0prune.save(model, Path(__file__) / "no folder"),
-        lambda model: l0prune.gates(model).put(l0prune.gates(model).open()),
+        lambda model: l0prune.gates(model).set_open(l0prune.gates(model).open()),
         lambda model: l0prune.fit(model),
         lambda model: l0prune.score(model, "magnitude"),
         lambda model: l0prune.Pruner(model, steps=10),

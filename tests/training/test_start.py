@@ -27,18 +27,18 @@ def test_log_alpha_moves_by_the_standardised_logarithm(how):
     model = gated()
     gates, before = l0prune.gates(model), l0prune.gates(model).log_alpha.detach().clone()
     scores = l0prune.score(model, how, data())
-    gates.lean(scores)
+    gates.init_from_scores(scores)
     torch.testing.assert_close(gates.log_alpha.detach(), leaned(scores, before))
 
 
 def test_scores_of_0_are_the_lowest_and_equal_ones_change_nothing():
     gates = l0prune.gates(gated())
     before = gates.log_alpha.detach().clone()
-    gates.lean(torch.ones(len(before)))
+    gates.init_from_scores(torch.ones(len(before)))
     torch.testing.assert_close(gates.log_alpha.detach(), before)
     scores = torch.linspace(1, 2, len(before))
     scores[3] = 0
-    gates.lean(scores)
+    gates.init_from_scores(scores)
     torch.testing.assert_close(gates.log_alpha.detach()[3], before[3] - 2)
 
 
@@ -46,7 +46,7 @@ def test_what_scores_move_are_odds_whatever_the_kind_of_gate():
     kind = gate_of("continuous-sparsification", {"beta": 2.0})
     gates = l0prune.gates(gated(kind))
     before, scores = gates.log_alpha.detach().clone(), torch.linspace(0.1, 3, gates.plan.size)
-    gates.lean(scores)
+    gates.init_from_scores(scores)
     expected = before + leaned(scores, torch.zeros(())) / 2
     torch.testing.assert_close(gates.log_alpha.detach(), expected, rtol=1e-4, atol=1e-4)
 
@@ -56,7 +56,7 @@ def test_what_is_no_score_moves_nothing(scores):
     gates = l0prune.gates(gated())
     before = gates.log_alpha.detach().clone()
     with pytest.raises(UsageError, match="0 or more"):
-        gates.lean(scores)
+        gates.init_from_scores(scores)
     assert torch.equal(gates.log_alpha, before)
 
 
