@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import l0prune
 from l0prune.training.settings import Settings
@@ -110,6 +112,87 @@ def test_the_examples_of_tasks_run(name, capsys):
     assert scope["history"].metric in last
     assert ("error" in last) == (name == "Segmentation")
     assert f"epoch {last['epoch']}/" in capsys.readouterr().err
+
+
+class _Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.fc = nn.Conv2d(3, 16, 3, padding=1), nn.Linear(16, 4)
+        self.layer1, self.layer2, self.layer3 = (self._block() for _ in range(3))
+
+    def _block(self):
+        return nn.Sequential(
+            nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 16, 3, padding=1)
+        )
+
+    def forward(self, x):
+        x = self.conv1(x)
+        for layer in (self.layer1, self.layer2, self.layer3):
+            x = x + layer(x)
+        return self.fc(x.relu().mean((2, 3)))
+
+
+def _with_a_network():
+    """What the snippets of the how-to guides take for granted, of a small residual network."""
+    torch.manual_seed(0)
+    example = torch.randn(8, 3, 8, 8)
+    loader = [(example, torch.randint(0, 4, (8,))) for _ in range(2)]
+    return {"model": _Residual().eval(), "example": example, "loader": loader, "epochs": 16}
+
+
+def _with_a_transformer():
+    """The same of a small BERT."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    def build():
+        return BertForSequenceClassification(
+            BertConfig(
+                vocab_size=20,
+                hidden_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                intermediate_size=32,
+            )
+        ).eval()
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, 20, (8, 6))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    loader = [inputs | {"labels": torch.randint(0, 2, (8,))} for _ in range(2)]
+    return {"model": build(), "inputs": inputs, "loader": loader, "build": build}
+
+
+GUIDES = {
+    path.stem: blocks
+    for path in sorted((ROOT / "docs/howto").glob("*.md"))
+    if (blocks := re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.one_in(3)
+def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(GUIDES[guide])
+    if guide in ("half-the-heads", "load-the-result"):
+        pytest.importorskip("transformers")
+        scope = _with_a_transformer()
+        args = ((), scope["inputs"])
+    else:
+        scope = _with_a_network()
+        args = (scope["example"],)
+    data = (scope["loader"], scope["loader"])
+    criterion = nn.functional.cross_entropy
+    scope |= {"l0prune": l0prune, "torch": torch, "data": data, "criterion": criterion}
+    if "l0prune.gate(" not in code:
+        l0prune.gate(scope["model"], *args)
+    if "dense =" not in code and "dense." in code:
+        l0prune.fit(scope["model"], "params=0.8")
+        scope["dense"] = l0prune.export(scope["model"])
+    whole = sum(p.numel() for p in scope["model"].parameters())
+    exec(compile(code, guide, "exec"), scope)
+    exported = scope.get("dense") or l0prune.export(scope["model"])
+    assert exported.params < whole
 
 
 @pytest.mark.slow
