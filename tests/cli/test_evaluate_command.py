@@ -30,7 +30,7 @@ def net():
         nn.Linear(8 * 6 * 6, 16), nn.ReLU(), nn.Linear(16, 3),
     )
 """
-PAGE = Path(__file__).parents[2] / "docs/tasks.md"
+PAGE = Path(__file__).parents[2] / "docs/howto/repeat-the-number.md"
 DATA = "imagefolder:photos:32"
 
 
@@ -68,9 +68,8 @@ def made(command, tmp_path):
 
 
 def page_script(folder):
-    """The script of docs/tasks.md, run in the folder: what it prints."""
-    section = PAGE.read_text().split("## Images, and the same number without l0prune")[1]
-    code = re.search(r"```\n(import json.*?)```", section, re.DOTALL)[1]
+    """The script of the page, run in the folder: what it prints."""
+    code = re.search(r"```\n(import json.*?)```", PAGE.read_text(), re.DOTALL)[1]
     assert "import l0prune" not in code
     (folder / "repeat.py").write_text(code)
     with contextlib.redirect_stdout(io.StringIO()) as told:
