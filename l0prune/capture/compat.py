@@ -23,11 +23,13 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as PRESERVED
 from torch.nn.modules import transformer
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# BatchNormBase: class of all batch norms, also of those of other packages.
 # ConvolutionBase: class of all convolution layers, transposed ones among them.
 # NormBase: class of all batch and instance norms, also of those of other packages.
 # OpOverload: class of the operators in a captured graph. FakeTensor: class of its tensors, which
@@ -40,6 +42,7 @@ __all__ = [
     "PRESERVED",
     "SIZE_ASKED",
     "SIZE_FIXED",
+    "BatchNormBase",
     "ConvolutionBase",
     "FakeTensor",
     "NormBase",
@@ -56,6 +59,7 @@ __all__ = [
     "first_to_set",
     "functorch_is_active",
     "has_pre_hooks",
+    "keep_guards",
     "leave_to_ddp",
     "no_torch_function",
     "on_copy",
@@ -211,3 +215,13 @@ def auto_classes(module: nn.Module) -> list[str]:
     return [
         name for name, each in mappings.items() if config in each and each[config] is type(module)
     ]
+
+
+def keep_guards(program: ExportedProgram, known: dict[str, Any]) -> None:
+    """Leave a program those conditions on its inputs that hold for some, and drop the others.
+
+    Args:
+        program: of torch.export, changed in place; its module checks the conditions when it runs.
+        known: what the code of the conditions names: ``L``, the inputs by name, and ``torch``.
+    """
+    program._guards_code = [code for code in program._guards_code if eval(code, known)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from l0prune.capture.compat import ConvolutionBase
 
 _KINDS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -49,9 +50,9 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
 
 def _weight(name: str, module: nn.Module, kind: type[nn.Module]) -> Weight:
     """A module as a weight; one that is computed in forward has the module's own sizes."""
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvolutionBase):
         pair = (module.in_channels, module.out_channels)
-        dims = (0, 1) if isinstance(module, _ConvTransposeNd) else (1, 0)
+        dims = (0, 1) if module.transposed else (1, 0)
         sizes = {dims[0]: pair[0], dims[1]: pair[1]}
         sizes[1] //= module.groups
         shape, groups = (sizes[0], sizes[1], *module.kernel_size), module.groups

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from l0prune.capture.compat import BatchNormBase
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError, L0pruneError
@@ -195,9 +195,9 @@ def _sum(values: list[Tensor]) -> float:
     return float(torch.stack(values).cpu().double().sum()) if values else 0.0
 
 
-def _with_statistics(model: nn.Module) -> Iterator[_BatchNorm]:
+def _with_statistics(model: nn.Module) -> Iterator[BatchNormBase]:
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
+        if isinstance(module, BatchNormBase) and module.track_running_stats:
             yield module
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import TypeIs
 
+from l0prune.capture.compat import pytree
 from l0prune.data import Data, Loaded
 from l0prune.data.dataset import Split, inputs_and_targets, map_tensors, without_labels
 from l0prune.data.preprocessing import Preprocessing
@@ -343,7 +344,7 @@ def batch_length(inputs: Any, targets: Any) -> int:
     found = map_tensors((targets, inputs))
     if are_detections(found[0]):
         return len(found[0])
-    for leaf in torch.utils._pytree.tree_leaves(found):
+    for leaf in pytree.tree_leaves(found):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
     return 1

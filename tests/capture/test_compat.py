@@ -268,3 +268,18 @@ def test_pytree_takes_nested_inputs_apart_and_puts_them_together():
     assert compat.pytree.tree_map_only(int, lambda n: n + 1, given)[0]["b"] == [3, (4, None)]
     assert dict in compat.pytree.SUPPORTED_NODES
     assert dict in compat.pytree.BUILTIN_TYPES
+
+
+def test_keep_guards_drops_conditions_that_do_not_hold():
+    program = export(nn.Linear(3, 2), (torch.randn(4, 3),), dynamic_shapes=((Dim("n"), None),))
+    assert isinstance(program._guards_code, list)
+    holds = "L['input'].ndim == 2"
+    program._guards_code = [holds, "L['input'].size()[0] % 2 == 0"]
+    compat.keep_guards(program, {"L": {"input": torch.randn(3, 3)}, "torch": torch})
+    assert program._guards_code == [holds]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norm_base(kind):
+    assert issubclass(kind, compat.BatchNormBase)
+    assert not issubclass(nn.InstanceNorm2d, compat.BatchNormBase)

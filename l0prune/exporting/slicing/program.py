@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from l0prune.capture.compat import pytree
+from l0prune.capture.compat import keep_guards, pytree
 from l0prune.capture.example_inputs import examples_in, first_rows, plain
 from l0prune.capture.kept_state import exported, tensor_outputs_only
 from l0prune.capture.sizes import (
@@ -80,7 +80,7 @@ def _let_pass(program: ExportedProgram, module: nn.Module, example: Inputs) -> N
     args, kwargs = plain(example)
     arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     known = {"L": arguments, "torch": torch}
-    program._guards_code = [code for code in program._guards_code if eval(code, known)]
+    keep_guards(program, known)
 
 
 @contextmanager
