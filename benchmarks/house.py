@@ -50,7 +50,7 @@ def is_riddle(docstring: str) -> bool:
 
 def private_names() -> list[str]:
     """Return the places that import or read a private name of another package."""
-    direct = re.compile(rf"\b(?:{FOREIGN})(?:\.\w+)*\._[a-z]\w*")
+    direct = re.compile(rf"\b(?:{FOREIGN})(?!\.ops\.)(?:\.\w+)*\._[a-z]\w*")
     imported = re.compile(rf"from (?:{FOREIGN})[\w.]* import .*\b_[a-z]\w*")
     return [
         f"{path.relative_to(ROOT)}:{number}"
