@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, warn_renamed
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.multipliers import Current, GateValues, Spreader
 from l0prune.plan.layout import Layout
@@ -232,17 +231,17 @@ class Gates(nn.Module):
 
     def put(self, open_: Tensor) -> None:
         """Call ``set_open``, by the name that it had."""
-        warnings.warn("Gates.put is called set_open now", DeprecationWarning, stacklevel=2)
+        warn_renamed("Gates.put", "set_open")
         self.set_open(open_)
 
     def lean(self, scores: Tensor) -> None:
         """Call ``init_from_scores``, by the name that it had."""
-        warnings.warn("Gates.lean is called init_from_scores now", DeprecationWarning, stacklevel=2)
+        warn_renamed("Gates.lean", "init_from_scores")
         self.init_from_scores(scores)
 
     def stand_alike(self) -> bool:
         """Call ``are_uniform``, by the name that it had."""
-        warnings.warn("Gates.stand_alike is called are_uniform now", DeprecationWarning, 2)
+        warn_renamed("Gates.stand_alike", "are_uniform")
         return self.are_uniform()
 
     def _odds(self) -> Tensor:
