@@ -24,6 +24,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from recipes.vision import lenet5
 
 BATCH = 100
 
@@ -31,22 +32,6 @@ BATCH = 100
 def mlp() -> nn.Module:
     return nn.Sequential(
         nn.Linear(784, 300), nn.ReLU(), nn.Linear(300, 100), nn.ReLU(), nn.Linear(100, 10)
-    )
-
-
-def lenet5() -> nn.Module:
-    """LeNet-5-Caffe, 20-50-800-500."""
-    return nn.Sequential(
-        nn.Conv2d(1, 20, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(20, 50, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(800, 500),
-        nn.ReLU(),
-        nn.Linear(500, 10),
     )
 
 

@@ -1,8 +1,7 @@
 """Capture: from an nn.Module and example inputs to a graph of ATen operators, by torch.export.
 
-Why torch.export could not follow a model, in words of the user's code.
-
-Sizes that are to be free and are not: where the model's code fixes them.
+Where torch.export cannot follow a model, or a size that is to be free is not, the error names the
+line of the user's code.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Deep copies of models, also of such as keep functions that speak of the model itself.
+"""Deep copies of models, without the wrappers that other packages put around them.
 
 ``copy.deepcopy`` takes a function as it is. So the copy of a model with ``self.act = lambda x:
 self.scale * x``, or with a hook that fills ``self.features``, would read and write the original.
-
-Wrappers that other packages put around a model's forward, which are no part of the model.
-
-Modules around a model: compiled, or spread over devices.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Example inputs as they are kept: copies, of which every call of a model gets one of its own.
+"""Example inputs, kept as copies, and records of what submodules make of them.
 
 A forward may write into what it is given: a cache of keys and values grows with every call. An
 input that is neither a tensor nor a container that torch knows is kept as a ``Held``: its tensors
 beside an object without them, of which each call gets a new copy around its tensors.
-
-Noting what submodules receive and return while their model runs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Parts of a forward that run under a mode of their own, put back in line with the rest.
+"""Parts of a forward that run under a mode or a transform, put in line with the rest.
 
 torch.export wraps what a forward does under ``torch.autocast`` or ``torch.set_grad_enabled`` into
 a graph of its own, behind one opaque operator. A captured graph runs in neither mode. With the
 casts of autocast written out, the inner operators mean the same in line, where rules see them.
-
-Casts of torch.autocast, written into a graph where rules can see them.
-
-Parts of a forward that run under transforms of torch.func, as the operators that they amount to.
 
 A captured graph has ``torch.vmap`` and ``torch.func.jvp`` as calls that begin and end them, and in
 between operators whose tensors lack a dim, or carry a tangent. Traced once more, such a part

@@ -132,7 +132,7 @@ def _held(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _items(container: Any) -> list[Hashable]:
-    """What tells two containers apart; tensors are compared by who they are."""
+    """Contents of a container, in which a tensor stands for its identity."""
     if isinstance(container, dict):
         return [(key, id(value)) for key, value in container.items()]
     return [id(value) for value in container]

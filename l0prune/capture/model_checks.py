@@ -1,7 +1,4 @@
-"""Conditions under which a model can be analysed.
-
-The mode in which a model is looked at.
-"""
+"""Conditions under which a model can be analysed, and the mode in which it is."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The batch: how large it is, and which sizes of it a graph is for.
+"""Sizes of inputs that a graph leaves free: of the batch, and others such as a text's length.
 
-Sizes of inputs that are free beside the batch: how long a text is, how large an image.
-
-They are given in torch.export's own format: for each input the dims that are free, by number, each
-with a name (``{"input_ids": {1: "seq"}}``), a ``Dim``, or ``Dim.AUTO``.
+Those beside the batch are given in torch.export's own format: for each input the dims that are
+free, by number, each with a name (``{"input_ids": {1: "seq"}}``), a ``Dim``, or ``Dim.AUTO``.
 """
 
 from __future__ import annotations

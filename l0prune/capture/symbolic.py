@@ -1,7 +1,4 @@
-"""Captures with symbolic sizes: the batch, and others that are to be free.
-
-Lines of the user's code: at which torch takes a free size for a number, or which raise.
-"""
+"""Captures with symbolic sizes, and the lines of the user's code that fix such a size or raise."""
 
 from __future__ import annotations
 
@@ -166,7 +163,7 @@ def with_symbols(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
 
 
 def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
-    """With a symbolic batch.
+    """Capture with a symbolic batch.
 
     torch.export says of what it has to be a multiple, if the example's is more than once that.
     """
@@ -183,7 +180,7 @@ def _with_batch(model: nn.Module, example: Inputs, free: FreeSizes) -> Found:
 
 
 def _tried(model: nn.Module, example: Inputs, free: FreeSizes, batches: Batches | None) -> Found:
-    """With such a batch, or with that of the example."""
+    """Capture with a batch of these sizes, or else with that of the example."""
     args, kwargs = widened(*example, batches) if batches else example
     with record_places() as places:
         try:
@@ -207,7 +204,7 @@ def _said(error: Exception) -> str:
 
 
 def inputs_of(program: ExportedProgram) -> list[Any]:
-    """What a program was captured with: a fake tensor, a symbolic number, or any other value."""
+    """Inputs of a captured program: fake tensors, symbolic numbers, or other values."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     given: tuple[Any, ...] = program.graph_signature.user_inputs
     return [nodes[each].meta.get("val") if each in nodes else each for each in given]

@@ -359,7 +359,7 @@ def _option(name: str) -> inspect.Parameter:
 
 
 def _kind(name: str) -> Any:
-    """What an option's text is read as; the settings themselves check more than that."""
+    """Type as which an option's text is read; the settings themselves check more."""
     if name in _REPEATED:
         return list[str]
     if _has_words(name):
@@ -369,7 +369,7 @@ def _kind(name: str) -> Any:
 
 
 def _has_words(name: str) -> bool:
-    """May it be a number or one of some words?"""
+    """Return whether a setting may be a number or one of some words."""
     kinds = types(Settings.model_fields[name])
     return int in kinds and any(get_origin(kind) is Literal for kind in kinds)
 
@@ -379,7 +379,7 @@ def _number_or_word(text: str) -> int | str:
 
 
 def _help(name: str) -> str:
-    """What a setting is, and its default where there is one."""
+    """Description of a setting, and its default where there is one."""
     field = Settings.model_fields[name]
     text = ". ".join(filter(None, (summary(field), _MORE.get(name))))
     default = _shown(name, field.default)

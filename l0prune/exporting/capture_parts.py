@@ -66,19 +66,19 @@ def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
 
 
 def _captures(network: Network, frees_batch: bool) -> Iterator[Captured]:
-    """Those of the whole model to try, one after the other."""
+    """Captures of the whole model to try, one after the other."""
     if frees_batch:
         yield with_free_batch(network.plain, network.example, network.free)
     yield capture(network.plain, *network.example)
 
 
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
-    """With the switches of that time, and no dims kept alike if they were not to be then."""
+    """Give a plan the switches of the gates' plan, and no dims kept alike if that has none."""
     plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
     return plan if gated_by.alike else replace(plan, alike=())
 
 
 def _same_gates(plan: Plan, gated_by: Plan) -> bool:
-    """Do both have the same parts, and gates at the same places in whatever order?"""
+    """Return whether both plans have the same parts, and gates at the same sites in any order."""
     sites = plan.select(gated_by.names).sites
     return plan.parts == gated_by.parts and set(sites) == set(gated_by.sites)

@@ -1,4 +1,4 @@
-"""Whether a cut model will be of its own class, tried before any gate has learned."""
+"""Trial, before any gate has learned, of whether a cut model will be of its own class."""
 
 from __future__ import annotations
 

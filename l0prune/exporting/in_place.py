@@ -40,7 +40,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Form:
-    """How a gated model's own class is at fewer slots, as it was network.
+    """A gated model's own class at fewer slots, as the passes of an export make it.
 
     Attributes:
         kept: the slots that are left, bool, shape ``(plan.size,)``.
@@ -113,7 +113,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module was beside its tensors; of its class what can be pickled."""
+    """State of a module beside its tensors; of its class the part that can be pickled."""
 
     module: nn.Module
     kind: type[nn.Module]
@@ -166,7 +166,7 @@ class Cut:
         return {name: t for name, t in _stored(self._root) if name in self.places}
 
     def by_id(self) -> dict[int, Place]:
-        """Where tensors are cut, by the id that they have before, while and after they are."""
+        """Places at which tensors are cut, by the ids that they keep throughout."""
         return {id(tensor): self.places[name] for name, tensor in self._tensors().items()}
 
     def _found(self, form: Form) -> dict[str, Place]:
@@ -281,14 +281,14 @@ class Cut:
         return self.places[first].put(small, self.whole[first].to(small.device, small.dtype))
 
     def left(self, name: str, whole: Tensor) -> Tensor:
-        """What is left of a tensor of the model's; itself, if it is not of the whole's shape."""
+        """Rest of a tensor of the model's; itself, if it does not have the whole's shape."""
         first = self._first.get(name)
         if first is None or whole.shape != self.places[first].shape:
             return whole
         return self.places[first].cut(whole)
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """What is left of a tensor that the model is to have: the rest is kept for its end."""
+        """Cut a tensor that the model is to have; what is cut off is kept for its end."""
         left = self.left(name, whole)
         if left is not whole:
             self.whole[self._first[name]] = whole.detach().to("cpu", copy=True)
@@ -338,7 +338,7 @@ def _reclassed(form: Form) -> Iterator[str]:
 
 
 def _scales(root: nn.Module, form: Form) -> dict[str, dict[str, Scale]]:
-    """By path and name, what parameters are read as.
+    """Factors that parameters are read with, by path and name.
 
     Raises:
         UsageError: what would have to be scaled is no parameter.

@@ -58,7 +58,7 @@ class Piece:
 
     @property
     def module(self) -> nn.Module:
-        """What the program computes, as a module for evaluation."""
+        """Program as a module for evaluation."""
         module = self.program.module(check_guards=False)
         return marked(module, Dtypes.of(module))
 
@@ -69,7 +69,7 @@ class Piece:
         return [number for number, value in values if isinstance(value, Tensor | SymInt)]
 
     def read(self, inputs: Inputs) -> list[Any]:
-        """What its file reads of the inputs."""
+        """Inputs that the file reads."""
         leaves = pytree.tree_leaves(inputs)
         return [leaves[number] for number in self._read]
 
@@ -148,7 +148,7 @@ class Whole:
 
     @stage("comparing the program with the module")
     def checks(self) -> list[Check]:
-        """Does the program compute what the module does that it was made from?
+        """Comparisons of the program with the module that it was made from.
 
         That one was compared with the gated model before its weights were rounded to its dtype.
         """
@@ -158,7 +158,7 @@ class Whole:
         return compare(answers, piece.module, "program")
 
     def of(self, module: nn.Module) -> Whole:
-        """The same of the module as it is now."""
+        """Pieces of the module as it is now."""
         inputs = [answer.inputs for answer in self.answers]
         answers = answers_of(module, inputs, whose="module")
         return replace(self, module=copied(module), dtypes=Dtypes.of(module), answers=answers)
@@ -180,7 +180,7 @@ class InParts:
         return []
 
     def of(self, module: nn.Module) -> InParts:
-        """The same of the module as it is now."""
+        """Pieces of the module as it is now."""
         return InParts(tuple(_renewed(piece, module) for piece in self.pieces))
 
 
@@ -264,12 +264,12 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
 
 
 def _is_told(program: ExportedProgram) -> bool:
-    """Is a number among its inputs, which is free?"""
+    """Return whether a free number is among the program's inputs."""
     return any(isinstance(value, SymInt) for value in inputs_of(program))
 
 
 def _holds(single: ExportedProgram, answer: Answer) -> bool:
-    """Does the program of float32 compute what was answered, were it asked?"""
+    """Return whether the program of float32 gives the answer, if it was run."""
     try:
         found = output_of(single.module(check_guards=False), answer.inputs, torch.float32)
     except CertificateError:
@@ -295,7 +295,7 @@ def _forms(answers: Sequence[Answer], is_free: bool = True) -> list[tuple[Answer
 
 
 def _renewed(piece: Piece, module: nn.Module) -> Piece:
-    """The same part of the module as it is now."""
+    """Piece of the same part of the module as it is now."""
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
     export = partial(reexport_part, batches=piece.batches)

@@ -1,7 +1,4 @@
-"""Result of an export: the smaller model, its proof, and the files that it can be written to.
-
-Notes on files for users: the sizes that they take, and what loads them.
-"""
+"""Result of an export: the smaller model, its proof, its files, and the notes on these."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ _FROM_TWO = "the model's forward treats a single example in another way"
 
 
 def note_on_batches(pieces: Sequence[Piece]) -> str:
-    """What the user has to know about the batches that programs and files take."""
+    """Note on the batches that programs and files take."""
     lines = []
     for piece in pieces:
         is_limited = piece.batches != ANY if piece.path else piece.takes != str(ANY)
@@ -96,7 +93,7 @@ def note_on_objects(made: Whole | InParts) -> str:
 
 
 def note_on_sizes(made: Whole | InParts) -> str:
-    """Which sizes that were to be free are not, in programs and files; and from which size on."""
+    """Note on sizes that were to be free and are not, or only from some size on."""
     if isinstance(made, InParts) or not made.free:
         return ""
     (piece,), lines = made.pieces, []
@@ -178,7 +175,7 @@ class Export:
 
     @property
     def note(self) -> str:
-        """Where the module is not of its own class, why; what else of it has to be known; the
+        """Note for the user: why the module is not of its own class; what else to know; the
         batches that program and files are for, where these are not all; what they take for inputs
         that are objects; what is random; and what loads the module where it is pickled.
         """
@@ -233,12 +230,12 @@ class Export:
 
     @property
     def in_parts(self) -> bool:
-        """Whether the model could only be captured in parts."""
+        """True if the model could only be captured in parts."""
         return isinstance(self._made, InParts)
 
     @property
     def dynamic(self) -> bool:
-        """Whether the batch size is free."""
+        """True if the batch size is free."""
         return all(piece.dynamic for piece in self._made.pieces)
 
     @one_at_a_time()

@@ -1,7 +1,4 @@
-"""The public way in: gate a model, ungate it, find its gates.
-
-Choice of gates under which an export can be of the model's own class.
-"""
+"""Public way in: gate a model, ungate it, find its gates."""
 
 from __future__ import annotations
 

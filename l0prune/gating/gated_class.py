@@ -3,16 +3,13 @@
 A property on the class is a data descriptor, which Python asks before ``nn.Module.__getattr__``.
 So whoever reads ``module.weight`` gets the gated tensor, functional use included, while
 ``_parameters``, and with it state_dict, optimizers and wrappers, keeps the original. A buffer that
-is added to a stream, such as a table of positions, is read in the same way.
+is added to a stream, such as a table of positions, is read in the same way. Code outside the
+model's forward gets a ``Computed``: gated to read, and what writes to it writes the parameter.
 
 Tensors may be put in the parameters' place for a call (``torch.func.functional_call``). Those that
 a call of the whole model is given are the model's weights, and are gated: fast weights, ensembles.
 What the model's own forward puts into one of its modules is used as it is, as the survey saw it:
 the gates are not its own. For a module that is called by itself nobody knows, so that is refused.
-
-A gated parameter as code outside the model's forward sees it: gated to read, plain to write.
-
-A gated buffer looks so in the forward, too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Forwards of torch's own layers that multiply what is read where the weight is larger than that.
+"""Forwards of torch's own layers that multiply their input where the weight is larger than that.
 
 A gate on what a layer reads may multiply the columns of its weight or the slots of its input: it is
 the same function. Behind a flattened map, and where maps have shrunk to a few pixels, the weight is
 many times as large as a batch of inputs, and forward and backward pass it seven times over. Before
 the first layer nobody asks for the input's gradient, and ``GatedInput`` goes without it.
-
-Multiplying a tensor by gates along one dimension, cheaply forwards and backwards.
-
-A linear layer with gates on an input that needs no gradient of its own: a model's first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Link from a gated module to its gates, and whether these act on what the module reads now.
 
-Lists in which a module keeps its own parameters: gated to read, plain to keep.
-
 ``nn.LSTM`` and its like hand their weights to torch in one list, which they make anew whenever a
-weight is another tensor than before. With gates it is, in each forward.
+weight is another tensor than before. With gates it is, in each forward, so the list is gated to
+read and plain to keep.
 """
 
 from __future__ import annotations

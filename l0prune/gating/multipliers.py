@@ -1,6 +1,6 @@
-"""Values that a bank of gates has computed for now: never saved or copied, cheap to recompute.
+"""Multipliers of all layouts, spread from one flat vector of gates in a handful of operations.
 
-Spreading one flat vector of gates over many layouts at once, in a handful of operations.
+What a bank has computed for now is never saved or copied, and cheap to recompute.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Gates in ``transformers.Trainer``.
+"""Gates in ``transformers.Trainer``::
 
-model = l0prune.gate(model, kwargs=tokens)
-pruner = l0prune.Pruner(model, budget="macs=0.5", steps=1000)  # as many as the run has
-trainer = Trainer(model, TrainingArguments(..., max_steps=1000), callbacks=[L0Callback(pruner)])
-trainer.train()
-dense = l0prune.export(model)
+    model = l0prune.gate(model, kwargs=tokens)
+    pruner = l0prune.Pruner(model, budget="macs=0.5", steps=1000)  # as many as the run has
+    trainer = Trainer(model, TrainingArguments(..., max_steps=1000), callbacks=[L0Callback(pruner)])
+    trainer.train()
+    dense = l0prune.export(model)
 
-A Pruner's state as a file beside a framework's checkpoint.
+The pruner's state lies as a file beside each checkpoint of the Trainer.
 """
 
 from __future__ import annotations

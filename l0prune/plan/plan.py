@@ -29,7 +29,6 @@ from l0prune.plan.layout import (
     axes_of,
     from_json,
     gate_table,
-    leaves,
     only,
     picked,
     substitute,
@@ -482,8 +481,3 @@ def _cost_rest(
     tensor: str = "", needed: Iterable[Iterable[str]] = ((),)
 ) -> tuple[str, tuple[tuple[str, ...], ...]]:
     return tensor, tuple(map(tuple, needed))
-
-
-def slots_in(layouts: Iterable[Layout]) -> set[Slots]:
-    """Every distinct ``Slots`` that occurs in the layouts."""
-    return {slots for layout in layouts for slots in leaves(layout)}

@@ -13,12 +13,8 @@ are closed by then hardly come back. So a multiplier goes by what the excess wil
 now if it changes as it did since the last one: the derivative of a PID controller (Stooke et al.
 2020 have all three of its parts).
 
-Strength of the budgets' gradients at the gates, relative to the loss.
-
 An excess is a share, a loss has units of its own, and either may be a thousand times the steeper
-for the gates. What budgets weigh is told from the two gradients, now and then.
-
-Slots that are cut in whole blocks learn in whole blocks.
+for the gates. ``Balance`` weighs budgets by the two gradients, now and then.
 
 Where widths come in multiples of eight, a layer that gates have left three maps gets eight in the
 end, and others pay for it, late and by no loss. So slots that are cut together have one log α

@@ -1,6 +1,4 @@
-"""The penalty that makes gates close, and what the optimizer must know about them.
-
-The cost of the gates in the variational objective: what they say beyond a prior (eq. 21).
+"""Penalty that makes gates close: λ·E‖θ‖₀, a prior's divergence, and the expected L2 norm.
 
 Under a spike-and-slab prior over weights and gates the variational free energy is (eq. 20)
 
@@ -12,9 +10,8 @@ mean over N examples (eq. 21; eq. 22 drops the gates' own divergence as well, as
 Gaussian slab of variance τ² and a posterior of standard deviation r·τ around the weight W make
 it exact: KL = (r²−1)/2 − log r + W²/(2τ²), hence λ = ((r²−1)/2 − log r)/N and l2 = 1/(N·τ²).
 
-Here is the middle sum, with a prior that is a gate of the same kind (eq. 27 and 28).
-
-The expected L2 penalty of gated weights: Σ P(weight is there)·W² (eq. 15 and 17).
+The middle sum is the cost of a prior, a gate of the same kind (eq. 27 and 28). The L2 term of gated
+weights is Σ P(weight is there)·W² (eq. 15 and 17).
 """
 
 from __future__ import annotations

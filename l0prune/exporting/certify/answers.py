@@ -1,4 +1,4 @@
-"""What the gated model computes on the inputs of a certificate: run once, compared often.
+"""Answers of the gated model to the inputs of a certificate: run once, compared often.
 
 What the outputs of a model are called: their keys or fields, else their places.
 """
@@ -66,7 +66,7 @@ BOTH = (torch.float64, torch.float32)
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model computes on one input.
+    """Outputs of a model for one input.
 
     Attributes:
         inputs: the input.
@@ -88,7 +88,7 @@ class Answer:
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
-        """In which the model was asked."""
+        """Dtypes in which the model was run."""
         return BOTH if self.single is not None else BOTH[:1]
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
@@ -100,11 +100,11 @@ class Answer:
 
     @property
     def rounding(self) -> float:
-        """What rounding alone does to the model in float32."""
+        """Difference that rounding alone makes to the model in float32."""
         return largest(differences(self.exact, self.at(torch.float32), self.scales))
 
     def of_tensors(self) -> Answer:
-        """The same without the numbers beside the tensors."""
+        """Answer without the numbers beside the tensors."""
         exact, single = (
             [leaf for leaf in self.at(dtype) if isinstance(leaf, Tensor)] for dtype in BOTH
         )
@@ -119,7 +119,7 @@ def answers_of(
     exact_alone: bool = False,
     whose: Literal["gated", "module"] = "gated",
 ) -> tuple[Answer, ...]:
-    """What the model, or its submodule at ``path``, computes on each of these, on the CPU.
+    """Run the model, or its submodule at ``path``, on each of these inputs, on the CPU.
 
     Args:
         model: the whole.
@@ -145,7 +145,7 @@ def answers_of(
 def _outputs(
     model: nn.Module, inputs: Sequence[Inputs], dtype: torch.dtype, path: str = ""
 ) -> tuple[list[list[Any]], list[list[str]], frozenset[str]]:
-    """What can be compared of each output, what its tensors are called, and what was read."""
+    """Comparable values of each output, the names of its tensors, and the parameters read."""
     # the whole model is lent: a submodule alone would take its gates along as they are
     whole = lent(model, dtype)
     again = whole.get_submodule(path)
@@ -159,7 +159,7 @@ def _outputs(
 
 
 def is_valid(model: nn.Module, given: Inputs) -> bool:
-    """Does the model take these inputs, and make numbers of them? Asked in float64."""
+    """Return whether the model, in float64, takes these inputs and makes numbers of them."""
     try:
         (output,), _, _ = _outputs(model, [given], torch.float64)
     except CertificateError:
@@ -168,19 +168,19 @@ def is_valid(model: nn.Module, given: Inputs) -> bool:
 
 
 def holds_nan(output: Any) -> bool:
-    """Is any number in any tensor of the output none?"""
+    """Return whether any tensor of the output holds a NaN."""
     leaves = pytree.tree_leaves(output)
     return any(bool(leaf.isnan().any()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def is_finite(model: nn.Module, given: Inputs) -> bool:
-    """Does the model, as it is, make finite numbers of these inputs? Raises what it raises."""
+    """Return whether the model, as it is, makes finite numbers of these inputs, or raise."""
     leaves = comparable(output_as_it_is(model, given))
     return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
-    """What a copy of the model computes in its own dtypes, as a forward may leave traces.
+    """Output of a copy of the model in its own dtypes, since a forward may leave traces.
 
     The next one draws the same random numbers, if it draws any.
     """
@@ -189,7 +189,7 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
-    """What a model that is in ``dtype`` computes, in that dtype throughout.
+    """Output of a model that is in ``dtype``, computed in that dtype throughout.
 
     The next one draws the same random numbers, if it draws any.
     """
@@ -200,7 +200,7 @@ def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def running_in(dtype: torch.dtype) -> Iterator[None]:
-    """Whatever a model raises while it runs in ``dtype``, as a CertificateError."""
+    """Turn errors of a model that runs in ``dtype`` into a CertificateError."""
     try:
         with InOneDtype(dtype):
             yield

@@ -1,4 +1,4 @@
-"""How far two outputs are apart."""
+"""Difference between two outputs."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def comparable(output: Any) -> list[Any]:
-    """What can be compared of an output: its tensors and numbers."""
+    """Comparable values of an output: its tensors and numbers."""
     return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, (Tensor, *_NUMBERS))]

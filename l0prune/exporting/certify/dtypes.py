@@ -1,13 +1,9 @@
-"""Copies of models and inputs in another dtype, with captured graphs that ask for that one, too.
+"""Models, inputs and captured graphs in another dtype, in which they run throughout.
 
-A model in another dtype that borrows its weights, so that no second set of them is held.
-
-A weight is converted where an operator reads it, and let go of when that operator is done: while a
-network runs in float64, there is never more than one layer of it in that dtype.
-
-Simulated quantisation by channels in float64: torch's operators want scales of float32.
-
-Running a model in one dtype throughout, also where its code asks for something less.
+A model in another dtype borrows its weights: each is converted where an operator reads it, and let
+go of when that operator is done. While a network runs in float64, there is never more than one
+layer of it in that dtype. Simulated quantisation by channels has operators of its own in float64,
+since torch's want scales of float32.
 """
 
 from __future__ import annotations
@@ -45,24 +41,24 @@ class Dtypes:
 
     @classmethod
     def of(cls, module: nn.Module) -> Dtypes:
-        """Those of a module as it is."""
+        """Dtypes of a module as it is."""
         main = dtype_of(module)
         found = {name: tensor.dtype for name, tensor in _floats(module)}
         return cls(main, {n: dtype for n, dtype in found.items() if dtype != in_terms(dtype, main)})
 
     @property
     def are_one(self) -> bool:
-        """Are all tensors of float32, or all of float64? Then no file is more precise than they."""
+        """True if all tensors are float32, or all float64: no file is then more precise."""
         return not self.others and self.main in (torch.float32, torch.float64)
 
     def under(self, names: Mapping[str, str]) -> Dtypes:
-        """The same for a graph, of which ``names`` gives the model's name of each tensor."""
+        """Dtypes for a graph, where ``names`` gives the model's name of each tensor."""
         others = {n: self.others[name] for n, name in names.items() if name in self.others}
         return replace(self, others=others)
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """That of its first parameter of floats, or else of the parts of the first complex one."""
+    """Dtype of the first parameter of floats, or else of the parts of the first complex one."""
     dtypes = [parameter.dtype for parameter in module.parameters()]
     floats = [dtype for dtype in dtypes if dtype.is_floating_point]
     floats += [dtype.to_real() for dtype in dtypes if dtype.is_complex]
@@ -70,7 +66,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 
 def in_terms(dtype: torch.dtype, of: torch.dtype) -> torch.dtype:
-    """What stands for a dtype in a model of floats ``of``: that, its complex one, or itself.
+    """Dtype in a model of floats ``of`` for another: that, its complex one, or itself.
 
     Of half precision there are no complex numbers that torch's operators take.
     """
@@ -154,14 +150,14 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
 
 
 def asks_for_less(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Does the module hold, or one of its graphs cast to, something less than ``dtype``?"""
+    """Return whether the module holds, or one of its graphs casts to, less than ``dtype``."""
     less = lifted(dtype)
     casts = any(casts_to_less(graph, dtype) for graph in _graphs(module))
     return casts or any(tensor.dtype in less for _, tensor in _floats(module))
 
 
 def casts_to_less(graph: GraphModule, dtype: torch.dtype) -> bool:
-    """Does the graph name something less than ``dtype``?"""
+    """Return whether the graph names a dtype less precise than ``dtype``."""
     less = lifted(dtype)
     return any(found in less for found in _dtypes_in(graph))
 
@@ -194,14 +190,14 @@ def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
 
 
 def _instead(old: torch.dtype, new: torch.dtype) -> dict[torch.dtype, torch.dtype]:
-    """What stands for ``old`` and its complex numbers; bfloat16 has none."""
+    """Substitutes of ``old`` and its complex dtype; bfloat16 has none."""
     if torch.bfloat16 in (old, new):
         return {old: new}
     return {old: new, old.to_complex(): new.to_complex()}
 
 
 def _limits(old: torch.dtype, new: torch.dtype) -> dict[float, float]:
-    """What stands for the largest numbers of ``old``, where they are less.
+    """Substitutes of the largest numbers of ``old``, where they are less.
 
     What hides something (``torch.finfo(x.dtype).min``) is a number in the graph.
     """
@@ -243,13 +239,13 @@ def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
 
 
 def read_of(borrower: nn.Module) -> frozenset[str]:
-    """Of the parameters that were lent to this copy, the names of those that it has read."""
+    """Names of the parameters that were lent to this copy and that it has read."""
     named = borrower.named_parameters()
     return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)
 
 
 def _can_be_lent(parameter: nn.Parameter) -> bool:
-    """Is it an ordinary tensor of floats?"""
+    """Return whether a parameter is an ordinary tensor of floats."""
     is_float = parameter.is_floating_point() and parameter.device.type == "cpu"
     return type(parameter) is nn.Parameter and is_float and parameter.layout == torch.strided
 
@@ -261,7 +257,7 @@ def _borrowed(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 class _Loan:
-    """What is lent, and what has become of it."""
+    """Parameter that is lent, and what has become of it."""
 
     def __init__(self, original: Tensor, dtype: torch.dtype) -> None:
         self.original = original

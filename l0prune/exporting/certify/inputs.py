@@ -1,9 +1,4 @@
-"""Inputs on which a certificate is given: like the example's, and such as the model can take.
-
-Which other sizes a model takes where its inputs are of any size: the certificate tries them.
-
-A capture with a free batch size, and whether it is right for a batch of one.
-"""
+"""Inputs and sizes on which a certificate is given: like the example's, as the model takes them."""
 
 from __future__ import annotations
 
@@ -168,7 +163,7 @@ def with_free_batch(model: nn.Module, example: Inputs, free: FreeSizes = ALL_FIX
 
 
 def _holds_for_one(model: nn.Module, captured: Captured, example: Inputs) -> bool:
-    """Does the graph compute what the model does on the first example alone, or group of them?
+    """Return whether the graph is right for the first example, or group of examples, alone.
 
     Whether it does so exactly is for the certificate to say.
     """

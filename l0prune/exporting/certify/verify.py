@@ -76,7 +76,7 @@ def verify_class(network: Network) -> Network:
 
 
 def answers_to_all(network: Network, batches: Sequence[int]) -> tuple[Answer, ...]:
-    """What the gated model computes on inputs of all these batches; empty if it takes no such."""
+    """Answers of the gated model to inputs of all these batches; empty if it takes none."""
     for inputs in trials(network.example, batches, network.free, network.sizes):
         if len(inputs) == len(batches):
             with suppress(CertificateError):
@@ -87,7 +87,7 @@ def answers_to_all(network: Network, batches: Sequence[int]) -> tuple[Answer, ..
 
 
 def _answers(network: Network, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
-    """What the gated model computes on these; it runs only on what it was not asked before."""
+    """Answers of the gated model, which runs only on inputs that are new."""
     for known in network.asked:
         if _is_same([answer.inputs for answer in known], list(inputs)):
             return known
@@ -287,5 +287,5 @@ def _check_count(module: nn.Module, parts: Parts, predicted: int) -> None:
 
 
 def _count(module: nn.Module, names: Set[str]) -> int:
-    """How many numbers the parameters of these names hold."""
+    """Number of elements of the parameters of these names."""
     return sum(p.numel() for name, p in module.named_parameters() if name in names)

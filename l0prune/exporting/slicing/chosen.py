@@ -1,4 +1,4 @@
-"""Which slots stay, and the gates' values on them, in the axes of the model's own capture."""
+"""Slots that stay, and the gates' values on them, on the axes of one plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from l0prune.plan.branch import Branch
-from l0prune.plan.layout import Both
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 
@@ -28,30 +27,19 @@ class Chosen:
     kept: Tensor
 
     @property
-    def picks_inputs(self) -> tuple[str, ...]:
-        """Axes of single inputs that are closed: what reads them needs a gather."""
-        plan = self.plan
-        columns = [d for dims in plan.tensors.values() for d in dims if isinstance(d, Both)]
-        gathers = any(
-            not plan.mask(d, self.kept)[plan.mask(d.base, self.kept)].all() for d in columns
-        )
-        inputs = [axis for axis in plan.axes if axis.kind == "input"] if gathers else []
-        return tuple(axis.name for axis in inputs if not self.is_open[axis.slice].all())
-
-    @property
     def gone(self) -> tuple[Branch, ...]:
         """The branches that are left out."""
         names = gone(self.plan, self.kept)
         return tuple(branch for branch in self.plan.branches if branch.name in names)
 
     def on(self, plan: Plan) -> Chosen:
-        """The same on the axes of another plan of the model; all stays that has no gate here."""
+        """Slots that stay on the axes of another plan; all stay that have no gate here."""
         z, kept = (values_on(plan, self.plan, values) for values in (self.z, self.kept))
         return Chosen(plan, z, kept)
 
     @property
     def is_open(self) -> Tensor:
-        """Which gates are open, bool, flat."""
+        """Open gates, bool, flat."""
         return self.z > 0
 
 

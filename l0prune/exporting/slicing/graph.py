@@ -37,7 +37,7 @@ class DenseGraph(GraphModule):
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As fx pickles a graph of single tensors, and the structure of inputs and output."""
+        """Pickle the graph as fx does, and the structure of inputs and output."""
         flat = Graph()
         flat.output(flat.graph_copy(self.graph, {}))
         kept = (PRESERVED, *(key for key in self.meta if str(key).startswith("l0prune_")))
@@ -112,7 +112,7 @@ KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs 
 def dense_graphs(
     parts: Parts, chosen: Mapping[str, Chosen], tensors: Mapping[str, Tensor], dtypes: Dtypes
 ) -> dict[str, GraphModule]:
-    """By path, the captured graph of each part at its new sizes, of a model in ``dtypes``."""
+    """Captured graph of each part at its new sizes, by path, of a model in ``dtypes``."""
     graphs = {}
     for part in parts.found:
         graph = dense_module(part.analysis, tensors, chosen[part.path].kept)

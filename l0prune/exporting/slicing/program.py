@@ -143,7 +143,7 @@ def reexport_part(module: nn.Module, example: Inputs, batches: Batches = ANY) ->
 
 
 def _with_batch(made: Exported) -> Exported:
-    """The same, which says whether the batch is free where every dim was to be."""
+    """Export that says whether the batch is free, where every dim was to be."""
     values = inputs_of(made.program)
     first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
     is_free = made.dynamic and first is not None and not isinstance(first.shape[0], int)

@@ -1,12 +1,10 @@
-"""Folding gates into weights and slicing every stored tensor.
+"""Folding of gates into weights, and slicing of every stored tensor by its layout.
 
-Weights too small for a normal number: they slow many CPUs down manyfold.
-
-A subnormal operand may cost a CPU more than a hundred cycles instead of one. Training leaves many:
-what no gradient reaches any more decays by a constant factor a step. Zero in their place changes a
-sum by less than 1.2e-38 times the other operand, which is far within rounding.
-
-Places where a tensor is cut: what is left of it, and how it becomes whole again.
+A ``Place`` is where one tensor is cut, and how it becomes whole again. What a fold makes too small
+for a normal number becomes zero: a subnormal operand may cost a CPU more than a hundred cycles
+instead of one. Training leaves many, as what no gradient reaches any more decays by a constant
+factor a step. Zero in their place changes a sum by less than 1.2e-38 times the other operand, which
+is far within rounding.
 """
 
 from __future__ import annotations
@@ -149,7 +147,7 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
 
 @stage("folding gates into the tensors, and cutting these")
 def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
-    """The same of a model that was captured whole when it was gated, by the plan of that time.
+    """Cut the tensors of a model that was captured whole, by the plan of its gates.
 
     None where its tensors are not those of the plan. A weight that the forward standardises is
     cut as it is stored: for the model's own class that is wrong, and its comparison shows it.

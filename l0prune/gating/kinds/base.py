@@ -1,7 +1,4 @@
-"""Interface of a kind of gate: another kind is one more class.
-
-The sigmoid that gates are made of, stretched and clamped, in one operation of autograd.
-"""
+"""Interface of a kind of gate, and the clamped sigmoid that kinds are made of."""
 
 from __future__ import annotations
 
