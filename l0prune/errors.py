@@ -22,7 +22,21 @@ from __future__ import annotations
 import sys
 import warnings
 
-_INSIDE = ("l0prune", "pydantic")
+# A warning is about the line that called these, not about a line of theirs.
+_INSIDE = {
+    "l0prune",
+    "torch",
+    "pydantic",
+    "contextlib",
+    "functools",
+    "threading",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "click",
+    "typer",
+}
 
 
 class L0pruneError(Exception):
@@ -89,16 +103,22 @@ class RenamedWarning(L0pruneWarning, DeprecationWarning):
     """Category of the warnings about names that were renamed."""
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Warn of a former name, at the line outside l0prune that used it."""
+def warn(text: str, category: type[L0pruneWarning] = L0pruneWarning) -> None:
+    """Warn at the user's line: the innermost one outside l0prune and the packages that call it.
+
+    Args:
+        text: without ``l0prune:``, which is put before it.
+        category: of the warning.
+    """
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+    while frame.f_back and frame.f_globals.get("__name__", "torch").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"l0prune: {old} is called {new} now; the old name goes with the next version",
-        RenamedWarning,
-        stacklevel=level,
-    )
+    warnings.warn(f"l0prune: {text}", category, stacklevel=level)
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn of a former name."""
+    warn(f"{old} is called {new} now; the old name goes with the next version", RenamedWarning)
 
 
 def first_line(error: BaseException) -> str:

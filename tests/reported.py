@@ -20,8 +20,8 @@ from l0prune.report.content import (
     Time,
     TimeByLayer,
     Training,
-    WidthTrial,
 )
+from l0prune.selection.fitted import Observation
 
 
 def layer(name, before=8, after=3, axes=(0,), reason=""):
@@ -41,7 +41,7 @@ def owner(name, before, after, filling=0.0):
 
 
 def look(predicted, observed, chosen=False):
-    return WidthTrial(
+    return Observation(
         budget="latency=0.5",
         dense=8.0,
         allowed=4.0,

@@ -187,12 +187,12 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
     if "l0prune.gate(" not in code:
         l0prune.gate(scope["model"], *args)
     if "dense =" not in code and "dense." in code:
-        l0prune.fit(scope["model"], "params=0.8")
+        l0prune.fit(scope["model"], "params=0.8", l0prune.score(scope["model"], "magnitude"))
         scope["dense"] = l0prune.export(scope["model"])
     whole = sum(p.numel() for p in scope["model"].parameters())
     exec(compile(code, guide, "exec"), scope)
     if "dense" not in scope:
-        l0prune.fit(scope["model"], "params=0.9")
+        l0prune.fit(scope["model"], "params=0.9", l0prune.score(scope["model"], "magnitude"))
     exported = scope.get("dense") or l0prune.export(scope["model"])
     assert exported.params < whole
 

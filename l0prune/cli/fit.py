@@ -24,6 +24,7 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import UsageError
+from l0prune.selection import fitted
 from l0prune.training.settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
@@ -98,10 +99,8 @@ def fit(
         )
     tells = score == _AUTO and budget and not kind  # how many branches go
     table = latency_table(latency, path, budget)
-    from l0prune.selection import correction  # loads torch
-
-    found: list[correction.Fitted] = []
-    with shown(err), correction.watched(found.append):
+    found: list[fitted.Fitted] = []
+    with shown(err), fitted.watched(found.append):
         counts = l0prune.fit(
             model,
             budget or None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ import l0prune
 from l0prune.capture.copying import copied
 from l0prune.cli.recipe_files import FitSection, GateSection, Recipe, RoundSection
 from l0prune.data.dataset import as_arguments
-from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.errors import DataError, UsageError, warn
 from l0prune.exporting.opened import opened
 from l0prune.exporting.result import Export
 from l0prune.files.atomic import claimed, write_whole
@@ -36,7 +35,7 @@ from l0prune.running.batches import example_inputs
 from l0prune.running.sources import load_data
 from l0prune.running.stages import stage
 from l0prune.running.task import LOSS, Task
-from l0prune.selection import correction
+from l0prune.selection import fitted
 
 
 def run(
@@ -213,8 +212,8 @@ def _fit(
         scores = l0prune.score(
             model, part.score, data, batches=part.batches, batch_size=part.batch_size, seed=seed
         )
-    found: list[correction.Fitted] = []
-    with correction.watched(found.append):
+    found: list[fitted.Fitted] = []
+    with fitted.watched(found.append):
         l0prune.fit(
             model,
             part.budget,
@@ -241,8 +240,7 @@ def _test(small: Export, file: Path, data: Task) -> dict[str, Any]:
         if not small.in_parts:
             of_file = l0prune.evaluate(opened(str(file)), data, device="cpu")
     except (DataError, UsageError) as error:
-        text = f"l0prune: {file} was written and not tested on the data: {error}"
-        warnings.warn(text, L0pruneWarning, stacklevel=2)
+        warn(f"{file} was written and not tested on the data: {error}")
     name = key.removeprefix("test_")
     return {"metric": name, f"test_{name}": found[key], f"onnx_test_{name}": of_file.get(key)}
 

@@ -7,13 +7,11 @@ is the only way out of both.
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 
 from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import weights_of
-from l0prune.errors import L0pruneWarning
+from l0prune.errors import warn
 from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.verify import verify, verify_class
@@ -71,15 +69,13 @@ def _warn_of_excess(bank: Gates) -> None:
     """Warn of gates that exceed the budget of the run that trained them."""
     asked = asked_of.get(bank)
     if asked is not None and (excess := asked(bank.open().cpu())):
-        warnings.warn(
-            "l0prune: the gates of this model exceed the budget of the run that trained them: an "
+        warn(
+            "the gates of this model exceed the budget of the run that trained them: an "
             f"export has {excess}. The usual cause is an average (EMA) of your own that is not "
             "recognised as one, since its gates do not move towards the model's by one factor. "
             "Export the model that was trained, or give the average its gates: "
             "l0prune.gates(average).set_open(l0prune.gates(model).open()); where its state is "
-            "loaded, leave l0prune_gates.log_alpha out",
-            L0pruneWarning,
-            stacklevel=4,
+            "loaded, leave l0prune_gates.log_alpha out"
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from l0prune.capture.sizes import ANY
 from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
-from l0prune.errors import CertificateError, L0pruneWarning, UsageError
+from l0prune.errors import CertificateError, UsageError, warn
 from l0prune.exporting.certify.certificate import Certificate, Compared, compare_onnx
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
@@ -305,7 +304,7 @@ class Export:
         self.certificate = certificate
         self.files = (*written, *data_files)
         if self.times is not None and self.times.warning:
-            warnings.warn(f"l0prune: {self.times.warning}", L0pruneWarning, stacklevel=2)
+            warn(self.times.warning)
         return self.files
 
     def _metadata(self, certificate: Certificate) -> dict[str, Any]:

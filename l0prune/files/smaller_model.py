@@ -86,8 +86,8 @@ def from_pretrained(folder: PathLike, *, trust_pickle: bool = False) -> nn.Modul
     if not manifest.origin.is_known:
         raise FileError(
             f"{stored.where} holds a {manifest.kind}, and only your own code can build one. Build "
-            "it as it was before the cut, and give it the new sizes and weights: "
-            f'l0prune.resize(model, "{folder}"), or on the command line --model file.py:factory '
+            "a new one, as it was before its gates, and give that the new sizes and weights: "
+            f'l0prune.resize(new, "{folder}"), or on the command line --model file.py:factory '
             f"--weights {folder}"
         )
     _check_class(stored)

@@ -198,9 +198,13 @@ class Gates(nn.Module):
             self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
 
     @torch.no_grad()
-    def are_uniform(self) -> bool:
-        """Return whether all gates are equally open, as they are when they are put on."""
-        odds = self._odds()
+    def are_uniform(self, among: Tensor | None = None) -> bool:
+        """Return whether all gates are equally open, as they are when they are put on.
+
+        Args:
+            among: of these gates alone; bool, shape ``(plan.size,)``.
+        """
+        odds = self._odds() if among is None else self._odds()[among.to(self.log_alpha.device)]
         return not len(odds) or float(odds.max() - odds.min()) < _ALIKE
 
     @torch.no_grad()

@@ -169,22 +169,21 @@ class Code:
     def from_json(data: Mapping[str, Any]) -> Code:
         """Inverse of ``to_json``."""
         sizes, averages = (
-            {path: tuple(map(from_json, dims)) for path, dims in data.get(name, {}).items()}
+            {path: tuple(map(from_json, dims)) for path, dims in data[name].items()}
             for name in ("sizes", "averages")
         )
         queries = (
             Factor(tensor, dim, tuple((start, stop) for start, stop in ranges), from_json(head))
-            for tensor, dim, ranges, head in data.get("queries", ())
+            for tensor, dim, ranges, head in data["queries"]
         )
         reused = (
             ReusedSize(module, None if read is None else from_json(read), from_json(used))
-            for module, read, used in data.get("reused", ())
+            for module, read, used in data["reused"]
         )
         calls = {
-            path: tuple(map(SizedCall.from_json, each))
-            for path, each in data.get("calls", {}).items()
+            path: tuple(map(SizedCall.from_json, each)) for path, each in data["calls"].items()
         }
-        standardised = tuple(data.get("standardised", ()))
+        standardised = tuple(data["standardised"])
         return Code(sizes, averages, tuple(queries), tuple(reused), calls, standardised)
 
 

@@ -458,26 +458,20 @@ class Plan:
                 tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
                 sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
                 costs=tuple(
-                    Cost(owner, unit, scale, tuple(map(from_json, dims)), *_cost_rest(*rest))
-                    for owner, unit, scale, dims, *rest in data["costs"]
+                    Cost(owner, unit, scale, tuple(map(from_json, dims)), of, tuple(map(tuple, by)))
+                    for owner, unit, scale, dims, of, by in data["costs"]
                 ),
                 aliases=dict(data["aliases"]),
-                parts=tuple(data.get("parts", ("",))),
-                roles={name: tuple(of) for name, of in data.get("roles", {}).items()},
-                wider=tuple((from_json(a), from_json(b)) for a, b in data.get("wider", ())),
-                alike=tuple(tuple(map(from_json, dims)) for dims in data.get("alike", ())),
-                code=Code.from_json(data.get("code", {})),
-                activations=tuple(map(Activation.from_json, data.get("activations", ()))),
+                parts=tuple(data["parts"]),
+                roles={name: tuple(of) for name, of in data["roles"].items()},
+                wider=tuple((from_json(a), from_json(b)) for a, b in data["wider"]),
+                alike=tuple(tuple(map(from_json, dims)) for dims in data["alike"]),
+                code=Code.from_json(data["code"]),
+                activations=tuple(map(Activation.from_json, data["activations"])),
                 branches=tuple(
                     Branch(name, tuple(tensors), size, *map(tuple, rest))
-                    for name, tensors, size, *rest in data.get("branches", ())
+                    for name, tensors, size, *rest in data["branches"]
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error
-
-
-def _cost_rest(
-    tensor: str = "", needed: Iterable[Iterable[str]] = ((),)
-) -> tuple[str, tuple[tuple[str, ...], ...]]:
-    return tensor, tuple(map(tuple, needed))

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.files.checked_json import Strict, checked
+from l0prune.selection.fitted import Observation
 
 VERSION = 1  # raised when older versions cannot read what this one writes
 
@@ -240,26 +241,6 @@ class Epoch(Section):
     doctor: dict[str, str] = Field(default_factory=dict)
 
 
-class WidthTrial(Section):
-    """One choice of widths that was looked at, for one budget; amounts in its measure's unit.
-
-    Attributes:
-        budget: its text.
-        dense: the dense network's amount.
-        allowed: the largest amount that the budget allows.
-        predicted: of this choice.
-        observed: of its export.
-        chosen: whether this choice is the one that was taken.
-    """
-
-    budget: str
-    dense: float
-    allowed: float
-    predicted: float
-    observed: float
-    chosen: bool
-
-
 class Fit(Section):
     """Choice of widths by ``fit``.
 
@@ -269,7 +250,7 @@ class Fit(Section):
     """
 
     filling: dict[str, int] = Field(default_factory=dict)
-    looks: list[WidthTrial] = Field(default_factory=list)
+    looks: list[Observation] = Field(default_factory=list)
 
 
 class Training(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from l0prune.errors import L0pruneError, L0pruneWarning
+from l0prune.errors import L0pruneError, warn
 from l0prune.report.report import HTML, Report, of_trainings, trainings_in
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
@@ -152,5 +151,5 @@ def _train_with_page(
         try:
             report_on(history).titled(title).save(folder / HTML)
         except L0pruneError as error:
-            warnings.warn(f"l0prune: there is no report: {error}", L0pruneWarning, stacklevel=3)
+            warn(f"there is no report: {error}")
     return history

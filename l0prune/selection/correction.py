@@ -1,72 +1,20 @@
-"""Correction of choices by observation: a time is known once it is taken.
-
-What a fit has come to is an event, for those who watch it:
-
-    with watched(print):
-        l0prune.fit(model, "latency=0.5", latency=table)
-"""
+"""Correction of choices by observation: a time is known once it is taken."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import L0pruneWarning, UsageError
+from l0prune.errors import UsageError, warn
 from l0prune.plan.limits import Bound
 from l0prune.running.processes import run_on_first
-from l0prune.running.stages import Events
+from l0prune.selection.fitted import Observation
 from l0prune.selection.fitting import Fitting, SlotChoice
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Observation of one choice of widths, for one budget; amounts in its measure's unit.
-
-    Attributes:
-        budget: its text.
-        dense: the dense network's amount.
-        allowed: the largest amount that the budget allows.
-        predicted: of this choice.
-        observed: of its export.
-        chosen: whether this choice is the one that was taken.
-    """
-
-    budget: str
-    dense: float
-    allowed: float
-    predicted: float
-    observed: float
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A choice of slots.
-
-    Attributes:
-        filling: by axis, how many slots stay only since its slots come in whole blocks; axes
-            without any are left out.
-        looks: in their order, at each choice that was looked at; empty where nothing was observed.
-    """
-
-    filling: dict[str, int]
-    looks: tuple[Observation, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"filling": self.filling, "looks": [asdict(look) for look in self.looks]}
-
-
-_fits: Events[Fitted] = Events("fits")
-watched, done = _fits.watched, _fits.emit
-
 
 # How many choices are looked at.
 _ROUNDS = 8
@@ -185,7 +133,7 @@ def corrected(
         best = last if last.is_better(best) else best
     for bound, found in best.seen.items():
         if found > bound.most:
-            warnings.warn(_excess(bound, found), L0pruneWarning, stacklevel=4)
+            warn(_excess(bound, found))
     return best, tried
 
 
@@ -220,7 +168,7 @@ def observations(tried: Sequence[ObservedChoice], best: ObservedChoice) -> tuple
 def _excess(bound: Bound, found: float) -> str:
     measure = bound.measure
     return (
-        f"l0prune: the budget {bound.limit} is not met: {measure.show(found)} of {measure.label} "
+        f"the budget {bound.limit} is not met: {measure.show(found)} of {measure.label} "
         f"were observed of the smallest choice of widths that was tried, and "
         f"{measure.show(bound.most)} are allowed. What was predicted of it does not hold here: is "
         "the machine busy with something else, or are its tables of another one? Else give a "

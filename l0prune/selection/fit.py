@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound, LimitsLike, bounds, limits
 from l0prune.plan.measures import Measure, Source
@@ -30,10 +31,11 @@ from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.task import Task
-from l0prune.selection import correction
+from l0prune.selection import fitted
 from l0prune.selection.correction import corrected, observations, observed
 from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
 from l0prune.selection.score_input import ScoreInput
+from l0prune.selection.scores import score
 
 _TRIED = 12  # ways beside widths alone, at most: each costs a forward
 
@@ -65,7 +67,8 @@ def fit(
         budget: such as ``"macs=0.5"``, ``{"params": 0.1}``, ``"latency=12ms"``,
             ``"layer3.*: params=0.3"``, or several; None to round widths only.
         scores: what a slot is worth, higher is better; shape ``(plan.size,)``. By default the
-            gates' own log α.
+            gates' own log α; of gates that have not learned yet, the score ``"magnitude"``, which
+            a warning says.
         round_to: open slots of an axis come in multiples of this, or all of them. Heads and
             groups, and single inputs of a layer that are cut beside whole maps, are not rounded.
             ``"auto"`` takes for each axis what the runtime of ``latency`` likes, or what another
@@ -73,8 +76,8 @@ def fit(
         fill: open more where the budget leaves room.
         latency: a table of times, for a budget in latency, or for the widths of ``round_to``.
         kinds: of the axes whose gates may open and close (``"branch"`` for whole layers alone). By
-            default all; with ``scores`` all but branches, if there are others: the score of a
-            whole branch does not compare with that of a slot.
+            default all; with scores, also those taken by default, all but branches, if there are
+            others: the score of a whole branch does not compare with that of a slot.
         data: as for ``finetune``. Then branches go, too, those of lowest score first: so many that
             the loss is least when half of the way is cut, beside the widths that go with them.
             Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
@@ -96,11 +99,14 @@ def fit(
     sources = () if latency is None else (latency,)
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
     asked = (kinds,) if isinstance(kinds, str) else kinds
-    if not asked and scores is not None:
-        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
-    worth = gates.log_alpha.detach() if scores is None else scores
-    _check_scores(worth, gates.plan.size)
     open_ = gates.open().cpu()
+    are_unlearned = scores is None and _are_unlearned(gates, wanted, open_, asked)
+    worth = gates.log_alpha.detach() if scores is None else scores
+    if are_unlearned:
+        worth = score(model, "magnitude")
+    _check_scores(worth, gates.plan.size)
+    if not asked and (are_unlearned or scores is not None):
+        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
     blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
@@ -112,7 +118,24 @@ def fit(
             )
         oneshot = OneShot(wanted, blocks(), worth)
         open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
-    return meet(model, wanted, worth, blocks(movable), fill=fill, movable=movable, start=open_)
+    in_blocks = blocks(movable)
+    if are_unlearned:
+        warn(
+            "the gates that this budget closes have not learned, so slots are ranked by the score "
+            "'magnitude'. Give scores, such as l0prune.score(model, 'auto', data), or train the "
+            "gates with l0prune.finetune first"
+        )
+    return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+
+
+def _are_unlearned(
+    gates: Gates, wanted: Sequence[Bound], open_: Tensor, kinds: Sequence[str]
+) -> bool:
+    """Return whether the gates that may close are as they started: all but equal, by chance."""
+    counted = [bound.gates() for bound in wanted]
+    closing = open_ & _movable(gates.plan, open_, kinds).gates
+    closing &= torch.stack(counted).any(0) if counted else False
+    return int(closing.sum()) > 1 and gates.are_uniform(closing)
 
 
 def _check_scores(scores: Tensor, size: int) -> None:
@@ -246,7 +269,7 @@ def meet(
         for axis in gates.plan.axes
         if (count := int(choice.slots.filling[axis.slice].sum()))
     }
-    correction.done(correction.Fitted(filling, observations(tried, choice)))
+    fitted.done(fitted.Fitted(filling, observations(tried, choice)))
     return {str(b.limit): choice.seen.get(b, b.actual(choice.open_)) for b in wanted}
 
 

@@ -15,7 +15,7 @@ from l0prune.plan.measures import Macs, Measure, Params
 from l0prune.plan.switches import idle, switches_of
 from l0prune.running.processes import redistribute_like
 from l0prune.running.task import RECORD_KEYS, Amount
-from l0prune.selection import correction
+from l0prune.selection import fitted
 from l0prune.selection.fit import blocks_for, fit
 from l0prune.training.budget import Budget
 from l0prune.training.lambdas import Lambda
@@ -154,13 +154,13 @@ class GateTerms:
 
     def fit(self) -> None:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
-        with correction.watched(self._note):
+        with fitted.watched(self._note):
             if self.budget is not None:
                 self.budget.fit(fill=not self._priced)
             elif self._settings.rounds:
                 fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
 
-    def _note(self, found: correction.Fitted) -> None:
+    def _note(self, found: fitted.Fitted) -> None:
         self.fitted = found.to_dict() if found.filling or found.looks else {}
 
     def record(self) -> dict[str, Any]:

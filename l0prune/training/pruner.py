@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from l0prune.errors import L0pruneWarning, UsageError, warn_renamed
+from l0prune.errors import UsageError, warn, warn_renamed
 from l0prune.gating.attaching import gates_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
@@ -122,7 +121,7 @@ class Pruner:
         say: Callable[[str], None] | None = None,
         **settings: Unpack[GateKeywords],
     ) -> None:
-        self.model, self.say = model, say or _warned
+        self.model, self.say = model, say or warn
         self.gates = gates_of(model)
         self.gates.make_whole()
         self._settings = GateSettings.of(settings)
@@ -521,7 +520,3 @@ class Pruner:
 
     def _axes(self) -> list[list[Any]]:
         return [[axis.name, axis.size] for axis in self.gates.plan.axes]
-
-
-def _warned(text: str) -> None:
-    warnings.warn(f"l0prune: {text}", L0pruneWarning, stacklevel=4)

@@ -19,7 +19,7 @@ def test_a_folder_that_loads_again(command, tmp_path):
     code, _, err = command("gate", "net.py:Net", "--input", "2x6", "--out", "net.gated.pt")
     assert code == 0, err
     model = l0prune.load("net.gated.pt")
-    l0prune.fit(model, "params=0.5")
+    l0prune.fit(model, "params=0.5", l0prune.score(model, "magnitude"))
     l0prune.save(model, "net.gated.pt", l0prune.read_info("net.gated.pt"))
     code, out, err = command("export", "--pretrained", "small", "--json")
     assert code == 0, err

@@ -16,7 +16,7 @@ def exported():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 2))
     l0prune.gate(model, (torch.randn(2, 6),), exclude="*.in")
-    l0prune.fit(model, "macs=0.5")
+    l0prune.fit(model, "macs=0.5", l0prune.score(model, "magnitude"))
     return l0prune.export(model)
 
 

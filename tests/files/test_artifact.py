@@ -172,7 +172,7 @@ def test_a_model_that_picks_its_channels(tmp_path):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     x = images()
     gate(model, x)
-    l0prune.fit(model, "params=0.7")
+    l0prune.fit(model, "params=0.7", l0prune.score(model, "magnitude"))
     small = l0prune.export(model).module
     gate(small, x)
     l0prune.save(small, tmp_path / "a.pt")

@@ -173,7 +173,7 @@ def test_all_branches_may_go_and_no_more():
     model = gated(include=[])
     stays = sum(p.numel() for each in (model.stem, model.head) for p in each.parameters())
     whole = cost_of(l0prune.gates(model).plan).dense("params")
-    l0prune.fit(model, f"params={stays}")
+    l0prune.fit(model, f"params={stays}", l0prune.score(model, "magnitude"))
     dense = l0prune.export(model)
     assert (dense.params, {"down", "second"} - {*dense.gone}) == (stays, set())
     with pytest.raises(UsageError, match="cannot be met"):

@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 
 from plans import plan_of, whole
@@ -15,12 +14,6 @@ PLAN = replace(plan_of(SIZES, []), activations=(FIRST, LAST))
 
 def test_they_are_read_back_with_their_plan():
     assert Plan.from_json(PLAN.to_json()) == PLAN
-
-
-def test_a_plan_of_before_has_none():
-    data = json.loads(PLAN.to_json())
-    del data["activations"]
-    assert Plan.from_json(json.dumps(data)).activations == ()
 
 
 def test_axes_that_are_left_out_of_a_plan_stay_whole_in_them():

@@ -24,10 +24,6 @@ def test_json_reads_back():
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_plan_from_before_knows_nothing():
-    assert Code.from_json({}) == Code()
-
-
 def test_of_axes_that_are_not_gated_it_knows_constants():
     plan = replace(plan_of([4, 8, 8], ()), code=CODE, alike=((B, C),)).select(["a1"])
     there = Slots(0, 0, 8)

@@ -125,7 +125,9 @@ def test_it_is_what_the_exported_graph_fills(peak, make):
 def test_a_budget_in_memory_is_met(peak):
     share = 0.6
     model, x = gated(residual)
-    ((text, found),) = l0prune.fit(model, f"memory={share}").items()
+    ((text, found),) = l0prune.fit(
+        model, f"memory={share}", l0prune.score(model, "magnitude")
+    ).items()
     dense = peak(l0prune.gates(model).plan).dense()
     assert text == f"memory={share}"
     assert round(1000 * found) == filled(l0prune.export(model).program, x) <= 1000 * share * dense

@@ -7,7 +7,7 @@ from stairs import Stairs, registered
 
 import l0prune
 from l0prune.errors import L0pruneWarning
-from l0prune.selection import correction
+from l0prune.selection import fitted
 from l0prune.selection.correction import corrected
 from l0prune.selection.fitting import SlotChoice
 
@@ -32,7 +32,7 @@ def test_what_is_observed_meets_the_budget(observed, factor, overhead, round_to)
     model = gated(random_scores(2, SIZE))
     measure = Stairs(l0prune.gates(model).plan)
     told = []
-    with correction.watched(told.append):
+    with fitted.watched(told.append):
         ((_, seen),) = l0prune.fit(model, "stairs=0.5", round_to=round_to).items()
     assert seen == measure.observed(model) <= 0.5 * measure.dense()
     if round_to == "auto":  # one slot after the other finds no way past a step up
@@ -80,7 +80,7 @@ def test_who_watches_is_told_of_each_look(observed):
     observed(1.3)
     model, told = gated(random_scores(2, SIZE)), []
     measure = Stairs(l0prune.gates(model).plan)
-    with correction.watched(told.append):
+    with fitted.watched(told.append):
         ((_, seen),) = l0prune.fit(model, "stairs=0.5").items()
     (found,) = told
     met = sum(look.observed <= look.allowed for look in found.looks)

@@ -10,7 +10,7 @@ from residual import SIZE, gated, random_scores
 from torch import nn
 
 import l0prune
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.plan.cost import CostModel
 from l0prune.selection.fit import fit
 
@@ -150,7 +150,7 @@ def test_each_axis_keeps_its_share_of_slots(budget, widths, before):
 
 def test_widths_and_another_budget_are_met_together():
     model = layers()
-    counts = fit(model, "4: width=0.3, macs=0.3")
+    counts = fit(model, "4: width=0.3, macs=0.3", l0prune.score(model, "magnitude"))
     dense = l0prune.export(model)
     assert counts["4: width=0.3"] <= 8
     assert dense.macs == counts["macs=0.3"] <= 0.3 * dense.macs_before
@@ -159,7 +159,7 @@ def test_widths_and_another_budget_are_met_together():
 def test_a_branch_has_no_width():
     model = l0prune.gate(with_branches.Net().eval(), with_branches.X, branches=True)
     kinds = {axis.name: axis.kind for axis in l0prune.gates(model).axes}
-    counts = fit(model, "width=0.5")
+    counts = fit(model, "width=0.5", l0prune.score(model, "magnitude"))
     assert "branch" in kinds.values()
     assert {kinds[text.partition(":")[0]] for text in counts} == set(kinds.values()) - {"branch"}
     (branch, *_) = (name for name, kind in kinds.items() if kind == "branch")
@@ -199,3 +199,17 @@ def test_what_cannot_be_met_names_what_is_in_the_way():
 def test_what_makes_no_sense_is_refused(arguments, why):
     with pytest.raises(UsageError, match=why):
         fit(gated(), **arguments)
+
+
+@pytest.mark.parametrize("budgets", [("params=37", "params=23"), ("width=5", "width=3")])
+def test_gates_that_have_not_learned_are_ranked_by_magnitude(budgets):
+    """Also once a first cut has closed some: those left differ by chance alone."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    norms = torch.tensor([5.0, 1, 7, 3, 2, 8, 4, 6])
+    with torch.no_grad():
+        model[2].weight.copy_(norms.expand(2, 8))
+    l0prune.gate(model, torch.zeros(2, 4), include=["0"])
+    for budget, least in zip(budgets, (3, 5), strict=True):
+        with pytest.warns(L0pruneWarning, match="'magnitude'"):
+            fit(model, budget)
+        assert torch.equal(l0prune.gates(model).open(), norms > least)

@@ -11,7 +11,7 @@ from stairs import BLOCK, Stairs, registered
 import l0prune
 from l0prune.errors import UsageError
 from l0prune.plan.measures import Params
-from l0prune.selection import correction
+from l0prune.selection import fitted
 from l0prune.selection.fitting import blocks_of
 
 
@@ -116,7 +116,7 @@ def test_learning_under_stairs_ends_within_them():
 def test_slots_that_only_fill_blocks_are_counted():
     model, told = gated(random_scores(3, SIZE)), []
     gates = l0prune.gates(model)
-    with correction.watched(told.append):
+    with fitted.watched(told.append):
         l0prune.fit(model, "params=0.5", round_to=1)
         single = {axis.name: int(axis.open.sum()) for axis in gates.axes}
         l0prune.fit(model, round_to=BLOCK)
@@ -129,7 +129,7 @@ def test_slots_that_only_fill_blocks_are_counted():
 
 def test_what_a_budget_opens_in_blocks_is_asked_for_by_its_scores():
     model, told = gated(random_scores(5, SIZE)), []
-    with correction.watched(told.append):
+    with fitted.watched(told.append):
         l0prune.fit(model, "params=0.6", round_to=BLOCK)
     gates, (found,) = l0prune.gates(model), told
     for axis in gates.axes:

@@ -133,7 +133,12 @@ def test_a_budget_in_milliseconds_is_observed(tmp_path):
     """Of a network that takes a tenth of a millisecond or two: smaller ones are all noise."""
     model = gated(size=96)
     table = l0prune.measure(model, samples=SAMPLES, folder=tmp_path)
-    found = l0prune.fit(model, f"latency={0.8 * table.dense:.6f}ms", latency=table)
+    found = l0prune.fit(
+        model,
+        f"latency={0.8 * table.dense:.6f}ms",
+        l0prune.score(model, "magnitude"),
+        latency=table,
+    )
     assert not l0prune.gates(model).open().all()
     assert 0 < next(iter(found.values())) < 1.5 * table.dense
 

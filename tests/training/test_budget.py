@@ -42,7 +42,7 @@ def test_every_step_takes_the_same_part_of_what_the_target_leaves():
 
 def test_the_target_begins_at_what_is_left_already():
     model = gated()
-    l0prune.fit(model, "params=0.7", fill=False)
+    l0prune.fit(model, "params=0.7", l0prune.score(model, "magnitude"), fill=False)
     share = (7 * int(l0prune.gates(model).open().sum()) + 2) / 58
     budget = Budget(model, "params=0.4", steps=10, ramp=1.0)
     assert float(budget.targets) == pytest.approx(share)

@@ -68,7 +68,10 @@ def test_milliseconds_are_absolute():
     measure = Times(l0prune.gates(model).plan)
     most = 0.5 * measure.dense()
     ((text, seen),) = l0prune.fit(
-        model, f"latency={1e3 * most:.3f}us", latency=Table(model)
+        model,
+        f"latency={1e3 * most:.3f}us",
+        l0prune.score(model, "magnitude"),
+        latency=Table(model),
     ).items()
     assert text == f"latency={most:.6f}".rstrip("0") + "ms"
     assert 0.7 * most < seen <= most

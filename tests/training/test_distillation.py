@@ -108,7 +108,7 @@ def test_the_teacher_is_the_model_as_it_was_and_does_not_learn():
 def test_after_a_fit_the_teacher_is_the_dense_network():
     dense = network()
     model = l0prune.gate(copy.deepcopy(dense), torch.zeros(2, FEATURES))
-    l0prune.fit(model, "params=0.4")
+    l0prune.fit(model, "params=0.4", l0prune.score(model, "magnitude"))
     teacher = Teacher.of(model, Settings(distill=0.5))
     torch.testing.assert_close(teacher._network(INPUTS), dense.eval()(INPUTS), atol=0, rtol=0)
     assert not torch.allclose(model.eval()(INPUTS), dense(INPUTS))  # the student is the cut one
@@ -180,7 +180,7 @@ def test_a_teacher_that_is_worse_than_the_model_is_complained_of(capsys):
     l0prune.gate(model, torch.zeros(2, FEATURES))
     l0prune.finetune(copy.deepcopy(model), source, **settings)
     l0prune.finetune(copy.deepcopy(model), source, teacher=dense, **settings)
-    l0prune.fit(model, "params=0.5")
+    l0prune.fit(model, "params=0.5", l0prune.score(model, "magnitude"))
     l0prune.finetune(copy.deepcopy(model), source, **settings)
     assert "teacher" not in capsys.readouterr().err
     l0prune.finetune(model, source, teacher=network(norm=False), **settings)

@@ -115,8 +115,9 @@ def _way_back(folder: PathLike, manifest: Manifest) -> str:
     if manifest.origin.is_known:
         return f'l0prune.from_pretrained("{folder}") loads it.'
     return (
-        f"Only your own code builds this {manifest.kind}: give one the new sizes and weights with "
-        f'l0prune.resize(model, "{folder}").'
+        f"Only your own code builds this {manifest.kind}: build a new one, as it was before "
+        "its gates, and give that the new sizes and weights: "
+        f'l0prune.resize(new, "{folder}").'
     )
 
 

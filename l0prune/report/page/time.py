@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from l0prune.report.content import Content, Fit, OwnerTime, TimeByLayer, WidthTrial
+from l0prune.report.content import Content, Fit, OwnerTime, TimeByLayer
 from l0prune.report.page import elements
 from l0prune.report.page.elements import column, drawing, element, is_narrow, short, text, titled
+from l0prune.selection.fitted import Observation
 
 _NO_MODULE = "the model’s own forward"  # what it computes beside its modules
 _SLIGHT = 0.002  # of the whole time
@@ -179,7 +180,7 @@ def _of_fit(stage: str, fit: Fit) -> Iterator[Group]:
         yield Group(title, rows, trials[0].allowed / trials[0].dense)
 
 
-def _row(number: int, trial: WidthTrial) -> Row:
+def _row(number: int, trial: Observation) -> Row:
     taken = ", taken" if trial.chosen else ""
     predicted, observed = trial.predicted / trial.dense, trial.observed / trial.dense
     return Row(f"choice {number}{taken}", predicted, observed)

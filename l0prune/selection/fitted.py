@@ -1,0 +1,59 @@
+"""What a fit came to, as plain data and as an event for those who watch it::
+
+with watched(print):
+    l0prune.fit(model, "latency=0.5", latency=table)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict
+
+from l0prune.files.checked_json import Strict
+from l0prune.running.stages import Events
+
+
+class Observation(Strict):
+    """Observation of one choice of widths, for one budget; amounts in its measure's unit.
+
+    Attributes:
+        budget: its text.
+        dense: the dense network's amount.
+        allowed: the largest amount that the budget allows.
+        predicted: of this choice.
+        observed: of its export.
+        chosen: whether this choice is the one that was taken.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    budget: str
+    dense: float
+    allowed: float
+    predicted: float
+    observed: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A choice of slots.
+
+    Attributes:
+        filling: by axis, how many slots stay only since its slots come in whole blocks; axes
+            without any are left out.
+        looks: in their order, at each choice that was looked at; empty where nothing was observed.
+    """
+
+    filling: dict[str, int]
+    looks: tuple[Observation, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"filling": self.filling, "looks": [look.model_dump() for look in self.looks]}
+
+
+_fits: Events[Fitted] = Events("fits")
+watched, done = _fits.watched, _fits.emit
