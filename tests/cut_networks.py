@@ -23,6 +23,9 @@ OPTIMIZERS = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=1e-3, amsgrad=True),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+    "fused adam": lambda ps: torch.optim.Adam(ps, lr=1e-3, fused=True, amsgrad=True),
+    "fused sgd": lambda ps: torch.optim.SGD(ps, lr=1e-3, momentum=0.9, fused=True),
+    "foreach": lambda ps: torch.optim.Adam(ps, lr=1e-3, foreach=True),
     "nadam": lambda ps: torch.optim.NAdam(ps, lr=1e-3),
     "radam": lambda ps: torch.optim.RAdam(ps, lr=1e-3),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3, momentum=0.9, centered=True),
@@ -96,8 +99,27 @@ def differences(small: Compaction, model: nn.Module, twin: nn.Module) -> dict[st
     return found
 
 
-def compare(model: nn.Module, x: Tensor, make: Make) -> str:
-    """Two steps whole, then three cut, beside five of a twin that only masks; why not, if not."""
+def laid_out(
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, memory: torch.memory_format
+) -> None:
+    """Each parameter lies as in a module moved there, and what belongs to it as it does."""
+    for parameter in parameters:
+        plain = nn.ParameterList([torch.empty(parameter.shape)]).to(memory_format=memory)[0]
+        assert parameter.stride() == plain.stride()
+        of = [v for v in optimizer.state[parameter].values() if v.shape == parameter.shape]
+        if parameter.grad is not None:
+            of.append(parameter.grad)
+        assert all(each.stride() == parameter.stride() for each in of)
+
+
+def compare(
+    model: nn.Module, x: Tensor, make: Make, memory: torch.memory_format | None = None
+) -> str:
+    """Two steps whole, then three cut, beside five of a twin that only masks; why not, if not.
+
+    Args:
+        memory: the format that the model is in, which is looked at where it is given.
+    """
     optimizer = make(weights(model))
     steps(model, optimizer, x, 2)
     twin, its = copy.deepcopy((model, optimizer))
@@ -112,10 +134,15 @@ def compare(model: nn.Module, x: Tensor, make: Make) -> str:
     if small.cut is None:
         return "all slots are open"
     assert sum(map(torch.numel, weights(model))) < sum(map(torch.numel, weights(twin)))
+    cut = [p for p in weights(model) if id(p) in small.cut.by_id()]
+    if memory is not None:
+        laid_out(cut, optimizer, memory)
     steps(model, optimizer, x, 3)
     steps(twin, its, x, 3)
     assert max(differences(small, model, twin).values()) <= EXACT
     small.end()
+    if memory is not None:
+        laid_out(cut, optimizer, memory)
     assert [p.shape for p in model.parameters()] == [p.shape for p in twin.parameters()]
     with torch.no_grad():
         for mine, other in zip(outputs(model.eval(), x), outputs(twin.eval(), x), strict=True):

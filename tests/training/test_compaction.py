@@ -22,6 +22,7 @@ from cut_networks import (
     differences,
     gated,
     half_closed,
+    laid_out,
     outputs,
     places,
     steps,
@@ -40,6 +41,7 @@ import l0prune
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.exporting import in_place
 from l0prune.gating.gated_class import CHILD
+from l0prune.training.averages import Average
 from l0prune.training.compaction import Compaction
 
 
@@ -48,13 +50,18 @@ def model():
     return half_closed()
 
 
+MEMORY = torch.contiguous_format, torch.channels_last
+KINDS = "momentum", "fused", "fused adam", "fused sgd", "foreach"
+
+
 @costliest
-@given(st.integers(0, 2**32), st.integers(1, 10))
-def test_random_networks_learn_the_same_cut_and_masked(seed, length):
+@given(st.integers(0, 2**32), st.integers(1, 10), st.sampled_from(MEMORY), st.sampled_from(KINDS))
+def test_random_networks_learn_the_same_cut_and_masked(seed, length, memory, kind):
     network, x = written(seed, length)
     assume(trains(network, x))
+    network, x = network.to(memory_format=memory), x.to(memory_format=memory)
     with suppress(NothingToPrune):
-        compare(gated(network, (x,), branches=True), x, OPTIMIZERS["momentum"])
+        compare(gated(network, (x,), branches=True), x, OPTIMIZERS[kind], memory)
 
 
 @pytest.mark.slow
@@ -65,7 +72,9 @@ def test_two_thousand_random_networks(part):
         network, x = written(seed, 1 + seed % 12)
         with suppress(NothingToPrune):
             if trains(network, x):
-                cut += not compare(gated(network, (x,), branches=True), x, OPTIMIZERS["momentum"])
+                memory, kind = MEMORY[seed % 2], OPTIMIZERS[KINDS[seed % 5]]
+                network, x = network.to(memory_format=memory), x.to(memory_format=memory)
+                cut += not compare(gated(network, (x,), branches=True), x, kind, memory)
     assert cut > 30
 
 
@@ -169,37 +178,62 @@ def test_a_closed_branch_that_the_class_computes_itself_is_as_narrow_as_can_be()
     small.end()
 
 
-def laid_out(model: nn.Module, optimizer: torch.optim.Optimizer, memory: torch.memory_format):
-    """Each parameter lies as in a module moved there, and what belongs to it as it does."""
-    for parameter in weights(model):
-        plain = nn.ParameterList([torch.empty(parameter.shape)]).to(memory_format=memory)[0]
-        assert parameter.stride() == plain.stride()
-        of = [v for v in optimizer.state[parameter].values() if v.shape == parameter.shape]
-        if parameter.grad is not None:
-            of.append(parameter.grad)
-        assert all(each.stride() == parameter.stride() for each in of)
+class Volumes(nn.Sequential):
+    """Convolutions of three dims, one of them with kernels of a single weight."""
+
+    def __init__(self) -> None:
+        layers = nn.Conv3d(2, 6, 3, padding=1), nn.ReLU(), nn.Conv3d(6, 5, 1), nn.ReLU()
+        super().__init__(*layers, nn.Conv3d(5, 3, 3))
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("net", [Residual, Side, Strided])
-def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, memory):
-    """Fused optimizers refuse moments that lie otherwise than their parameter."""
-    model = gated(net(), (IMAGES,)).to(memory_format=memory)
-    x = IMAGES.to(memory_format=memory)
-    optimizer = OPTIMIZERS["adam"](weights(model))
+VOLUMES = IMAGES[:, :, None].expand(-1, -1, 4, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("net", "x", "memory"),
+    [(net, IMAGES, memory) for net in (Residual, Side, Strided) for memory in MEMORY]
+    + [(Volumes, VOLUMES, memory) for memory in (MEMORY[0], torch.channels_last_3d)],
+)
+@pytest.mark.parametrize("kind", ["adam", "fused"])
+def test_all_that_is_cut_has_the_strides_that_torch_gives_it(net, x, memory, kind):
+    """Fused optimizers refuse gradients and moments that lie otherwise than their parameter."""
+    model = gated(net(), (x,)).to(memory_format=memory)
+    x = x.contiguous(memory_format=memory)
+    optimizer, average = OPTIMIZERS[kind](weights(model)), Average(model, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     small = Compaction(model)
     small.follow((optimizer,))
+    small.average = average
+
+    def steps_scaled() -> None:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        average.update()
+        assert scaler.get_scale() == 8.0
+        for parameter in weights(model):  # torch's own of a Conv3d may lie otherwise
+            if parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter)
+        lie_alike(model, average)
+        laid_out(weights(model), optimizer, memory)
+
     for _ in range(2):  # a second cut is of what the first one left
-        steps(model, optimizer, x, 1)
-        for parameter in weights(model):
-            parameter.grad = torch.zeros_like(parameter)
+        steps_scaled()
         small.begin()
         assert small.cut is not None
-        laid_out(model, optimizer, memory)
-        steps(model, optimizer, x, 1)
-        laid_out(model, optimizer, memory)
+        lie_alike(model, average)
+        laid_out(weights(model), optimizer, memory)
+        steps_scaled()
         small.end()
-        laid_out(model, optimizer, memory)
+        lie_alike(model, average)
+        laid_out(weights(model), optimizer, memory)
+
+
+def lie_alike(model: nn.Module, average: Average) -> None:
+    named = dict(model.named_parameters())
+    for name, value in average.tensors().items():
+        if name in named:
+            assert value.stride() == named[name].stride()
 
 
 def test_parameters_are_the_same_objects_and_their_hooks_are_called(model):

@@ -105,13 +105,6 @@ class Place:
         return _put(self.left, 0, small, copy)
 
 
-def memory_format(tensor: Tensor) -> torch.memory_format:
-    """Return the format in which a tensor lies where it is not torch's usual one."""
-    other = _FORMATS.get(tensor.ndim)
-    is_other = other and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=other)
-    return other if other and is_other else torch.preserve_format
-
-
 def _strides(shape: torch.Size, memory: torch.memory_format) -> tuple[int, ...]:
     return torch.empty(shape, device="meta", memory_format=memory).stride()
 
@@ -189,13 +182,14 @@ def _cut(
     tensors = {}
     for name, tensor in stored.items():
         if name in plan.tensors:
-            dims, own = plan.tensors[name], tensor.detach()
+            own = tensor.detach()
+            left = [_index(plan, layout, chosen.kept) for layout in plan.tensors[name]]
+            place = Place.of(own, tuple(left))
             if name in standardise:
                 whole = fold(plan, sites[name], doubled(own), chosen.z)
-                tensors[name] = cut(plan, dims, standardise[name](whole), chosen.kept)
+                tensors[name] = place.cut(standardise[name](whole))
             else:
-                part = doubled(cut(plan, dims, own, chosen.kept), memory_format(own))
-                left = [_index(plan, layout, chosen.kept) for layout in dims]
+                part = doubled(place.cut(own))
                 tensors[name] = fold(plan, sites[name], part, chosen.z, left)
             if isinstance(tensor, nn.Parameter) or sites[name] or name in plan.roles:
                 flush(tensors[name], tensor.dtype)
@@ -226,9 +220,9 @@ def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> di
     return {key: cut_ones[key].to(old.dtype, copy=True) for key, old in state.items()}
 
 
-def doubled(tensor: Tensor, memory: torch.memory_format = torch.preserve_format) -> Tensor:
+def doubled(tensor: Tensor) -> Tensor:
     """Return a copy in float64, or of complex numbers in parts that are."""
-    return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True, memory_format=memory)
+    return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
 
 
 def fold(
@@ -236,12 +230,13 @@ def fold(
     sites: Iterable[Site],
     tensor: Tensor,
     z: Tensor,
-    left: Sequence[Tensor | slice] | None = None,
+    left: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
     """A tensor multiplied by its gates, in place; ``left`` are the positions that it still has."""
     for site in sites:
         scale = plan.spread(site.layout, z).to(tensor.dtype)
-        scale = scale if left is None else scale[left[site.dim]]
+        positions = None if left is None else left[site.dim]
+        scale = scale if positions is None else scale[positions]
         tensor *= scale.view([-1 if dim == site.dim else 1 for dim in range(tensor.ndim)])
     return tensor
 
@@ -250,11 +245,11 @@ def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
     """A tensor with the slots that are not kept sliced out of each of its dims."""
     for dim, layout in enumerate(dims):
         index = _index(plan, layout, kept)
-        if isinstance(index, Tensor):
+        if index is not None:
             tensor = tensor.index_select(dim, index)
     return tensor
 
 
-def _index(plan: Plan, layout: Layout, kept: Tensor) -> Tensor | slice:
-    """The positions of a dim that stay; a slice where it has no axis."""
-    return plan.mask(layout, kept).nonzero().flatten() if axes_of(layout) else slice(None)
+def _index(plan: Plan, layout: Layout, kept: Tensor) -> Tensor | None:
+    """The positions of a dim that stay; None where it has no axis."""
+    return plan.mask(layout, kept).nonzero().flatten() if axes_of(layout) else None
