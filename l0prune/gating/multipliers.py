@@ -72,10 +72,10 @@ class Current:
         The numbers decide: what writes into ``log_alpha.data`` leaves no other trace.
         """
         return (
-            self.stood is not None
+            not torch.compiler.is_compiling()  # first: what follows would break its graph
+            and self.stood is not None
             and self.value is value
             and self.mode == mode()
-            and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()  # type: ignore[attr-defined]
             and torch.equal(self.stood, value)
         )

@@ -38,6 +38,8 @@ _DYING = 1.5
 _RUNAWAY = 1e4
 # The task's loss may grow by this, or by what it was at first if that is more.
 _GROWTH = 0.5
+# The part of the training's seconds that compiling may take.
+_COMPILING = 0.1
 # Complaints whose advice is that gates are to close faster or in greater number, and the opposite.
 _FASTER = frozenset({"out of reach", "stuck", "nothing closes", "runs away"})
 _SLOWER = frozenset({"overwhelmed"})
@@ -305,6 +307,23 @@ def closes_below(gate: Gate) -> float:
 
 def _values(log_alpha: Tensor) -> Tensor:
     return log_alpha.detach().cpu().double().clone()
+
+
+def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str]:
+    """Return the complaint of a run in which compiling took a large part of the time, if it did.
+
+    Args:
+        seconds: of each time that the network was compiled.
+        training: of all steps.
+    """
+    took = sum(seconds)
+    if not seconds or took < _COMPILING * training:
+        return {}
+    times = "once" if len(seconds) == 1 else f"{len(seconds)} times, once for each size"
+    return {
+        "compiling": f"compiling took {took:.3g} of {training:.3g} s of training ({times}), which "
+        "so few steps do not win back: leave compile out, or give more epochs"
+    }
 
 
 def diverged(

@@ -27,7 +27,7 @@ from l0prune.running.processes import ALONE, World, full_state, to_local
 from l0prune.training import phases
 from l0prune.training.checkpoint import Checkpoint, digest, put_back, snapshot
 from l0prune.training.distillation import Teacher
-from l0prune.training.doctor import diverged
+from l0prune.training.doctor import costly_compiling, diverged
 from l0prune.training.history import Display, History, Log, Meter, NotFinite, Record, measured
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner
@@ -213,6 +213,8 @@ class Loop:
             while self._epoch < self._settings.epochs:
                 self._train_epoch()
                 self._finish_epoch(self._measured())
+            training = sum(record["seconds"] for record in self.history.records)
+            self._complain(costly_compiling(self._stepper.compiling, training))
         except Interrupted as stop:
             self._look()
             raise Interrupted(stop.signal, self._leave()) from None

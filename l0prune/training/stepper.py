@@ -5,6 +5,7 @@ A step that fails at the sizes that a cut has left is done again on the whole ne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from l0prune.errors import L0pruneError, UsageError
+from l0prune.errors import L0pruneError, NotGated, UsageError
+from l0prune.gating.attaching import gates_of
+from l0prune.gating.bank import Gates
 from l0prune.running.batches import Batch, call
 from l0prune.running.device import precision
 from l0prune.running.processes import World, sharded_state
@@ -148,10 +151,12 @@ class _LossOf(nn.Module):
         self._loss, self._teacher = loss, teacher
         # In a list, since a compiled model is not to be a further child.
         self._runs = [model if backend is None else torch.compile(model, backend=backend)]
+        self._draws = None if backend is None else _Draws.of(model)
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """The task's mean loss, and what is learned from: that, or mixed with a teacher's."""
-        outputs = call(self._runs[0], inputs)
+        with nullcontext() if self._draws is None else self._draws.given():
+            outputs = call(self._runs[0], inputs)
         loss = self._loss(outputs, targets)
         if loss is None:
             raise UsageError(
@@ -162,6 +167,35 @@ class _LossOf(nn.Module):
         return loss.detach(), loss if teacher is None else teacher.mixed(loss, outputs, inputs)
 
 
+class _Draws:
+    """Multipliers that a compiled model is given, drawn outside of what is compiled.
+
+    What compiles would take phases and the settings of an annealed gate for constants, and compile
+    anew at each change. Multipliers that stand ask for a gradient where earlier ones did, for the
+    same reason.
+    """
+
+    def __init__(self, gates: Gates) -> None:
+        self._gates, self._learned = gates, False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Draws | None:
+        """Those of a model; None where it carries no gates."""
+        try:
+            return cls(gates_of(model))
+        except NotGated:
+            return None
+
+    def given(self) -> AbstractContextManager[None]:
+        """Return a context in which the model's forward has the next multipliers."""
+        gates = self._gates
+        gates.begin_forward()
+        z = gates.current()
+        gates.end_forward()
+        self._learned |= z.requires_grad
+        return gates.using(z if z.requires_grad else z.detach().requires_grad_(self._learned))
+
+
 class Stepper:
     """Everything that a step changes beside the model.
 
@@ -170,6 +204,7 @@ class Stepper:
         optimizers: of weights and gates, one or two.
         average: of the model over the steps, or None.
         scaler: of the loss in fp16, or None.
+        compiling: seconds of the first step at each size, where what runs is compiled.
     """
 
     def __init__(
@@ -206,6 +241,7 @@ class Stepper:
             self._of_loss,
         )
         self._losses: Losses | None = None
+        self.compiling: list[float] = []
         self.optimizers = make_optimizers(settings, self._groups())
         self._schedule = Schedule(settings, self.optimizers, self.phases)
         self.average = Average(model, settings.ema) if settings.ema else None
@@ -280,9 +316,14 @@ class Stepper:
 
     def _add_gradients(self, batch: Batch) -> Tensor:
         """Add the gradients of a batch at the size that the model has now."""
+        compiles = self._losses is None and self._settings.backend is not None
         if self._losses is None:
             self._losses = self._new_losses()
-        return self._losses.backward(batch, self._scaled)
+        began = time.perf_counter()
+        loss = self._losses.backward(batch, self._scaled)
+        if compiles:
+            self.compiling.append(time.perf_counter() - began)
+        return loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
