@@ -60,9 +60,13 @@ def export(model: nn.Module) -> Export:
     network = copies_of(gated)
     unlooked = check_copy(gated, bank.example)
     weights = weights_of(network.plain)
-    verified = attempt(BY_PLAN, network) or run(BY_CAPTURE, network)
     notes = ("" if gated is model else _note_on_wrapper(model, network.plain), unlooked)
-    return write(verified, weights, notes, bank.facts.get("preprocessing"))
+    return write(
+        attempt(BY_PLAN, network) or run(BY_CAPTURE, network),
+        weights,
+        notes,
+        bank.facts.get("preprocessing"),
+    )
 
 
 def _warn_of_excess(bank: Gates) -> None:

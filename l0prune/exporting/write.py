@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +36,8 @@ def write(
     """Write down the result of an export; its files are made when they are asked for.
 
     Args:
-        network: verified. Its tensors of float64 are let go of.
+        network: verified. Where the caller keeps no other reference to it, its tensors of float64
+            are let go of.
         weights: the layers before the cut.
         notes: what is to be said of it first.
         images: what is known of the preprocessing of images.
@@ -46,7 +48,7 @@ def write(
     """
     state, unused = _state(network), _unused(network)
     apart = constants(network.plain, network.tensors)
-    network.tensors.clear()  # what is handed out lets go of float64 one by one
+    network = replace(network, tensors={})  # the model lets go of its float64 one by one
     made = _programs(network, state)
     handed_out = HandedOut.of(network.dense, network.narrow(network.example), state)
     chosen, macs, uncounted = _counted(network, unused, handed_out.macs)
