@@ -17,7 +17,6 @@ from vision import CifarResNet
 import l0prune
 from benchmarks import cifar, depgraph, mnist, ways
 from benchmarks.curves import seconds
-from l0prune.cli import recipe_files
 from l0prune.data import Data, Tensors
 from l0prune.data.preprocessing import shifted_and_mirrored
 from l0prune.training.history import NAME
@@ -184,15 +183,6 @@ def test_published_weights():
     thousands = [round(count / 1000, 1) for count in found]
     assert thousands == [69.3, 76.6, 26.6, 28.6, 38.4, 6.2, 2.8]
     assert mnist.PUBLISHED[-1].params == 10_130
-
-
-@pytest.mark.parametrize("row", mnist.ROWS)
-def test_mnist_rows_are_recipes(row):
-    network, name, own = mnist.ROWS[row]
-    recipe = recipe_files.load(name, own)
-    assert recipe.model.source.endswith(f":{network}")
-    if row == "lenet5-10k":
-        assert recipe.finetune["budget"] == "params=10k"
 
 
 @pytest.mark.slow

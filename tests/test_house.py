@@ -1,6 +1,7 @@
 """The public names, and the rules of the house: a room for each step, imports that go down."""
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -30,9 +31,14 @@ NAMES = {
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported(path):
     """The modules of l0prune that a file imports, as parts of their names."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(ROOT / path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune."):
             yield tuple(node.module.split(".")[1:])
 
@@ -42,9 +48,8 @@ def test_public_names_are_these():
     assert set(dir(l0prune)) >= NAMES
 
 
-@pytest.mark.parametrize("name", sorted(NAMES))
-def test_every_public_name_can_be_reached(name):
-    assert getattr(l0prune, name) is not None
+def test_every_public_name_can_be_reached():
+    assert [name for name in NAMES if getattr(l0prune, name, None) is None] == []
 
 
 def test_what_is_not_there_is_said_as_python_says_it():
@@ -66,7 +71,7 @@ def test_documented_modules_have_an_import_path():
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
 def test_what_a_benchmark_imports_is_there(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("l0prune"):
             module = importlib.import_module(node.module)
             for alias in node.names:
@@ -77,7 +82,7 @@ def test_what_a_benchmark_imports_is_there(path):
 
 def opened_as_text(path):
     """The lines of a file that read or write text in the encoding of whoever runs it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if not isinstance(node, ast.Call) or "encoding" in {each.arg for each in node.keywords}:
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -90,17 +95,15 @@ def opened_as_text(path):
             yield node.lineno
 
 
-@pytest.mark.parametrize("folder", [ROOT, BENCHMARKS], ids=lambda path: path.name)
-def test_text_is_utf_8_wherever_it_is_read(folder):
-    assert {
-        str(path): found for path in folder.rglob("*.py") if (found := [*opened_as_text(path)])
-    } == {}
+def test_text_is_utf_8_wherever_it_is_read():
+    paths = [*ROOT.rglob("*.py"), *BENCHMARKS.rglob("*.py")]
+    assert {str(path): found for path in paths if (found := [*opened_as_text(path)])} == {}
 
 
 def test_all_errors_are_in_errors():
     errors = importlib.import_module("l0prune.errors")
     for path in FILES:
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(ROOT / path)):
             bases = [b.id for b in getattr(node, "bases", ()) if isinstance(b, ast.Name)]
             is_error = any(base in vars(errors) or base.endswith("Error") for base in bases)
             assert not is_error or path == Path("errors.py") or node.name.startswith("_"), node.name
@@ -113,11 +116,15 @@ def test_every_room_is_known_and_none_is_named_like_a_function():
     assert len(rooms) + sum(len(path.parts) == 1 for path in FILES) <= 20
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if len(p.parts) > 1], ids=str)
-def test_imports_go_down(path):
-    floor = ROOMS.index(path.parts[0])
-    for parts in imported(path):
-        assert parts == ("errors",) or ROOMS.index(parts[0]) <= floor, parts
+def test_imports_go_down():
+    places = {room: number for number, room in enumerate(ROOMS)} | {"errors": -1}
+    assert {
+        (str(path), parts)
+        for path in FILES
+        if len(path.parts) > 1
+        for parts in imported(path)
+        if places[parts[0]] > places[path.parts[0]]
+    } == set()
 
 
 def test_no_file_imports_itself_in_a_circle_outside_the_registry_of_rules():

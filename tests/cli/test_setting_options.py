@@ -8,17 +8,6 @@ from l0prune.cli.finetune import finetune
 from l0prune.cli.options import with_settings
 from l0prune.training.settings import Settings
 
-# The options that users know.
-FLAGS = {
-    "--data", "--data-root", "--lambda", "--budget", "--round-to", "--counting", "--epochs",
-    "--batch-size", "--lr", "--gate-lr", "--optimizer", "--learn", "--no-learn", "--settle",
-    "--start", "--compact", "--augment", "--no-augment", "--seed", "--device", "--distill",
-    "--autocast", "--accumulate", "--checkpointing", "--no-checkpointing", "--compile",
-    "--no-compile", "--channels-last", "--no-channels-last", "--distributed", "--set", "--run",
-    "--resume", "--no-resume", "--out", "--trust-pickle", "--json", "--loss", "--metric",
-    "--measure", "--latency", "--report", "--no-report",
-}  # fmt: skip
-
 
 def made(*names):
     """A command with these settings, and what came to it."""
@@ -32,21 +21,6 @@ def made(*names):
         came.append((first, settings, last))
 
     return app, came
-
-
-def options(command):
-    (click_command,) = [typer.main.get_command(_app(command))]
-    return {flag for each in click_command.params for flag in (*each.opts, *each.secondary_opts)}
-
-
-def _app(command):
-    app = typer.Typer(add_completion=False)
-    app.command()(command)
-    return app
-
-
-def test_finetune_has_the_options_that_it_had():
-    assert options(finetune) - {"file", "--help"} == FLAGS
 
 
 def test_what_is_given_comes_by_the_settings_names_and_nothing_else_does():

@@ -182,13 +182,6 @@ def test_heads_of_a_size_that_stays_are_not_read_off_the_input():
     assert call[2][-1] == 4
 
 
-def test_heads_stay_as_large_where_only_the_size_that_the_code_reads_is_cut():
-    model, x = network(ReadsItsInput())
-    dense = l0prune.export(close_some(l0prune.gate(model, x, include="0"), seed=1))
-    assert dense.rebuilt
-    assert difference(model, dense, (x,)) < 1e-12
-
-
 @pytest.mark.parametrize("make", [ReadsItsInput, ScaledByHand])
 @pytest.mark.one_in(2)
 def test_it_can_be_gated_again(make):

@@ -108,23 +108,19 @@ class Halves(nn.Module):
         return self.c(torch.cat([kept, self.b(mixed.relu())], -1))
 
 
-def test_a_number_of_which_the_code_takes_a_part():
-    model, dense = exported(Halves().double(), x := torch.randn(4, 5).double())
-    assert dense.rebuilt, dense.note
-    assert dense.module.width == dense.module.a.out_features < 16
-    assert difference(model, dense, x) <= 1e-12
-
-
 class AlsoARatio(Halves):
     def __init__(self):
         super().__init__()
         self.reduction_ratio = 16
 
 
-def test_of_numbers_of_one_value_those_change_that_are_called_like_a_size():
-    model, dense = exported(AlsoARatio().double(), x := torch.randn(4, 5).double())
+@pytest.mark.parametrize("make", [Halves, AlsoARatio])
+def test_a_number_of_which_the_code_takes_a_part(make):
+    """Of numbers of one value that which is called like a size."""
+    model, dense = exported(make().double(), x := torch.randn(4, 5).double())
     assert dense.rebuilt, dense.note
-    assert dense.module.reduction_ratio == 16
+    assert dense.module.width == dense.module.a.out_features < 16
+    assert getattr(dense.module, "reduction_ratio", 16) == 16
     assert difference(model, dense, x) <= 1e-12
 
 
@@ -297,13 +293,6 @@ class Auxiliary(nn.Module):
         return (y, x.pow(2).mean()) if self.training else (y, y)
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
-def test_a_class_that_trains_on_something_else_says_so(rate):
-    _, dense = exported(Auxiliary(rate), torch.randn(4, 6))
-    assert dense.rebuilt
-    assert "it computes something else there" in dense.note
-
-
 class Keeping(nn.Module):
     """It keeps a mean over what is cut, for a loss beside its output."""
 
@@ -321,11 +310,19 @@ class Keeping(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("where", ["mean", "kept[1]"])
-def test_a_class_that_keeps_something_else_of_a_forward_says_so(where):
-    _, dense = exported(Keeping(where), torch.randn(4, 6))
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Auxiliary(0.0), "it computes something else there"),
+        (Auxiliary(0.5), "it computes something else there"),
+        (Keeping("mean"), "mean becomes something else there"),
+        (Keeping("kept[1]"), "kept[1] becomes something else there"),
+    ],
+)
+def test_a_class_that_gives_or_keeps_something_else_in_training_says_so(model, said):
+    _, dense = exported(model, torch.randn(4, 6))
     assert dense.rebuilt
-    assert f"{where} becomes something else there" in dense.note
+    assert said in dense.note
 
 
 class Dropping(nn.Module):

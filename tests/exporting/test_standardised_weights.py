@@ -48,21 +48,6 @@ def test_with_gains_rows_and_columns_are_cut(tmp_path):
     dense.save_onnx(tmp_path / "model.onnx")
 
 
-@pytest.mark.slow
-def test_between_normed_activations_without_gains():
-    model = nn.Sequential(
-        Standardised(3, 8, 3, bias=False, gain=False),
-        nn.GroupNorm(8, 8),
-        nn.ReLU(),
-        Standardised(8, 10, 1, bias=False, gain=False),
-        nn.BatchNorm2d(10),
-        nn.ReLU(),
-        nn.Conv2d(10, 4, 1),
-    )
-    dense = cut(model, X)
-    assert {name: size for name, (_, size) in dense.widths.items()} == {"0": 8, "3": 10}
-
-
 def test_in_groups():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 1),

@@ -126,10 +126,6 @@ def test_nothing_is_narrow_where_nothing_is_closed(plan):
     assert torch.equal(with_all_branches(plan, kept), kept)
 
 
-def test_a_plan_survives_json(plan):
-    assert Plan.from_json(plan.to_json()) == plan
-
-
 def test_branches_alone_may_be_gated():
     """Axes that stay whole go with the branch all the same."""
     x = torch.randn(3, 6)

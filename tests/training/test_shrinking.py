@@ -130,6 +130,7 @@ def pickled(model):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("of", ["widths", "branch"])
+@pytest.mark.one_in(2)
 def test_a_copy_of_a_cut_model_computes_the_same_and_is_exported(copied, of, model):
     if of == "branch":
         model = without(Side(), "down")
