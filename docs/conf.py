@@ -1,22 +1,54 @@
 """The documentation site: ``sphinx-build -W docs build/docs`` fails on a broken link or name."""
 
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
 import l0prune
 
 project = "l0prune"
 release = version = l0prune.__version__
 copyright = "the l0prune developers"  # Sphinx reads this name
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
 html_theme = "furo"
 html_title = "l0prune"
+html_theme_options = {"top_of_page_buttons": []}
 exclude_patterns = ["_build"]
+nb_execution_mode = "cache"  # tutorials: run again when they have changed
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds for a cell
+nb_execution_in_temp = True
+nb_merge_streams = True
+nb_output_stderr = "remove"
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_ambiguous"]
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_use_ivar = True
+
+# What axe, a checker of accessibility, misses in the pages of the theme.
+_LABELS = {
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Site">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="Page">',
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    "<pre>": '<pre tabindex="0">',
+}
+
+
+def _label(app: Sphinx, error: Exception | None) -> None:
+    for page in Path(app.outdir).rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for before, after in _LABELS.items():
+            text = text.replace(before, after)
+        page.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> None:
+    """Label the pages when all are written."""
+    app.connect("build-finished", _label)

@@ -1,0 +1,43 @@
+"""The tutorials run from their first cell to their last, and end where they say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+TUTORIALS = Path(__file__).parents[1] / "docs/tutorials"
+# Cells that are added to each.
+ENDS = {
+    "cnn-in-your-own-loop": "assert dense.macs <= 0.5 * dense.macs_before\nassert after < 0.05",
+    "timm-on-the-command-line": """
+import json
+(budget,) = json.loads(Path("build.run/report.json").read_text())["budgets"]
+assert budget["share"] <= budget["limit"] == 0.5 and Path("build.onnx").is_file()
+""",
+    "hugging-face-classifier": "assert sum(right) / len(right) > 0.9",
+    "decoder": "assert dense.params <= 0.6 * dense.params_before\nassert torch.equal(found, slow)",
+    "without-labels": "assert dense.macs <= 0.33 * dense.macs_before\nassert after < 0.15",
+}
+
+
+def test_all_of_them_are_here():
+    assert {path.stem for path in TUTORIALS.glob("*.md")} == ENDS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_a_tutorial_runs(name, tmp_path):
+    nbformat = pytest.importorskip("nbformat", reason="pip install '.[docs]'")
+    client = pytest.importorskip("nbclient")
+    for package in {"hugging-face-classifier": ("accelerate",), "decoder": ("transformers",)}.get(
+        name, ("sklearn", "timm")
+    ):
+        pytest.importorskip(package)
+    text = (TUTORIALS / f"{name}.md").read_text()
+    code = re.findall(r"^```\{code-cell\}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(code) == text.count("{code-cell}") > 4
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(each) for each in (*code, ENDS[name])]
+    client.NotebookClient(
+        book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
