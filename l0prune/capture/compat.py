@@ -59,6 +59,8 @@ __all__ = [
     "first_to_set",
     "functorch_is_active",
     "has_pre_hooks",
+    "has_saved_tensor_hooks",
+    "is_recorded",
     "keep_guards",
     "leave_to_ddp",
     "no_torch_function",
@@ -97,6 +99,19 @@ def shell(cls: type[Tensor], like: Tensor, dtype: torch.dtype) -> Any:
     )
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Return whether what backward needs is packed, or is computed once more (checkpointing)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_recorded() -> bool:
+    """Return whether a tracer sees the operators that run: FX's, functionalization, TorchScript."""
+    keys = torch._C._TorchDispatchModeKey
+    modes = (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_traced or any(torch._C._get_dispatch_mode(m) for m in modes)
+
+
 def schema_of(target: Any) -> Any:
     """Return an operator's signature (arguments, aliases, what it writes); None for others."""
     return getattr(target, "_schema", None)
@@ -124,9 +139,9 @@ def standard_convolution(cls: type[nn.Module], kind: Any) -> bool:
     return cls.forward is kind.forward and own is kind._conv_forward
 
 
-def convolve(layer: Any, input: Any, weight: Any) -> Tensor:
-    """Return the output of torch's convolution layer with another weight, padded as it pads."""
-    result: Tensor = layer._conv_forward(input, weight, layer.bias)
+def convolve(layer: Any, input: Any, weight: Any, bias: Any) -> Tensor:
+    """Return the output of torch's convolution layer with other weights, padded as it pads."""
+    result: Tensor = layer._conv_forward(input, weight, bias)
     return result
 
 

@@ -17,6 +17,7 @@ from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError, warn_renamed
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.multipliers import Current, GateValues, Spreader
+from l0prune.gating.products import Products, is_joined
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan, Site
 
@@ -114,13 +115,9 @@ class Gates(nn.Module):
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
         self._values = {_place(plan, site): GateValues() for site in plan.sites}
-        layouts = dict.fromkeys(site.layout for site in plan.sites)
-        self._spreader = Spreader(plan, tuple(layouts))
-        self._by_layout = [
-            [values for place, values in self._values.items() if place[0] == layout]
-            for layout in layouts
-        ]
+        self._spread_over(None)
         self._now = Current()
+        self.products = Products()
         _alive.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -309,11 +306,22 @@ class Gates(nn.Module):
             kept: as ``plan.kept`` gives it, bool, shape ``(plan.size,)``.
         """
         self.__dict__["kept"] = kept  # no buffer: it is not of the model's state
+        self._spread_over(kept)
+        self._forget()
+
+    def _spread_over(self, kept: Tensor | None) -> None:
+        """Compute multipliers from here on for the positions that these slots leave."""
+        shared: dict[tuple[Layout, bytes], tuple[Tensor | None, list[GateValues]]] = {}
         for (layout, dim), values in self._values.items():
             mask = None if kept is None else self.plan.mask(layout if dim is None else dim, kept)
-            is_whole = mask is None or bool(mask.all())
-            values.left = None if is_whole else mask.nonzero().flatten()  # type: ignore[union-attr]
-        self._forget()
+            left = None if mask is None or bool(mask.all()) else mask.nonzero().flatten().cpu()
+            key = b"" if left is None else left.numpy().tobytes()
+            shared.setdefault((layout, key), (left, []))[1].append(values)
+        self._spreader = Spreader(self.plan, [(of[0], left) for of, (left, _) in shared.items()])
+        self._by_layout = [places for _, places in shared.values()]
+        for begin, places in zip(self._spreader.begins, self._by_layout, strict=True):
+            for place in places:
+                place.begin = begin
 
     def forward(self, x: Any) -> Any:
         """``x`` itself, so that a model that runs its children in turn computes what it did."""
@@ -326,6 +334,8 @@ class Gates(nn.Module):
             if not self._now.stands(self.log_alpha, self._mode):
                 self._compute()
             self._now.in_forward = True
+            assert self._now.spread is not None
+            self.products.begin(self._now.spread)
             if model is not None and not torch.compiler.is_compiling():
                 self._now.note_own(model)
 
@@ -340,6 +350,7 @@ class Gates(nn.Module):
         """
         self._now.in_forward = False
         self._now.own = None
+        self.products.end()
         if torch.compiler.is_compiling():
             self._forget()  # a tracer's tensors mean nothing outside its graph
 
@@ -384,13 +395,14 @@ class Gates(nn.Module):
             now.z = self._with_one(self.gate.sample(value, now.noise), value)
         elif self.fixed:
             now.z = self.estimated(value.detach())
-            if self.training and _is_spread():
+            if self.training and is_joined():
                 now.z = now.z + 0 * value  # DDP waits for a gradient of every parameter
         else:
             now.z = self.estimated(value)
-        for places, values in zip(self._by_layout, self._spreader(now.z), strict=True):
+        now.spread, parts = self._spreader(now.z)
+        for places, values in zip(self._by_layout, parts, strict=True):
             for place in places:
-                place.put(values)
+                place.values = values
         now.grad = torch.is_grad_enabled()
         if not torch.compiler.is_compiling():
             now.note(
@@ -400,6 +412,7 @@ class Gates(nn.Module):
     def _forget(self) -> None:
         """Drop what is computed: it belongs to this very object, and is cheap to compute again."""
         self._now = Current()
+        self.products = Products()
         for place in self._values.values():
             place.values = None
 
@@ -434,11 +447,6 @@ def _place(plan: Plan, site: Site) -> tuple[Layout, Layout | None]:
     """Return what a site's multipliers depend on: its layout, and the dim's once it is cut."""
     dims = plan.tensors.get(site.tensor)
     return site.layout, None if dims is None else dims[site.dim]
-
-
-def _is_spread() -> bool:
-    """Return whether the process trains together with others."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _uniform(like: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import without_torch_function
 from l0prune.errors import UsageError
-from l0prune.gating.gated_layer import forward_of, scale
+from l0prune.gating.gated_layer import forward_of
 from l0prune.gating.link import Link, acting_link
 from l0prune.gating.multipliers import LINK, held
 
@@ -214,13 +214,7 @@ def _gated_tensor(name: str) -> property:
         link = acting_link(module, name, stored)
         if stored is None or link is None:
             return stored
-        link.gates.refresh()
-        result: Tensor = stored
-        for multiplier, dim in link.sites.get(name, ()):
-            assert multiplier.values is not None
-            result = scale(result, multiplier.values, dim)
-        if name in link.scales:
-            result = link.scales[name](result)
+        result = link.product(name, stored, stored.dtype)
         # A forward writes into no parameter; into a buffer it may, in training mode.
         if torch.compiler.is_compiling() or (link.gates.in_forward and not is_buffer):
             return result

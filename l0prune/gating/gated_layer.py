@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from math import prod
 from typing import Any
 
 import torch
@@ -19,48 +18,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from l0prune.capture.compat import convolve, functorch_is_active, standard_convolution
-from l0prune.gating.link import acting_link
-from l0prune.gating.multipliers import LINK
-
-
-def scale(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
-    """``tensor`` times ``values`` along ``dim``; dtype and device are the tensor's.
-
-    Where the values are the more precise of the two (float32 gates of a bfloat16 model), the
-    product and its gradients are computed in their dtype.
-
-    Shape: tensor any; values ``(tensor.shape[dim],)``.
-    """
-    if not tensor.numel():  # of a branch that is gone: nothing is left to multiply
-        return tensor
-    if values.device != tensor.device:
-        values = values.to(tensor.device)
-    product = tensor * _along(tensor, values, dim)
-    return product if product.dtype == tensor.dtype else product.to(tensor.dtype)
-
-
-def _along(tensor: Tensor, values: Tensor, dim: int) -> Tensor:
-    """``values`` shaped to broadcast against ``tensor``.
-
-    Where short dimensions follow ``dim`` (a 3×3 kernel), repeating each value over them makes
-    rows, which the CPU multiplies, and sums in backward, four times as fast as it broadcasts.
-
-    Nothing here is told a size: the code around it may be one whose sizes are given to it, call
-    by call (see ``GivenSizes``).
-    """
-    after = tensor.shape[dim + 1 :]
-    if not after:
-        return values
-    for _ in range(dim):
-        values = values.unsqueeze(0)
-    for _ in after:
-        values = values.unsqueeze(-1)
-    if dim == 0 or prod(after) == 1 or not tensor.is_contiguous():
-        return values
-    one = tensor.detach()
-    for before in range(dim):
-        one = one.narrow(before, 0, 1)
-    return values.expand_as(one).contiguous()
+from l0prune.gating.link import Link, acting_link
+from l0prune.gating.multipliers import LINK, scale
+from l0prune.gating.products import autocast_dtype
 
 
 class GatedInput(Function):
@@ -116,7 +76,7 @@ def _linear(self: nn.Linear, input: Any) -> Tensor:
         result: Tensor = GatedInput.apply(input, values, self._parameters["weight"], self.bias)
         return result
     read, weight = _gated(self, input, values, 0)
-    return F.linear(read, weight, self.bias)
+    return F.linear(read, weight, read_by_layer(self, "bias"))
 
 
 def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
@@ -125,9 +85,21 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
     @wraps(kind.forward)
     def forward(self: Any, input: Any) -> Tensor:
         read, weight = _gated(self, input, _of_slots(self, input), after)
-        return convolve(self, read, weight)
+        return convolve(self, read, weight, read_by_layer(self, "bias"))
 
     return forward
+
+
+def read_by_layer(module: nn.Module, name: str) -> Any:
+    """Return a layer's weight or bias for torch's operator, maybe cast to what autocast wants."""
+    link: Link | None = module.__dict__.get(LINK)
+    if link is None or name not in link.sites or not link.gates.products.is_on:
+        return getattr(module, name)
+    stored = module._parameters.get(name)
+    if stored is None or not acting_link(module, name, stored):
+        return stored
+    cast = None if stored.dtype == torch.float64 else autocast_dtype(stored.device)
+    return link.product(name, stored, cast or stored.dtype)
 
 
 def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[Any, Any]:
@@ -140,7 +112,7 @@ def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[
         after: dims of the input after the one that the weight contracts.
     """
     if values is None or not _is_free(input, values):
-        return input, module.weight
+        return input, read_by_layer(module, "weight")
     return scale(input, values, input.dim() - 1 - after), module._parameters["weight"]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
-from l0prune.gating.multipliers import LINK, GateValues
+from l0prune.gating.multipliers import LINK, GateValues, scale
 
 
 class KeptList:
@@ -77,6 +77,26 @@ class Link:
     sites: dict[str, tuple[tuple[GateValues, int], ...]]
     lists: dict[str, KeptList]
     scales: dict[str, Scale] = field(default_factory=dict)
+
+    def product(self, name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor of the module times its gates, in its own dtype or in ``dtype``.
+
+        Args:
+            name: of the tensor in the module.
+            stored: the tensor itself.
+            dtype: to which the reader is going to cast the product; else that of the tensor.
+        """
+        gates = self.gates
+        if gates.products.is_on and name not in self.scales:
+            made = gates.products.read(stored, self.sites.get(name, ()), dtype)
+            if made is not None:
+                return made
+        gates.refresh()
+        result = stored
+        for multiplier, dim in self.sites.get(name, ()):
+            assert multiplier.values is not None
+            result = scale(result, multiplier.values, dim)
+        return self.scales[name](result) if name in self.scales else result
 
 
 @dataclass(frozen=True, slots=True)

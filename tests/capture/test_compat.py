@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, export
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -107,7 +108,7 @@ def test_a_shell_has_shape_strides_and_dtype_but_no_memory():
 def test_a_convolution_takes_another_weight_and_pads_as_it_does(mode):
     layer = nn.Conv2d(2, 3, 3, padding=1, padding_mode=mode)
     x, weight = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
-    found = compat.convolve(layer, x, weight)
+    found = compat.convolve(layer, x, weight, layer.bias)
     layer.weight = nn.Parameter(weight)
     assert torch.equal(found, layer(x))
 
@@ -283,3 +284,27 @@ def test_keep_guards_drops_conditions_that_do_not_hold():
 def test_batch_norm_base(kind):
     assert issubclass(kind, compat.BatchNormBase)
     assert not issubclass(nn.InstanceNorm2d, compat.BatchNormBase)
+
+
+def test_hooks_on_saved_tensors_are_seen():
+    assert not compat.has_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert compat.has_saved_tensor_hooks()
+    assert not compat.has_saved_tensor_hooks()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_tracers_are_seen():
+    seen = []
+
+    def forward(x):
+        seen.append(compat.is_recorded())
+        return x + 1
+
+    assert not compat.is_recorded()
+    make_fx(forward)(torch.ones(2))
+    torch.jit.trace(forward, torch.ones(2))
+    with FakeTensorMode():
+        forward(torch.ones(2))
+    assert seen
+    assert all(seen)

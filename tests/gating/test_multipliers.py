@@ -47,14 +47,21 @@ layouts = st.one_of(
 )
 
 
-@given(st.lists(layouts, min_size=1, max_size=5), st.integers(0, 1000))
-def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed):
+@given(st.lists(layouts, min_size=1, max_size=5), st.integers(0, 1000), st.booleans())
+def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed, is_cut):
     words = plan()
     generator = torch.Generator().manual_seed(seed)
     z = torch.rand(words.size, dtype=torch.float64, generator=generator).requires_grad_()
-    got = Spreader(words, wanted)(z)
-    expected = [words.spread(layout, z).double() for layout in wanted]
-    weights = [torch.rand(w.size, dtype=torch.float64, generator=generator) for w in wanted]
+    draws = [torch.rand(layout.size, generator=generator) for layout in wanted]
+    left = [(draw < 0.7).nonzero().flatten() if is_cut else None for draw in draws]
+    spreader = Spreader(words, list(zip(wanted, left, strict=True)))
+    whole, got = spreader(z)
+    whole_spread = [words.spread(layout, z).double() for layout in wanted]
+    pairs = zip(whole_spread, left, strict=True)
+    expected = [each if at is None else each[at] for each, at in pairs]
+    for begin, part in zip(spreader.begins, got, strict=True):
+        torch.testing.assert_close(whole[begin : begin + len(part)], part)
+    weights = [torch.rand(len(w), dtype=torch.float64, generator=generator) for w in expected]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-14, atol=0)
     if not any(theirs.requires_grad for theirs in expected):
@@ -71,12 +78,13 @@ def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed):
 def test_layouts_in_the_order_of_the_gates_are_views_of_z():
     words = plan()
     z = torch.rand(words.size)
-    parts = Spreader(words, [Slots(0, 0, 3), Both(Const(4), Slots(1, 0, 4)), Slots(2, 0, 12)])(z)
+    layouts = [Slots(0, 0, 3), Both(Const(4), Slots(1, 0, 4)), Slots(2, 0, 12)]
+    _, parts = Spreader(words, [(layout, None) for layout in layouts])(z)
     assert [part.data_ptr() - z.data_ptr() for part in parts] == [0, 3 * 4, 7 * 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_keeps_the_dtype(dtype):
     layout = Both(Prod((Slots(0, 0, 3), Const(4))), Slots(2, 0, 12))
-    (part,) = Spreader(plan(), [layout])(torch.rand(plan().size, dtype=dtype))
+    _, (part,) = Spreader(plan(), [(layout, None)])(torch.rand(plan().size, dtype=dtype))
     assert part.dtype == dtype

@@ -1,0 +1,122 @@
+"""Launches of a gated step and of a plain one, counted on the CPU.
+
+Counted is each operator of ATen that is no view, in forward, backward, penalty and optimizer, and
+each launch of Triton, which its interpreter runs here. A step on a GPU is a line of such launches:
+where they are short, their number is its time.
+
+    TRITON_INTERPRET=1 python -m benchmarks.kernels [--models resnet50 vit_b_16] [--size 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import l0prune
+from l0prune.capture.compat import TorchDispatchMode
+from l0prune.gating import products
+
+# Operators that start nothing on a GPU: views and questions about a tensor.
+_SILENT = {"aten.detach", "aten.empty", "aten.empty_like", "aten.new_empty", "aten.set_"}
+_SILENT |= {"aten.empty_strided", "aten.new_empty_strided", "aten.lift_fresh", "aten.is_same_size"}
+
+
+class Launches(TorchDispatchMode):
+    """Counter of launches by operator, as a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_operator: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operator and run it."""
+        name = str(func.overloadpacket)
+        if not func.is_view and name not in _SILENT:
+            self.by_operator[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def note(self, kernel: Any, *_: Any, **__: Any) -> None:
+        """Count a launch of Triton."""
+        self.by_operator[f"triton.{kernel.fn.__name__}"] += 1
+
+
+def count(step: Callable[[], None]) -> Counter[str]:
+    """Return the launches of a step that was done before, as often as it took to settle."""
+    kernels = products.kernels()
+    assert kernels is not None
+    launch = kernels._launch
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        counter.note(kernel)
+        with torch.utils._python_dispatch._disable_current_modes():
+            launch(kernel, *args, **options)
+
+    with Launches() as counter:
+        kernels._launch = noted
+        try:
+            step()
+        finally:
+            kernels._launch = launch
+    return counter.by_operator
+
+
+def step_of(
+    model: nn.Module, images: Tensor, autocast: torch.dtype | None = torch.bfloat16
+) -> Callable[[], None]:
+    """A step: loss, penalty of a gated model, backward and Adam."""
+    is_gated = any(name == "l0prune_gates" for name, _ in model.named_children())
+    groups = l0prune.param_groups(model) if is_gated else model.parameters()
+    optimizer = torch.optim.Adam(groups, lr=1e-3, foreach=True)
+    labels = torch.zeros(len(images), dtype=torch.int64)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        if is_gated:
+            loss = loss + l0prune.penalty(model, 0.1 / 60_000)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def main() -> None:
+    products.runs_on = lambda device: True
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16", "mobilenet_v2"])
+    parser.add_argument("--size", type=int, default=32, help="of the images (ViT: 224)")
+    parser.add_argument("--autocast", action="store_true", help="to bfloat16")
+    parser.add_argument("--operators", action="store_true", help="print what there is more of")
+    args = parser.parse_args()
+    for name in args.models:
+        torch.manual_seed(0)
+        size = 224 if name.startswith("vit") else args.size
+        images = torch.randn(2, 3, size, size)
+        counts = []
+        for is_gated in (False, True):
+            model = torchvision.models.get_model(name, weights=None).train()
+            if is_gated:
+                l0prune.gate(model, (images,))
+            step = step_of(model, images, torch.bfloat16 if args.autocast else None)
+            for _ in range(2):  # what is read is known after the first
+                step()
+            counts.append(count(step))
+        plain, gated = (sum(found.values()) for found in counts)
+        print(f"{name:16} plain {plain:5} gated {gated:5} ratio {gated / plain:.3f}", flush=True)
+        if args.operators:
+            more = {k: n - counts[0][k] for k, n in counts[1].items() if n != counts[0][k]}
+            more |= {k: -n for k, n in counts[0].items() if k not in counts[1]}
+            print("   ", dict(sorted(more.items(), key=lambda item: -abs(item[1]))))
+
+
+if __name__ == "__main__":
+    main()
