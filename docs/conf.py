@@ -1,5 +1,6 @@
 """The documentation site: ``sphinx-build -W docs build/docs`` fails on a broken link or name."""
 
+import re
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -23,8 +24,8 @@ nb_execution_mode = "cache"  # tutorials: run again when they have changed
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # seconds for a cell
 nb_execution_in_temp = True
-nb_merge_streams = True
 nb_output_stderr = "remove"
+nb_merge_streams = True
 myst_heading_anchors = 3
 suppress_warnings = ["myst.xref_ambiguous"]
 autodoc_typehints = "description"
@@ -37,7 +38,6 @@ _LABELS = {
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Site">',
     '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="Page">',
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
-    "<pre>": '<pre tabindex="0">',
 }
 
 
@@ -46,6 +46,7 @@ def _label(app: Sphinx, error: Exception | None) -> None:
         text = page.read_text(encoding="utf-8")
         for before, after in _LABELS.items():
             text = text.replace(before, after)
+        text = re.sub("<pre(?! tabindex)", '<pre tabindex="0"', text)  # scrolled by keys
         page.write_text(text, encoding="utf-8")
 
 
