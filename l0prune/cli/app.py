@@ -17,6 +17,7 @@ from l0prune.cli.export import export
 from l0prune.cli.finetune import finetune
 from l0prune.cli.fit import fit
 from l0prune.cli.gate import gate, survey
+from l0prune.cli.help import Command
 from l0prune.cli.measure import measure
 
 _HELP = """\
@@ -32,7 +33,7 @@ Or all of it on embedded data: l0prune run digits-lenet
 
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 for command in (survey, gate, measure, fit, finetune, export, evaluate, runs.run, runs.report):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(runs.app, name="recipes")
 
 

@@ -51,10 +51,10 @@ def evaluate(
     """Test a model: its loss and metric over all test examples.
 
     It takes whatever l0prune reads or writes. An ONNX file runs in ONNX Runtime on the CPU.
+
     Examples:
-
         l0prune evaluate model.onnx --data imagefolder:DIR
-
+        l0prune evaluate model.tuned.pt --data mnist --metric accuracy
         l0prune evaluate --model net.py:build --weights model.state.pt --data mnist
     """
     if (file is None) == (model_option is None):

@@ -74,9 +74,12 @@ def export(
 
     The certificate compares the gated model, the sliced one and the ONNX file on fresh inputs; if
     they differ beyond rounding, nothing is written. A model that was captured in parts becomes one
-    ONNX file for each and a state for its own class. Example:
+    ONNX file for each and a state for its own class.
 
-        l0prune export --onnx
+    Examples:
+        l0prune export
+        l0prune export model.tuned.pt --onnx --out small
+        l0prune export --pretrained small --code
     """
     if code and not pretrained:
         raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")

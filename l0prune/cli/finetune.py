@@ -75,17 +75,13 @@ def finetune(
 ) -> None:
     """Fine-tune a gated model: weights and gates learn together, under a budget or a price λ.
 
-    A run that was stopped goes on when the same command is given again. Examples:
+    A run that was stopped goes on when the same command is given again. On several GPUs, which
+    share the examples of each step, torchrun starts it.
 
-        l0prune finetune --data mnist --budget macs=0.5
-
-        l0prune finetune --data mnist --lambda 0.1/N
-
-        l0prune finetune --data prices.py:load --loss mse --metric mae --budget macs=0.5
-
-    On several GPUs, which share the examples of each step:
-
-        torchrun --nproc-per-node 8 -m l0prune finetune --data imagefolder:DIR --batch-size 1024
+    Examples:
+        l0prune finetune --data imagefolder:DIR --budget macs=0.5 --epochs 20
+        l0prune finetune --data prices.py:load --loss mse --budget latency=12ms
+        torchrun --nproc-per-node 8 -m l0prune finetune --data mnist --lambda 0.1/N
     """
     given = current_names({**settings, **dict(map(parse_setting, setting or ()))})
     of_project = current_names(defaults().get("finetune", {}))

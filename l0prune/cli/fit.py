@@ -77,9 +77,12 @@ def fit(
     """Close the gates of lowest score until an export just meets a budget; nothing is learned.
 
     The classical way, in one shot. The weights want training afterwards: with
-    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are. Example:
+    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are.
 
-        l0prune fit model.gated.pt --data mnist --budget macs=0.5
+    Examples:
+        l0prune fit --data mnist --budget macs=0.5
+        l0prune fit --score magnitude --budget params=10k
+        l0prune fit --data mnist --kind branch --score ablation --budget macs=0.7
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = l0prune.read_info(path)

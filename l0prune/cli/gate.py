@@ -96,9 +96,12 @@ def survey(
 ) -> None:
     """Show what can be cut out of each layer of a model, and why the rest cannot.
 
-    The model stays as it is. Example:
+    The model stays as it is.
 
+    Examples:
         l0prune survey torchvision:resnet18 --input 1x3x224x224
+        l0prune survey net.py:build --weights net.pt --input 2x16:int64
+        l0prune survey model.pt --data imagefolder:DIR --html survey.html
     """
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
@@ -137,9 +140,12 @@ def gate(
 ) -> None:
     """Put a gate on every channel, neuron, head and branch that can be cut, and save the model.
 
-    Freshly gated the model gives the same answers as before. Example:
+    Freshly gated the model gives the same answers as before.
 
-        l0prune gate model.pt --input 1x1x28x28
+    Examples:
+        l0prune gate model.pt --input 1x3x224x224
+        l0prune gate net.py:build --weights net.pt --data imagefolder:DIR
+        l0prune gate model.pt --input 1x3x224x224 --exclude 'layer1.*' --no-branches
     """
     spec, module = open_model(model, model_option, weights, trust_pickle)
     from l0prune.files.user_code import is_rebuildable  # loads torch, as do the next ones

@@ -62,13 +62,13 @@ def measure(
 ) -> None:
     """Time the model at many widths, and write a table of what it takes at any.
 
-    A budget can then be in milliseconds. What was stopped goes on where it was. Example:
+    A budget can then be in milliseconds. What was stopped goes on where it was. For another
+    device: --bundle DIR here, `python DIR/run.py` there, --from results.json here.
 
-        l0prune measure model.gated.pt --threads 1 --batch 1
-
-        l0prune finetune --data mnist --latency model.latency.json --budget latency=12ms
-
-    For another device: --bundle DIR here, `python DIR/run.py` there, --from results.json here.
+    Examples:
+        l0prune measure model.gated.pt --threads 4 --batch 1
+        l0prune measure --runtime compile --provider cuda
+        l0prune measure --bundle device
     """
     if bundle and results:
         raise UsageError("--bundle writes what is to be timed, --from reads what was: give one")

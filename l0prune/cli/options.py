@@ -58,13 +58,13 @@ DataSpec = Annotated[
     str | None,
     typer.Option(
         "--data",
-        help="mnist, fashion-mnist, cifar10, cifar100, digits, file.py:function, or "
-        "imagefolder:DIR: shorter side to 256 pixels, middle 224x224 (DIR:160: 183, 160x160).",
+        help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (images of 224x224; "
+        "of 160x160: imagefolder:DIR:160) or file.py:function.",
     ),
 ]
 DataRoot = Annotated[
     Path | None,
-    typer.Option(help="Where the data lies; else $L0PRUNE_DATA, else a cache folder."),
+    typer.Option(help="Folder of the data [$L0PRUNE_DATA, else a cache folder]."),
 ]
 GatedFile = Annotated[
     Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
@@ -74,7 +74,7 @@ Latency = Annotated[
     typer.Option(
         metavar="FILE",
         help="Times of this model as `l0prune measure` wrote them, for budgets in latency and for "
-        "widths that the runtime likes; of a budget in latency default MODEL.latency.json.",
+        "widths that the runtime is fast at [under such a budget MODEL.latency.json].",
     ),
 ]
 WithReport = Annotated[

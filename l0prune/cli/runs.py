@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from l0prune.cli.edge import announced, emit, say
+from l0prune.cli.help import Command
 from l0prune.cli.options import DataRoot, Json, WithReport
 from l0prune.errors import UsageError
 from l0prune.running.environment import is_launched
@@ -37,9 +38,12 @@ def run(
 ) -> None:
     """Run a whole recipe: train if asked, gate, fine-tune, export. Resumable.
 
-    A stage whose file stands in the run folder is not done again. Example:
+    A stage whose file stands in the run folder is not done again.
 
+    Examples:
         l0prune run digits-lenet
+        l0prune run digits-lenet finetune.budget=macs=0.3 --out runs/third
+        l0prune run my.toml finetune.epochs=20
     """
     if is_launched():
         raise UsageError(
@@ -98,9 +102,12 @@ def report(
     """Write the page of a run: what was gained, whether it is right, where it was taken, and how.
 
     Of a folder of several runs it compares them. It is one file that needs no network, made from
-    report.json alone, or from what an older run has left. Example:
+    report.json alone, or from what an older run has left.
 
-        l0prune report runs/digits-lenet
+    Examples:
+        l0prune report
+        l0prune report runs/digits-lenet --out page.html
+        l0prune report runs
     """
     from l0prune.report.report import report_of  # loads torch
 
@@ -118,9 +125,14 @@ def _newest() -> Path:
     return max(found, key=lambda path: path.stat().st_mtime)
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def ls(json: Json = False) -> None:
-    """List the recipes."""
+    """List the recipes.
+
+    Examples:
+        l0prune recipes ls
+        l0prune recipes ls --json
+    """
     from l0prune.cli import recipe_files  # loads torch
 
     found = recipe_files.builtin()
@@ -130,15 +142,13 @@ def ls(json: Json = False) -> None:
     emit({name: recipe.description for name, recipe in found.items()}, json, table)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(name: Annotated[str, typer.Argument(help="A recipe's name.")]) -> None:
     """Print a recipe, to read or to start one of your own from.
 
-    Example:
-
-        l0prune recipes show digits-lenet > my.toml
-
-        l0prune run my.toml
+    Examples:
+        l0prune recipes show digits-lenet
+        l0prune recipes show digits-lenet > my.toml && l0prune run my.toml
     """
     from l0prune.cli import recipe_files  # loads torch
 

@@ -171,10 +171,10 @@ class GateSettings(_Declared):
 
     compact: Compact = Field(
         "auto",
-        description="When the network is trained at the size that its gates leave, which takes "
-        "less time and memory: auto, as soon as gates are closed for good (probability of being "
-        "open below 0.1, twice in a row; while it is compiled as settle); settle, from when the "
-        "gates stand; never. Only where that is shown to compute the same; in the end the model "
+        description="When closed slots are cut out while training goes on, for less time and memory: "
+        "auto, as soon as they are closed for good; settle, once the gates are fixed; or never. "
+        "Closed for good: open with a probability below 0.1, twice in a row; a compiled network is "
+        "cut as with settle. Only where that is shown to compute the same; in the end the model "
         "has its own size. A loop of your own that has a ``Pruner`` asks for it.",
     )
 
@@ -441,11 +441,11 @@ class Settings(DenseSettings, GateSettings):
     )
     start: str = Field(
         AUTO,
-        description="What the gates start from: alike, as they were put on, or a score such as "
-        "fisher or outputs, told from a few batches: the more a slot matters the further open is "
-        "its gate. auto for fisher (outputs where the loss has no gradient, as of a network's own "
-        "answers), of branches for ablation, where there is a budget and all gates stand alike; "
-        "else as they are, as with alike.",
+        description="What the gates start from: alike, as they were put on; a score such as fisher "
+        "or outputs; or auto, scores under a budget. A score is computed on a few batches, and the "
+        "more a slot matters the further open its gate starts. auto is fisher (outputs where the "
+        "loss has no gradient, as of a network's own answers), of branches ablation, where there "
+        "is a budget and all gates stand alike; else alike.",
     )
     oneshot_fraction: float = Field(
         0.5,

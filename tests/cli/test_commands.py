@@ -228,13 +228,6 @@ def test_a_copy_of_a_builtin_recipe_finds_its_code_anywhere(tmp_path, monkeypatc
     assert recipe_files.load("my.toml", []).model.source == f"{own}:{factory}"
 
 
-@pytest.mark.parametrize("name", ["survey", "gate", "fit", "finetune", "export", "evaluate", "run"])
-def test_help_teaches_with_an_example(command, name):
-    code, out, _ = command(name, "--help")
-    assert code == 0
-    assert f"l0prune {name} " in out
-
-
 @pytest.mark.parametrize(
     ("name", "choices"), [("measure", tuple(RUNTIMES)), ("fit", (*scores.names(), "gates", "auto"))]
 )

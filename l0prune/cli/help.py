@@ -1,0 +1,64 @@
+"""How ``--help`` looks: what a command does, its options in groups, three examples."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+_EXAMPLES = "\n\nExamples:\n"  # what follows in a command's docstring has a line for each
+# The options of each group, by parameter names; the last one has all others.
+_GROUPS = {
+    "Model and data": (
+        "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
+        "metric", "augment", "batch_size",
+    ),
+    "Gates": (
+        "include", "exclude", "branches", "no_branches", "keep_class", "kind", "score",
+        "open_probability", "jitter", "learn", "gate_lr", "start",
+    ),
+    "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
+    "Training": ("epochs", "lr", "optimizer", "settle", "distill", "compact", "resume"),
+    "Machine": (
+        "device", "autocast", "accumulate", "checkpointing", "compile", "channels_last",
+        "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
+    ),
+    "Output": (
+        "onnx", "pt2", "state", "pretrained", "code", "opset", "timed", "bundle", "html", "run",
+        "folder", "out", "report", "json",
+    ),
+    "Other": (),
+}  # fmt: skip
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+
+
+class Command(TyperCommand):
+    """A command whose help has groups and examples."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        text, _, self.examples = inspect.cleandoc(kwargs.pop("help", "") or "").partition(_EXAMPLES)
+        super().__init__(*args, help=text, **kwargs)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then each group of options that has any."""
+        rows: dict[str, list[tuple[str, str]]] = dict.fromkeys(("Arguments", *_GROUPS), ())
+        for each in self.get_params(ctx):
+            if (row := each.get_help_record(ctx)) is not None:
+                is_argument = each.param_type_name == "argument"
+                group = "Arguments" if is_argument else _GROUP_OF.get(each.name or "", "Other")
+                flags = row[0].replace("<list[str]>", "<str> …")
+                text = re.sub(r"\s*\[default: (.*)\]$", r" [\1]", row[1])
+                rows[group] = [*rows[group], (flags, text)]
+        for group, found in rows.items():
+            if found:
+                with formatter.section(group):
+                    formatter.write_dl(found)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, each on a line of its own."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in inspect.cleandoc(self.examples).splitlines():
+                    formatter.write(f"{' ' * formatter.current_indent}{line}\n")

@@ -1,0 +1,58 @@
+"""What ``--help`` says, and that its examples are commands that there are."""
+
+import re
+import shlex
+
+import pytest
+import typer
+from commands import run
+
+from l0prune.cli.app import app
+from l0prune.cli.help import _GROUPS
+
+COMMANDS = {
+    name: command
+    for name, command in typer.main.get_command(app).commands.items()
+    if name != "recipes"
+}
+
+
+def read(text):
+    """The sections of a help text, by heading: their lines."""
+    sections = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)
+    return dict(zip(sections[1::2], map(str.splitlines, sections[2::2]), strict=True))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_one_sentence_options_in_groups_and_three_examples(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    about = re.split(r"\n\s*\n", out)[1]
+    assert about.count(".") <= 2, about
+    sections = read(out)
+    assert [*sections] == [each for each in ("Arguments", *_GROUPS, "Examples") if each in sections]
+    shown = {flag for lines in sections.values() for line in lines
+             for flag in re.findall(r"^  (--[\w-]+)", line)}  # fmt: skip
+    own = {each.opts[0] for each in COMMANDS[name].params if each.param_type_name == "option"}
+    assert shown == own | {"--help"}
+    examples = [line.strip() for line in sections["Examples"]]
+    assert len(examples) == 3
+    for example in examples:
+        words = shlex.split(example)
+        assert words.pop(words.index("l0prune") + 1) == name
+        COMMANDS[name].make_context(name, words[words.index("l0prune") + 1 :])
+        assert len(example) <= 78
+
+
+def test_a_group_names_only_options_that_there_are():
+    there = {each.name for command in COMMANDS.values() for each in command.params}
+    assert {name for names in _GROUPS.values() for name in names} <= there
+
+
+def test_help_of_a_process(tmp_path):
+    code, out, err = run("finetune", "--help", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    sections = read(out)
+    assert any("--budget" in line for line in sections["Budget"])
+    assert any("--epochs" in line and "[10]" in line for line in sections["Training"])
+    assert max(map(len, out.splitlines())) <= 80
