@@ -43,14 +43,14 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then each group of options that has any."""
-        rows: dict[str, list[tuple[str, str]]] = dict.fromkeys(("Arguments", *_GROUPS), ())
+        rows: dict[str, list[tuple[str, str]]] = {group: [] for group in ("Arguments", *_GROUPS)}
         for each in self.get_params(ctx):
             if (row := each.get_help_record(ctx)) is not None:
                 is_argument = each.param_type_name == "argument"
                 group = "Arguments" if is_argument else _GROUP_OF.get(each.name or "", "Other")
                 flags = row[0].replace("<list[str]>", "<str> …")
                 text = re.sub(r"\s*\[default: (.*)\]$", r" [\1]", row[1])
-                rows[group] = [*rows[group], (flags, text)]
+                rows[group].append((flags, text))
         for group, found in rows.items():
             if found:
                 with formatter.section(group):
