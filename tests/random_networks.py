@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from deadness import randomise
 from torch import Tensor, nn
 
 Choose = Callable[[int], int]  # a number below the one given
@@ -427,3 +428,16 @@ class Author:
 
 KINDS = [name.removeprefix("add_") for name in vars(Author) if name.startswith("add_")]
 KINDS += ["layer"] * 5 + ["norm", "activation", "sum", "concat", "residual"]
+
+
+def written(choose, steps):
+    """A network in float64 of so many steps, each as ``choose`` has it, and inputs for it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        try:
+            author = Author(choose)
+            network = author.write(steps)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return randomise(network), author.values[0]

@@ -8,30 +8,18 @@ import random
 import pytest
 import torch
 from counting import flops
-from deadness import randomise, relative_effect_of_dead_slots
+from deadness import relative_effect_of_dead_slots
 from differences import difference, graph_difference
 from example_counts import costliest, costly
 from hypothesis import given
 from hypothesis import strategies as st
-from random_networks import Author, RandomNetwork
+from random_networks import written
 from torch import nn
 
 import l0prune
 from l0prune.errors import NothingToPrune
 from l0prune.plan.cost import CostModel
 from l0prune.plan.switches import switches_of
-
-
-def written(choose, steps: int) -> tuple[RandomNetwork, torch.Tensor]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.float64)
-        try:
-            author = Author(choose)
-            network = author.write(steps)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    return randomise(network), author.values[0]
 
 
 def check_dead(network: nn.Module, x: torch.Tensor) -> None:

@@ -18,11 +18,11 @@ X = torch.randn(2, 4, 6, 6)
 
 
 class Stream(nn.Module):
-    """A stem, something beside a shortcut, and a head."""
+    """A stem, something beside a shortcut or other maps, and a head that reads so many."""
 
-    def __init__(self, join, **layers):
+    def __init__(self, join, reads=4, **layers):
         super().__init__()
-        self.stem, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+        self.stem, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(reads, 2, 1)
         self.block = nn.ModuleDict(layers)
         self.join = join
 
@@ -44,33 +44,73 @@ def names(model, x=X):
     return [name for name, *_ in found(model, x)]
 
 
-def test_the_last_layer_and_its_bias_make_a_branch_zero():
-    model = Stream(lambda x, a, b: x + b(a(x).relu()), a=conv(4, 8), b=conv(8, 4))
-    size = 4 * 8 * 9 + 8 + 8 * 4 * 9 + 4
-    assert found(model) == [("block", ("block.b.weight", "block.b.bias"), size)]
+def kept(x, layer):
+    """What the layer gives is also written into a part of something else."""
+    found, y = torch.zeros_like(x), layer(x)
+    found[:, :2] = y[:, :2]
+    return (x + y) * found
 
 
-def test_a_norm_at_its_end_does():
-    model = Stream(lambda x, a, b: b(a(x)).add_(x), a=conv(bias=False), b=nn.BatchNorm2d(4))
-    assert found(model) == [("block.a", ("block.b.weight", "block.b.bias"), 4 * 4 * 9 + 8)]
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.conv = nn.Parameter(torch.ones(4, 1, 1)), conv()
+
+    def forward(self, x):
+        return F.dropout(self.scale * self.conv(x), training=self.training)
 
 
-def test_a_scale_at_its_end_does():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.conv = nn.Parameter(torch.ones(4, 1, 1)), conv()
-
-        def forward(self, x):
-            return F.dropout(self.scale * self.conv(x), training=self.training)
-
-    model = Stream(lambda x, a: x + a(x), a=Scaled())
-    assert found(model) == [("block.a.conv", ("block.a.scale",), 4 * 4 * 9 + 4 + 4)]
+CONV = 4 * 4 * 9 + 4
 
 
-def test_of_a_product_one_factor_is_enough():
-    model = Stream(lambda x, a, b: x + a(x) * b(x).sigmoid(), a=conv(), b=conv())
-    assert found(model) == [("block", ("block.a.weight", "block.a.bias"), 2 * (4 * 4 * 9 + 4))]
+@pytest.mark.parametrize(
+    ("model", "name", "tensors", "size"),
+    [
+        (
+            Stream(lambda x, a, b: x + b(a(x).relu()), a=conv(4, 8), b=conv(8, 4)),
+            "block",
+            ("block.b.weight", "block.b.bias"),
+            4 * 8 * 9 + 8 + 8 * 4 * 9 + 4,
+        ),
+        (
+            Stream(lambda x, a, b: b(a(x)).add_(x), a=conv(bias=False), b=nn.BatchNorm2d(4)),
+            "block.a",
+            ("block.b.weight", "block.b.bias"),
+            4 * 4 * 9 + 8,
+        ),
+        (
+            Stream(lambda x, a: x + a(x), a=Scaled()),
+            "block.a.conv",
+            ("block.a.scale",),
+            CONV + 4,
+        ),
+        (
+            Stream(lambda x, a, b: x + a(x) * b(x).sigmoid(), a=conv(), b=conv()),
+            "block",
+            ("block.a.weight", "block.a.bias"),
+            2 * CONV,
+        ),
+    ],
+    ids=["the last layer and its bias", "a norm", "a scale", "one factor of a product"],
+)
+def test_what_makes_a_branch_zero(model, name, tensors, size):
+    assert found(model) == [(name, tensors, size)]
+
+
+@pytest.mark.parametrize(
+    ("join", "layers", "expected"),
+    [
+        # the one with more work
+        (lambda x, short, long: short(x) + long(x), ("short", "long"), ["block.long"]),
+        # parallel attention and MLP: the rest of the sum is what stays
+        (lambda x, a, b: x + a(x) + b(x), ("a", "b"), ["block.a", "block.b"]),
+        # relu_ belongs to the stream
+        (lambda x, a: x + a(F.relu_(x)), ("a",), ["block.a"]),
+    ],
+)
+def test_which_operand_of_a_sum_it_is(join, layers, expected):
+    made = {name: nn.Conv2d(4, 4, 1) if name == "short" else conv() for name in layers}
+    assert names(Stream(join, **made)) == expected
 
 
 @pytest.mark.parametrize(
@@ -82,6 +122,8 @@ def test_of_a_product_one_factor_is_enough():
         (lambda x, a: (y := a(x)) + x * y, "something else reads it"),
         (lambda x, a: a(x + x), "nothing is computed for the sum alone"),
         (lambda x, a: x * a(x), "it is no sum"),
+        (lambda x, a: a(x + a(x)), "something else reads its weights"),
+        (lambda x, a: kept(x, a), "it is written into a part of something that is read"),
     ],
 )
 def test_what_is_no_branch(join, why):
@@ -101,16 +143,6 @@ def test_what_is_one_all_the_same(join):
     assert [tensors for _, tensors, _ in found(Stream(join, a=conv()))] == [
         ("block.a.weight", "block.a.bias")
     ]
-
-
-def test_weights_that_something_else_reads_gate_no_branch():
-    model = Stream(lambda x, a: a(x + a(x)), a=conv())
-    assert names(model) == []
-
-
-def test_where_both_can_go_it_is_the_one_with_more_work():
-    model = Stream(lambda x, short, long: short(x) + long(x), short=nn.Conv2d(4, 4, 1), long=conv())
-    assert names(model) == ["block.long"]
 
 
 def test_a_branch_in_a_branch():
@@ -168,18 +200,6 @@ def test_a_layer_that_is_called_in_two_branches_is_neither_ones_own():
     )
     plan = inferred(model.eval(), (X,), None).plan
     assert [branch.modules for branch in plan.branches] == [("block.a",), ("block.b",)]
-
-
-def test_a_sum_of_three_has_a_branch_less():
-    """Parallel attention and MLP: the rest of the sum is what stays."""
-    model = Stream(lambda x, a, b: x + a(x) + b(x), a=conv(), b=conv())
-    assert names(model) == ["block.a", "block.b"]
-
-
-def test_what_writes_into_the_stream_is_none():
-    model = Stream(lambda x, a: x + a(F.relu_(x)), a=conv())
-    (name,) = names(model)  # relu_ belongs to the stream
-    assert name == "block.a"
 
 
 def test_pre_and_post_norm_of_transformers():
@@ -250,23 +270,12 @@ def test_a_size_that_many_branches_go_by_takes_none_away():
     torch.testing.assert_close(dense.program.module()(three), model(three))
 
 
-def kept(x, layer):
-    """What the layer gives is also written into a part of something else."""
-    found, y = torch.zeros_like(x), layer(x)
-    found[:, :2] = y[:, :2]
-    return (x + y) * found
-
-
 def masked(x):
     """By a mask that is made by writing into parts of it, and says its dtype by what it masks."""
     mask = x.new_zeros(x.shape[1:])
     mask[:, 1:4] = 1
     mask[:, 2:3] = 2
     return x * mask
-
-
-def test_what_is_written_into_a_part_of_something_that_is_read_is_no_branch_alone():
-    assert names(Stream(lambda x, a: kept(x, a), a=conv())) == []
 
 
 def test_what_writes_into_a_part_of_what_only_a_branch_reads_goes_with_it():
@@ -282,3 +291,88 @@ def test_what_writes_into_a_part_of_what_only_a_branch_reads_goes_with_it():
     assert calls == {"aten.conv2d.default"}
     assert dense.params == 2 * 4 + 2 + 4 * 4 + 4
     torch.testing.assert_close(dense.module(X), model(X))
+
+
+# --- parts of concatenations ----------------------------------------------------------------
+
+
+def made_of(model):
+    """Of each branch: its name, the axes that it is made of, and the parameters only it has."""
+    plan = inferred(model.eval(), (X,), None).plan
+    return [(branch.name, branch.axes, branch.size) for branch in plan.branches]
+
+
+def cat(*parts):
+    return torch.cat(parts, 1)
+
+
+def test_all_but_the_one_with_least_work():
+    model = Stream(
+        lambda x, a, b, c: cat(a(x).relu(), b(x), c(x)), 14,
+        a=conv(4, 6), b=nn.Conv2d(4, 4, 1), c=conv(),
+    )  # fmt: skip
+    assert made_of(model) == [
+        ("block.a.branch", ("block.a",), 6 * 4 * 9 + 6),
+        ("block.c.branch", ("block.c",), 4 * 4 * 9 + 4),
+    ]
+
+
+def test_a_path_of_several_layers_goes_as_a_whole():
+    model = Stream(
+        lambda x, a, b, c: cat(b(a(x).relu()), c(x)), 10,
+        a=conv(4, 6), b=conv(6, 6), c=nn.Conv2d(4, 4, 1),
+    )  # fmt: skip
+    assert made_of(model) == [("block", ("block.b",), 6 * 4 * 9 + 6 + 6 * 6 * 9 + 6)]
+
+
+def test_what_is_read_again_and_again_beside_others():
+    """As in a DenseNet: each layer reads the stem and all layers before it."""
+
+    def join(x, a, b, c):
+        parts = [x]
+        for layer in (a, b, c):
+            parts.append(layer(cat(*parts)))
+        return cat(*parts)
+
+    model = Stream(join, 13, a=conv(4, 3), b=conv(7, 3), c=conv(10, 3))
+    assert {axes for _, axes, _ in made_of(model)} == {("block.a",), ("block.b",), ("block.c",)}
+    plan = inferred(model, (X,), None).plan
+    needed = {cost.tensor: cost.needed for cost in plan.costs if cost.unit == "macs"}
+    assert needed["block.a.weight"] == (("block.a.branch",),)
+    assert needed["stem.weight"] == needed["head.weight"] == ((),)
+
+
+def test_a_concatenation_that_is_part_of_another():
+    model = Stream(
+        lambda x, a, b, c, d: cat(cat(b(y := a(x)), c(y)), d(x)), 12,
+        a=conv(), b=conv(), c=nn.Conv2d(4, 4, 1), d=nn.Conv2d(4, 4, 1),
+    )  # fmt: skip
+    assert {axes for _, axes, _ in made_of(model)} == {("block.b", "block.c"), ("block.b",)}
+
+
+@pytest.mark.parametrize(
+    ("join", "why"),
+    [
+        (lambda x, a: cat(y := a(x), y), "both parts are the same"),
+        (lambda x, a: cat(y := a(x), x) + y.mean(), "something else reads it"),
+        (lambda x, a: cat(a(x), x).split(4, 1)[0].repeat(1, 2, 1, 1), "it is on its own later"),
+        (lambda x, a: cat(a(x), x).flip(1)[:, ::2].repeat(1, 2, 1, 1), "single slots are picked"),
+        (lambda x, a: cat(a(x) + x, x), "its slots are those of the stream"),
+        (lambda x, a: cat(x.relu(), x), "nothing is computed for it"),
+        (lambda x, a: cat(x.half(), a(x)), "what is left has another dtype"),
+        (lambda x, a: torch.stack([a(x), x], 1).flatten(1, 2), "it is no concatenation"),
+        (lambda x, a: cat(a(x)).repeat(1, 2, 1, 1), "there is nothing beside it"),
+        (lambda x, a: torch.cat([a(x), x], 2).repeat(1, 2, 1, 1), "no axis is put side by side"),
+    ],
+)
+def test_what_is_no_branch_of_a_concatenation(join, why):
+    assert [axes for _, axes, _ in made_of(Stream(join, 8, a=conv())) if axes] == [], why
+
+
+def test_a_path_that_cannot_be_cut_is_none():
+    """Whatever reads the maps by number keeps them all."""
+    for join, is_one in (
+        (lambda x, a, b: cat(b(a(x)), x), True),
+        (lambda x, a, b: cat(b(a(x)).sort(1)[0], x), False),
+    ):
+        assert bool(names(Stream(join, 8, a=conv(), b=conv()))) == is_one

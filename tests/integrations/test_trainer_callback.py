@@ -205,12 +205,13 @@ def test_a_stop_and_a_resume_are_the_same_to_the_bit(make, data, compact, stop, 
 
 def test_a_run_goes_on_from_a_checkpoint_of_another_folder_that_is_named(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    whole, _, _ = trained(first, gated(bert), save_steps=5)
-    start = str(first / "checkpoint-10")
+    settings = {"steps": 12, "save_steps": 6}
+    whole, _, _ = trained(first, gated(bert), **settings)
+    start = str(first / "checkpoint-6")
     with pytest.raises(FileError, match="name it in TrainingArguments"):
-        trained(second, gated(bert), save_steps=5, resume=start)
+        trained(second, gated(bert), **settings, resume=start)
     again, _, _ = trained(
-        second, gated(bert), save_steps=5, resume=start, resume_from_checkpoint=start
+        second, gated(bert), **settings, resume=start, resume_from_checkpoint=start
     )
     assert differing(tensors(whole), tensors(again)) == []
 
@@ -254,6 +255,6 @@ def test_what_is_wrong_is_said_in_words(tmp_path):
 
 
 def test_a_checkpoint_without_gates(tmp_path):
-    trained(tmp_path, callbacks=[], steps=10)
+    trained(tmp_path, callbacks=[], steps=2, save_steps=2)
     with pytest.raises(FileError, match=r"l0prune\.pt"):
-        trained(tmp_path, resume=str(tmp_path / "checkpoint-10"))
+        trained(tmp_path, resume=str(tmp_path / "checkpoint-2"))

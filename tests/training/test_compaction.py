@@ -33,7 +33,7 @@ from deadness import randomise
 from example_counts import costliest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_networks import Author
+from random_networks import written
 from small_task import differing, tensors
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ KINDS = "momentum", "fused", "fused adam", "fused sgd", "foreach"
 @costliest
 @given(st.integers(0, 2**32), st.integers(1, 10), st.sampled_from(MEMORY), st.sampled_from(KINDS))
 def test_random_networks_learn_the_same_cut_and_masked(seed, length, memory, kind):
-    network, x = written(seed, length)
+    network, x = written(random.Random(seed).randrange, length)
     assume(trains(network, x))
     network, x = network.to(memory_format=memory), x.to(memory_format=memory)
     with suppress(NothingToPrune):
@@ -69,7 +69,7 @@ def test_random_networks_learn_the_same_cut_and_masked(seed, length, memory, kin
 def test_two_thousand_random_networks(part):
     cut = 0
     for seed in range(100 * part, 100 * part + 100):
-        network, x = written(seed, 1 + seed % 12)
+        network, x = written(random.Random(seed).randrange, 1 + seed % 12)
         with suppress(NothingToPrune):
             if trains(network, x):
                 memory, kind = MEMORY[seed % 2], OPTIMIZERS[KINDS[seed % 5]]
@@ -86,18 +86,6 @@ def trains(network: nn.Module, x: Tensor) -> bool:
         return False
     network.zero_grad()
     return True
-
-
-def written(seed: int, length: int) -> tuple[nn.Module, Tensor]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.float64)
-        try:
-            author = Author(random.Random(seed).randrange)
-            network = author.write(length)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    return randomise(network), author.values[0]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
