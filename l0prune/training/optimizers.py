@@ -125,8 +125,8 @@ class OwnOptimizer:
 
     def __init__(self, log_alpha: nn.Parameter, lr: float, **options: Any) -> None:
         self._log_alpha = log_alpha
-        fused = log_alpha.device.type in ("cpu", "cuda")
-        self._adam = Adam([log_alpha], lr=lr, fused=fused, **options)
+        self._is_fused = _can_fuse(log_alpha)
+        self._adam = Adam([log_alpha], lr=lr, fused=self._is_fused, **options)
         self._aside: Tensor | None = None
         self._is_due = False  # what comes now is the penalty's
         free(log_alpha)
@@ -156,10 +156,25 @@ class OwnOptimizer:
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Move the gates by their gradient without its scale, unless that made it overflow."""
         gradient = self._log_alpha.grad
-        if gradient is not None and bool(gradient.isfinite().all()):
+        if gradient is not None:
             self._log_alpha.grad = gradient / scale
-            self._adam.step()
+            self._step_where(gradient.isfinite().all())
         self._log_alpha.grad, self._is_due = None, False
+
+    def _step_where(self, is_finite: Tensor) -> None:
+        """Take a step if this is true, by a kernel that asks for it without a wait for the device.
+
+        It is told as torch's GradScaler tells it.
+        """
+        if not self._is_fused:
+            if bool(is_finite):
+                self._adam.step()
+            return
+        self._adam.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        try:
+            self._adam.step()
+        finally:
+            del self._adam.found_inf  # type: ignore[attr-defined]
 
     def release(self) -> None:
         """Let backward leave the gradient where it was."""

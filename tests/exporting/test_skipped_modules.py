@@ -64,6 +64,17 @@ def test_where_it_is_not_known_what_shape_that_had_it_is_a_graph_and_says_so():
     assert "the branch blocks.1 is gone, and its code computes that" in dense.note
 
 
+def test_what_is_left_of_a_branch_writes_into_nothing_that_backward_needs():
+    model = gated(Net(writes=True), "blocks.1")
+    dense = l0prune.export(model)
+    assert isinstance(dense.module.blocks[1].conv1, SkippedModule)
+    slopes = []
+    for each in (model, dense.module.eval()):
+        x = X.clone().requires_grad_()
+        slopes += torch.autograd.grad(each(x).square().sum(), x)
+    assert torch.allclose(*slopes, rtol=1e-4, atol=1e-6)
+
+
 class Selective(nn.Module):
     """Two paths side by side that halve the picture, and a gate made of both, in place."""
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
-from l0prune.training.optimizers import Schedule, make_optimizers
+from l0prune.training.optimizers import OwnOptimizer, Schedule, make_optimizers
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
 from l0prune.training.settings import Settings
@@ -115,3 +115,22 @@ def test_without_settling_rates_stay(name):
     (optimizer,) = make_optimizers(settings, [{"params": [weight], "lr": 0.5}])
     Schedule(settings, [optimizer], Phases.dense(epochs=2, steps_per_epoch=4)).set(7)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gradient_that_overflowed_moves_no_gate_and_is_not_remembered(fused, monkeypatch):
+    monkeypatch.setattr("l0prune.training.optimizers._can_fuse", lambda _: fused)
+
+    def after(*gradients):
+        gates = nn.Parameter(torch.tensor([1.0, 2.0]))
+        own = OwnOptimizer(gates, lr=0.1)
+        for gradient in gradients:
+            own.put_aside(torch.tensor(gradient))
+            own.hand_over()
+            own.step(scale=torch.tensor(8.0))
+        return gates.detach()
+
+    first, second = [8.0, -3.0], [1.0, 5.0]
+    found = after([math.inf, 0.0], first, [math.nan, 1.0], second)
+    assert torch.equal(found, after(first, second))
+    assert not torch.equal(found, torch.tensor([1.0, 2.0]))

@@ -28,7 +28,7 @@ from l0prune.exporting.own_class.sizes import Changes, joined
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
-from l0prune.infer.nodes import arguments, has_tensor, operator_name, shape_of
+from l0prune.infer.nodes import arguments, has_tensor, is_writer, operator_name, shape_of
 from l0prune.infer.parts import Part
 from l0prune.plan.layout import leaves
 from l0prune.plan.plan import Plan
@@ -44,11 +44,13 @@ class Called:
             as what it returns, a class token, say, beside all others; else the first.
         results: how many it returns in a tuple, 0 if it returns a tensor.
         shape: of what it returns; None if none of its inputs has that.
+        takes_tensor: whether the input that it can give back is one.
     """
 
     at: int
     results: int
     shape: tuple[int, ...] | None
+    takes_tensor: bool
 
 
 def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Called]:
@@ -81,7 +83,8 @@ def _of(call: Call) -> Called:
     args, kwargs = call.inputs
     inputs = (*args, *kwargs.values())
     at = next((at for at, given in enumerate(inputs) if shape and _shape(given) == shape), None)
-    return Called(0 if at is None else at, results, None if at is None else shape)
+    is_tensor = isinstance(inputs[at or 0], Tensor)
+    return Called(at or 0, results, None if at is None else shape, is_tensor)
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -363,6 +366,11 @@ class _Gone:
         """Return modules that compute nothing but branches."""
         return _outermost(path for path, of in self.modules.items() if of <= self.dead)
 
+    def is_written_between(self, inner: Iterable[str]) -> bool:
+        """Return whether branches write in place, outside of these modules."""
+        skipped = {node for path in inner for node in self.modules[path]}
+        return any(is_writer(node) for node in self.dead - skipped)
+
 
 def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
     """Return what modules of one part become, by path."""
@@ -370,6 +378,11 @@ def _way(plain: nn.Module, gone: _Gone, whole_blocks: bool) -> dict[str, Layer]:
     inner = [p for p in gone.inner() if not any(is_within(p, block) for block in blocks)]
     gives: dict[str, dict[str, Any]] = {path: {"gives": "input"} for path in (*blocks, *inner)}
     calls = called(plain, list(gives), gone.part)
+    if gone.is_written_between(
+        (*blocks, *inner)
+    ):  # into what backward needs of the stream, or of another
+        fresh = [path for path in inner if path in calls and calls[path].takes_tensor]
+        gives |= {path: {"gives": "zeros"} for path in fresh}
     for ending in gone.endings:
         before = _before({ending.end}, gone.dead)
         mine = {p: gone.modules[p] & before for p in inner if gone.modules[p] & before}
