@@ -9,7 +9,7 @@ from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.gating.kinds.hard_concrete import HardConcrete
-from l0prune.plan.layout import Both, Const, Prod, Slots
+from l0prune.plan.layout import Const, Gated, Prod, Slots
 from l0prune.plan.plan import Axis, Plan, Site
 
 
@@ -36,7 +36,7 @@ def mlp_plan() -> Plan:
             "4.bias": (Const(3),),
         },
         sites=(
-            Site("0.weight", 1, Both(Const(12), inputs), "read"),
+            Site("0.weight", 1, Gated(Const(12), inputs), "read"),
             Site("2.weight", 1, first, "read"),
             Site("4.weight", 1, second, "read"),
         ),
@@ -62,7 +62,7 @@ def lenet() -> nn.Sequential:
 
 def lenet_plan() -> Plan:
     one, two, fine, hidden = Slots(0, 0, 4), Slots(1, 0, 5), Slots(2, 0, 20), Slots(3, 0, 7)
-    flattened = Both(Prod((two, Const(4))), fine)
+    flattened = Gated(Prod((two, Const(4))), fine)
     return Plan(
         axes=(
             Axis("0", "channel", 4, 0, 9),

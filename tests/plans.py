@@ -6,7 +6,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots, picked
+from l0prune.plan.layout import Cat, Const, Gated, Pick, Prod, Slots, picked
 from l0prune.plan.plan import Axis, Cost, Plan
 
 
@@ -35,7 +35,7 @@ def spread_by_hand(layout, values):
             return [value for part in parts for value in spread_by_hand(part, values)]
         case Prod(factors):
             return list(map(prod, product(*(spread_by_hand(f, values) for f in factors))))
-        case Both(base, fine):
+        case Gated(base, fine):
             pairs = zip(spread_by_hand(base, values), spread_by_hand(fine, values), strict=True)
             return list(map(prod, pairs))
         case Pick(base, index):
@@ -77,7 +77,7 @@ def slots(sizes):
 @st.composite
 def layouts(draw, sizes, depth=2):
     """A layout of axes of these sizes: ranges, constants, concatenations, products, overlays."""
-    kinds = ["slots", "const"] + (["cat", "prod", "both", "pick"] if depth else [])
+    kinds = ["slots", "const"] + (["cat", "prod", "gated", "pick"] if depth else [])
     match draw(st.sampled_from(kinds)):
         case "const":
             return Const(draw(st.integers(1, 3)))
@@ -97,15 +97,15 @@ def layouts(draw, sizes, depth=2):
 
 @st.composite
 def overlays(draw, sizes, depth):
-    """A ``Both`` whose fine layout is made to fit the base."""
+    """A ``Gated`` whose fine layout is made to fit the base."""
     base = draw(layouts(sizes, depth - 1))
     leaf = draw(slots(sizes))
     times, left = divmod(base.size, leaf.stop - leaf.start)
     if times and not left:
-        return Both(base, Prod((Const(times), leaf)))
+        return Gated(base, Prod((Const(times), leaf)))
     if times == 0:
-        return Both(base, Slots(leaf.axis, leaf.start, leaf.start + base.size))
-    return Both(base, Cat((leaf, Const(base.size - leaf.stop + leaf.start))))
+        return Gated(base, Slots(leaf.axis, leaf.start, leaf.start + base.size))
+    return Gated(base, Cat((leaf, Const(base.size - leaf.stop + leaf.start))))
 
 
 @st.composite

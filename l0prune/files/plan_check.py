@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from l0prune.plan.layout import Both, Cat, Const, Layout, Pick, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Gated, Layout, Pick, Prod, Slots
 from l0prune.plan.numbers import is_count, is_number
 from l0prune.plan.plan import Axis, Plan
 
@@ -104,7 +104,7 @@ def _measured(layout: Layout, axes: tuple[Axis, ...], limit: int) -> tuple[int, 
                 found = sum(sizes), max(depths)
             else:
                 found = _product(sizes, limit), sum(depths)
-        case Both(base, fine):
+        case Gated(base, fine):
             (size, depth), (other, more) = (_measured(x, axes, limit) for x in (base, fine))
             if size != other:
                 raise ValueError(f"{size} positions over {other}")

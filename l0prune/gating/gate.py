@@ -32,7 +32,7 @@ from l0prune.gating.defaults import (
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
-from l0prune.plan.layout import Both, Layout, axes_of
+from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
@@ -70,7 +70,7 @@ def _not_native(plan: Plan, model: nn.Module) -> Iterator[Layout]:
             if is_mean or call.name in ("layer_norm", "scaled_dot_product_attention"):
                 yield from (dim for dim in call.sizes if dim is not None)
     for name, dims in plan.tensors.items():
-        yield from (dim.fine for dim in dims if isinstance(dim, Both))
+        yield from (dim.fine for dim in dims if isinstance(dim, Gated))
         path = name.rpartition(".")[0].removesuffix(".out_proj")
         if isinstance(model.get_submodule(path), nn.MultiheadAttention):
             yield from dims

@@ -226,10 +226,10 @@ class Builder:
 
     def _agrees(self, zeros: Zeros, reads: list[Read]) -> bool:
         """Check that other axes in the same dims lose their slots in the same way; note how."""
-        told = {read.node.name: zeros.told(read) for read in reads}
+        known_zeros = {read.node.name: zeros.known_zeros(read) for read in reads}
         names = {
             node: frozenset(zero.name for zero in zeros_of)
-            for node, zeros_of in told.items()
+            for node, zeros_of in known_zeros.items()
             if zeros_of is not None
         }
         if any(self.infer.closed.get(node, of) != of for node, of in names.items()):
@@ -282,7 +282,7 @@ class Builder:
     def _with_fine(self, base: data.Layout, place: Place) -> data.Layout:
         if place not in self.fine:
             return base
-        return data.Both(base, data.Slots(self.fine[place], 0, base.size))
+        return data.Gated(base, data.Slots(self.fine[place], 0, base.size))
 
     def node_layouts(self) -> dict[str, tuple]:
         """For each node, the layouts of its dims."""

@@ -124,7 +124,7 @@ Slot = tuple[Var, int]
 
 
 @dataclass(frozen=True)
-class Meetings:
+class MeetingSlots:
     """Ties between slots that follow where two expressions are one.
 
     Attributes:
@@ -175,7 +175,7 @@ def transposed(index: tuple[int, ...]) -> tuple[list[int], list[int]] | None:
     return None
 
 
-def meetings(a: Expr, b: Expr) -> Meetings | None:
+def slots_that_meet(a: Expr, b: Expr) -> MeetingSlots | None:
     """Return which slots of two expressions meet; None where a position has several."""
     left, right = _slots(a), _slots(b)
     if left is None or right is None:
@@ -189,7 +189,7 @@ def meetings(a: Expr, b: Expr) -> Meetings | None:
                 fixed.setdefault(slot[0], const)
         else:
             parents[_root(parents, one)] = _root(parents, other)
-    return Meetings(_groups(parents), fixed)
+    return MeetingSlots(_groups(parents), fixed)
 
 
 def _slots(expr: Expr) -> list[Slot | Const] | None:
@@ -338,7 +338,7 @@ class Solver:
 
     def _tie(self, a: Expr, b: Expr) -> None:
         """Unify position by position: slots that meet become one."""
-        met = meetings(a, b)
+        met = slots_that_meet(a, b)
         if met is None:
             for expr in (a, b):
                 self.pin(expr, "its slots are put in another order across a reshape")

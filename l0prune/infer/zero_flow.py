@@ -63,10 +63,10 @@ class Zeros:
         dims = [(operand, self._summed_dims(read, operand)) for operand in read.operands]
         is_zero = [self._along(operand, of) is True for operand, of in dims]
         is_number = all(isfinite(self.numbers[o].get(d, 0.0)) for o, of in dims for d in of)
-        is_told = self.told(read) is not None
-        return is_number and (any(is_zero) or read.place is not None or is_told)
+        has_known_zeros = self.known_zeros(read) is not None
+        return is_number and (any(is_zero) or read.place is not None or has_known_zeros)
 
-    def told(self, read: Read) -> frozenset[Node] | None:
+    def known_zeros(self, read: Read) -> frozenset[Node] | None:
         """The zeros from which an export can tell what closed slots added to a sum or a variance.
 
         They are none where the slots are zero. None where what they added cannot be told.

@@ -1,7 +1,7 @@
 """Expected sizes under independent gates: exact, as polynomials in sums over gates, with gradients.
 
 The size of a layout is a polynomial in *counts*: how many slots of a range are open, or how many
-positions of a ``Both``. Gates are independent, so the expectation of a product of counts of
+positions of a ``Gated``. Gates are independent, so the expectation of a product of counts of
 different ranges is the product of their expectations. Counts that share gates (a Linear that
 reads and writes one residual stream) are taken apart by the moment-cumulant formula
 
@@ -30,9 +30,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from l0prune.plan.layout import (
-    Both,
     Cat,
     Const,
+    Gated,
     Layout,
     Pick,
     Prod,
@@ -79,7 +79,7 @@ class Sums:
             self._positions[number] = torch.arange(start, stop).unsqueeze(1)
         for number, axis_number in enumerate(self._axis_of_each_range(), start=1):
             self._axes[number] = frozenset([axis_number])
-        self._one_by_one: dict[Both | Pick, int] = {}
+        self._one_by_one: dict[Gated | Pick, int] = {}
         self._cumulants: dict[Monomial, int] = {}
         self._expectations: dict[Monomial, Polynomial] = {}
 
@@ -101,7 +101,7 @@ class Sums:
                 return _sum(self.size(part) for part in parts)
             case Prod(inner):
                 return multiply([self.size(factor) for factor in inner])
-            case Both(base, fine):
+            case Gated(base, fine):
                 if not axes_of(fine):
                     return self.size(base)
                 return self.size(fine) if not axes_of(base) else {(self._counted(layout),): 1.0}
@@ -127,7 +127,7 @@ class Sums:
             if slots.start <= start and stop <= slots.stop:
                 yield self._ranges[offset + start, offset + stop]
 
-    def _counted(self, layout: Both | Pick) -> int:
+    def _counted(self, layout: Gated | Pick) -> int:
         """The number of open positions of a layout that is looked at position by position."""
         number = self._one_by_one.get(layout)
         if number is None:
@@ -189,7 +189,7 @@ def _counted_leaves(layout: Layout) -> Iterator[Slots]:
     """The ranges of gates that are counted on their own; others count positions instead."""
     if isinstance(layout, Pick) and not _is_order(layout):
         return
-    if isinstance(layout, Both) and axes_of(layout.base) and axes_of(layout.fine):
+    if isinstance(layout, Gated) and axes_of(layout.base) and axes_of(layout.fine):
         return
     if isinstance(layout, Slots):
         yield from leaves(layout)
@@ -337,7 +337,7 @@ class SumTable:
 
 
 class _Products:
-    """The sums of products of open probabilities: positions of a ``Both``, cumulants."""
+    """The sums of products of open probabilities: positions of a ``Gated``, cumulants."""
 
     def __init__(self, sums: Sums, device: torch.device) -> None:
         size = sum(sums.lengths)

@@ -2,7 +2,7 @@
 
 A layout reads like einops. ``Slots`` names slots of an axis, ``Const`` a dimension that is no
 axis (batch, height, time); ``Cat`` puts layouts one after another, ``Prod`` nests them in
-row-major order, ``Pick`` takes positions of a layout in any order, and ``Both`` lays a second,
+row-major order, ``Pick`` takes positions of a layout in any order, and ``Gated`` lays a second,
 finer axis over a layout, slot by slot.
 """
 
@@ -90,8 +90,8 @@ class Pick(Generic[L]):
 
 
 @dataclass(frozen=True, slots=True)
-class Both:
-    """Two layouts of equal size over the same positions; one is alive where both are."""
+class Gated:
+    """Layout whose positions have gates of their own: one is alive where both layouts are."""
 
     base: Layout
     fine: Layout
@@ -104,7 +104,7 @@ class Both:
 
 # What the slots along a dim are: of variables while they are inferred, then of a plan's slots.
 Term: TypeAlias = "Const | L | Cat[L] | Prod[L] | Pick[L]"
-Layout: TypeAlias = "Term[Slots | Both]"
+Layout: TypeAlias = "Term[Slots | Gated]"
 Layouts: TypeAlias = "tuple[Layout, ...]"
 
 
@@ -120,7 +120,7 @@ def children(term: Term[Any]) -> tuple[Any, ...]:
             return parts
         case Prod(factors):
             return factors
-        case Both(base, fine):
+        case Gated(base, fine):
             return (base, fine)
         case Pick(base, _):
             return (base,)
@@ -143,7 +143,7 @@ def axes_of(layout: Layout) -> frozenset[int]:
 
 def substitute(term: Term[Any], leaf: Callable[[Any], Layout]) -> Layout:
     """Return the layout with ``leaf(part)`` for each part without parts that is no constant."""
-    if isinstance(term, Const | Cat | Prod | Both | Pick):
+    if isinstance(term, Const | Cat | Prod | Gated | Pick):
         return with_children(term, lambda child: substitute(child, leaf))
     return leaf(term)
 
@@ -155,8 +155,8 @@ def with_children(layout: Term[Any], convert: Callable[[Any], Layout]) -> Layout
             return Cat(tuple(map(convert, parts)))
         case Prod(factors):
             return Prod(tuple(map(convert, factors)))
-        case Both(base, fine):
-            return Both(convert(base), convert(fine))
+        case Gated(base, fine):
+            return Gated(convert(base), convert(fine))
         case Pick(base, index):
             return picked(convert(base), index)
         case _:
@@ -181,7 +181,7 @@ def show(layout: Layout, names: Sequence[str]) -> str:
             texts = [show(f, names) for f in factors]
             pairs = zip(factors, texts, strict=True)
             return "×".join(f"({t})" if isinstance(f, Cat) else t for f, t in pairs)
-        case Both(_, fine):
+        case Gated(_, fine):
             return show(fine, names)
         case Pick(base, _):
             return f"({show(base, names)})[…]"
@@ -198,8 +198,8 @@ def to_json(layout: Layout) -> Any:
             return ["cat", *map(to_json, parts)]
         case Prod(factors):
             return ["prod", *map(to_json, factors)]
-        case Both(base, fine):
-            return ["both", to_json(base), to_json(fine)]
+        case Gated(base, fine):
+            return ["gated", to_json(base), to_json(fine)]
         case Pick(base, index):
             return ["pick", to_json(base), list(index)]
 
@@ -219,8 +219,8 @@ def from_json(data: Any) -> Layout:
             return Cat(tuple(map(from_json, parts)))
         case ["prod", *factors]:
             return Prod(tuple(map(from_json, factors)))
-        case ["both", base, fine]:
-            return Both(from_json(base), from_json(fine))
+        case ["gated", base, fine]:
+            return Gated(from_json(base), from_json(fine))
         case ["pick", base, [*index]] if _are_positions(index, from_json(base).size):
             return Pick(from_json(base), tuple(index))
         case _:
@@ -267,7 +267,7 @@ def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tens
             case Slots():
                 place = flat(of)
                 return torch.arange(place.start, place.stop).unsqueeze(0)
-            case Both(base, fine):
+            case Gated(base, fine):
                 return torch.cat([table(base), table(fine)])
             case Cat(parts):
                 return _side_by_side(list(map(table, parts)), one)
@@ -290,7 +290,7 @@ def constant_positions(layout: Layout) -> int:
             return sum(map(constant_positions, parts))
         case Prod(factors):
             return prod(map(constant_positions, factors))
-        case Both() | Pick():
+        case Gated() | Pick():
             table = gate_table(layout, lambda slots: slice(slots.start, slots.stop), one=-1)
             return int((table < 0).all(0).sum())
 

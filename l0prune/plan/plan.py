@@ -18,9 +18,9 @@ from l0prune.plan.activations import Activation
 from l0prune.plan.branch import KIND, Branch
 from l0prune.plan.code import Code
 from l0prune.plan.layout import (
-    Both,
     Cat,
     Const,
+    Gated,
     Layout,
     Layouts,
     Pick,
@@ -65,10 +65,10 @@ def narrowed(layout: Layout, kept: Callable[[int], Tensor]) -> tuple[Layout, Ten
                 left.append(own)
                 whole = (whole[:, None] & mask).flatten()
             return Prod(tuple(left)), whole
-        case Both(base, fine):
+        case Gated(base, fine):
             (coarse, of_base), (finer, of_fine) = narrowed(base, kept), narrowed(fine, kept)
             both = of_base & of_fine
-            return Both(those(coarse, of_base, both), those(finer, of_fine, both)), both
+            return Gated(those(coarse, of_base, both), those(finer, of_fine, both)), both
         case Pick(base, index):
             own, mask = narrowed(base, kept)
             at = torch.tensor(index, dtype=torch.int64)
@@ -297,7 +297,7 @@ class Plan:
         return [
             (number, found)
             for number, found in sorted(sites.items())
-            if all(site.role == "read" and isinstance(site.layout, Both) for site in found)
+            if all(site.role == "read" and isinstance(site.layout, Gated) for site in found)
         ]
 
     def _align(self, kept: Tensor) -> None:
@@ -326,7 +326,7 @@ class Plan:
         ids[axis.slice] = torch.arange(axis.size)
         for site in readers:
             alive = self.mask(site.layout, kept)
-            if isinstance(site.layout, Both) and number in axes_of(site.layout.fine):
+            if isinstance(site.layout, Gated) and number in axes_of(site.layout.fine):
                 index = self.spread(site.layout.fine, ids)
                 read[index[alive]] = True
             else:
@@ -336,7 +336,7 @@ class Plan:
 
     def _positions(self, layout: Layout, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """For each position: the slot of axis ``number`` there, and whether there is one."""
-        base = layout.base if isinstance(layout, Both) else layout
+        base = layout.base if isinstance(layout, Gated) else layout
         alone = only(base, frozenset([number]))
         marks = torch.zeros(self.size, dtype=torch.int64)
         # Slot i carries the value i + 2; constants spread as ones, so 1 means "not this axis".
@@ -362,7 +362,7 @@ class Plan:
             return Slots(numbers[slots.axis], slots.start, slots.stop)
 
         def convert(layout: Layout) -> Layout:
-            if isinstance(layout, Both) and not axes_of(substitute(layout.fine, leaf)):
+            if isinstance(layout, Gated) and not axes_of(substitute(layout.fine, leaf)):
                 layout = layout.base
             return substitute(layout, leaf)
 

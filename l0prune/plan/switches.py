@@ -15,9 +15,9 @@ from torch import Tensor
 
 from l0prune.plan.branch import KIND, in_switches, is_needed
 from l0prune.plan.layout import (
-    Both,
     Cat,
     Const,
+    Gated,
     Layout,
     Prod,
     Slots,
@@ -99,7 +99,7 @@ def _site(plan: Plan, sites: dict[tuple[str, int], Site], tensor: str) -> Site:
     """Return the site at which a switch multiplies a parameter: a dim without single inputs."""
     dims = plan.tensors[tensor]
     taken = (sites.get((tensor, dim)) for dim in range(len(dims)))
-    dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Both))
+    dim = next(i for i, s in enumerate(taken) if s is None or not isinstance(s.layout, Gated))
     return sites.get((tensor, dim)) or Site(tensor, dim, Const(dims[dim].size), "write")
 
 

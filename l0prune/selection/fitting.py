@@ -17,7 +17,7 @@ from torch import Tensor
 
 from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
-from l0prune.plan.layout import Both, axes_of
+from l0prune.plan.layout import Gated, axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
 from l0prune.plan.plan import Plan
@@ -287,6 +287,6 @@ def beside_maps(plan: Plan) -> set[int]:
     return {
         axis
         for site in plan.sites
-        if isinstance(site.layout, Both)
+        if isinstance(site.layout, Gated)
         for axis in axes_of(site.layout.fine)
     }

@@ -354,7 +354,7 @@ ENDLESS = 10**12
         {"sites": [["4.weight", 1, ["slots", 0, 0, ENDLESS], "read"]]},
         {"sites": [["4.weight", 1, ["slots", 99, 0, 1], "read"]]},
         {"sites": [["4.weight", 1, ["slots", -1, 0, 1], "read"]]},
-        {"sites": [["4.weight", 1, ["both", 216, 2], "read"]]},
+        {"sites": [["4.weight", 1, ["gated", 216, 2], "read"]]},
         {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 216]], "read"]]},
         {"sites": [["4.weight", 1, ["pick", 216, [*range(215), -1]], "read"]]},
         {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 0.0]], "read"]]},

@@ -16,7 +16,7 @@ from l0prune.gating.attaching import gates_of
 from l0prune.gating.kinds.binary_concrete import BinaryConcrete
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
 from l0prune.gating.kinds.hard_concrete import HardConcrete
-from l0prune.plan.layout import Both, Slots
+from l0prune.plan.layout import Gated, Slots
 from l0prune.plan.plan import Axis, Plan, Site
 
 CASES = {
@@ -118,7 +118,7 @@ class Blocks(nn.Module):
 def blocks_plan(count: int = 12):
     """One axis over the stream, met by all blocks, and one of each block's own on top of it."""
     axes = [Axis(f"a{i}", "neuron", 8, 8 * i, 1) for i in range(count + 1)]
-    layouts = [Both(Slots(0, 0, 8), Slots(i + 1, 0, 8)) for i in range(count)]
+    layouts = [Gated(Slots(0, 0, 8), Slots(i + 1, 0, 8)) for i in range(count)]
     sites = [Site(f"blocks.{i}.0.weight", 1, x, "read") for i, x in enumerate(layouts)]
     return Plan(tuple(axes), (), {}, tuple(sites), ())
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from l0prune.gating.multipliers import Spreader
-from l0prune.plan.layout import Both, Cat, Const, Layout, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Gated, Layout, Prod, Slots
 from l0prune.plan.plan import Axis, Plan
 
 SIZES = (3, 4, 12)
@@ -39,9 +39,9 @@ layouts = st.one_of(
     composed,
     st.sampled_from(
         [
-            Both(Prod((Slots(0, 0, 3), Const(4))), Slots(2, 0, 12)),
-            Both(Prod((Slots(1, 0, 4), Slots(0, 0, 3))), Slots(2, 0, 12)),
-            Both(Const(12), Slots(2, 0, 12)),
+            Gated(Prod((Slots(0, 0, 3), Const(4))), Slots(2, 0, 12)),
+            Gated(Prod((Slots(1, 0, 4), Slots(0, 0, 3))), Slots(2, 0, 12)),
+            Gated(Const(12), Slots(2, 0, 12)),
         ]
     ),
 )
@@ -78,13 +78,13 @@ def test_spreads_all_layouts_as_the_plan_spreads_each(wanted, seed, is_cut):
 def test_layouts_in_the_order_of_the_gates_are_views_of_z():
     words = plan()
     z = torch.rand(words.size)
-    layouts = [Slots(0, 0, 3), Both(Const(4), Slots(1, 0, 4)), Slots(2, 0, 12)]
+    layouts = [Slots(0, 0, 3), Gated(Const(4), Slots(1, 0, 4)), Slots(2, 0, 12)]
     _, parts = Spreader(words, [(layout, None) for layout in layouts])(z)
     assert [part.data_ptr() - z.data_ptr() for part in parts] == [0, 3 * 4, 7 * 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_keeps_the_dtype(dtype):
-    layout = Both(Prod((Slots(0, 0, 3), Const(4))), Slots(2, 0, 12))
+    layout = Gated(Prod((Slots(0, 0, 3), Const(4))), Slots(2, 0, 12))
     _, (part,) = Spreader(plan(), [(layout, None)])(torch.rand(plan().size, dtype=dtype))
     assert part.dtype == dtype

@@ -12,7 +12,7 @@ import l0prune
 from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
 from l0prune.plan.cost import CostModel, cost_of, group_weights
-from l0prune.plan.layout import Both, Cat, Const, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Gated, Prod, Slots
 from l0prune.plan.plan import Cost
 
 UNITS = ("params", "macs")
@@ -155,7 +155,7 @@ def test_a_group_weighs_as_eq_16_says():
 def test_a_flattened_map_with_fine_gates_in_closed_form():
     # 3 maps of 4 positions into 5 neurons, a gate on each of the 12 inputs as well.
     sizes = [3, 12, 5]
-    inputs = Both(Prod((whole(sizes, 0), Const(4))), whole(sizes, 1))
+    inputs = Gated(Prod((whole(sizes, 0), Const(4))), whole(sizes, 1))
     plan = plan_of(sizes, [Cost("fc", "params", 1.0, (whole(sizes, 2), inputs))])
     p = torch.rand(20)
     columns = p[:3].double().repeat_interleave(4) * p[3:15].double()

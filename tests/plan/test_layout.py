@@ -31,7 +31,7 @@ def test_product_is_row_major():
 
 
 def test_both_multiplies_position_by_position():
-    both = L.Both(L.Prod((B, L.Const(1))), L.Slots(0, 1, 3))
+    both = L.Gated(L.Prod((B, L.Const(1))), L.Slots(0, 1, 3))
     assert spread(both).tolist() == [21, 55]
 
 

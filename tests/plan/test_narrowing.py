@@ -8,7 +8,7 @@ from plans import count, layouts, plan_of, plans
 
 from l0prune.errors import UsageError
 from l0prune.plan.code import Code, Factor
-from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Gated, Pick, Prod, Slots
 from l0prune.plan.plan import Cost, Plan, Site
 
 
@@ -63,7 +63,7 @@ def test_cutting_twice_is_cutting_once(plan, data):
 
 def test_layouts_of_what_is_left():
     maps, fine = Slots(0, 0, 3), Slots(1, 0, 6)
-    columns = Both(Prod((maps, Const(2))), fine)
+    columns = Gated(Prod((maps, Const(2))), fine)
     plan = plan_of([3, 6], [])
     plan = Plan(
         plan.axes,
@@ -81,7 +81,7 @@ def test_layouts_of_what_is_left():
     small = plan.narrowed(kept)
     assert [(a.start, a.size, a.group_size) for a in small.axes] == [(0, 2, 1), (2, 5, 1)]
     assert small.tensors["cat"] == (Cat((Const(2), Slots(0, 1, 2))),)
-    left = Both(Pick(Prod((Slots(0, 0, 2), Const(2))), (0, 2, 3)), Pick(Slots(1, 0, 5), (0, 3, 4)))
+    left = Gated(Pick(Prod((Slots(0, 0, 2), Const(2))), (0, 2, 3)), Pick(Slots(1, 0, 5), (0, 3, 4)))
     assert small.tensors["columns"] == (left,)
     assert small.sites[0].layout == left
     assert small.tensors["turned"] == (Pick(Slots(0, 0, 2), (1, 0, 0)),)

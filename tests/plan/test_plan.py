@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from l0prune.plan.layout import Both, Const, Prod, Slots
+from l0prune.plan.layout import Const, Gated, Prod, Slots
 from l0prune.plan.plan import Axis, Cost, Pin, Plan, Site
 
 
 def lenet_head() -> Plan:
     """Two maps of three positions, flattened into a Linear of four neurons, read by another."""
     maps, fine, hidden = Slots(0, 0, 2), Slots(1, 0, 6), Slots(2, 0, 4)
-    columns = Both(Prod((maps, Const(3))), fine)
+    columns = Gated(Prod((maps, Const(3))), fine)
     return Plan(
         axes=(
             Axis("conv", "channel", 2, 0, 9),

@@ -11,7 +11,7 @@ from torch import nn
 import l0prune
 from l0prune.infer.parts import inferred
 from l0prune.plan.cost import CostModel
-from l0prune.plan.layout import Both, Cat, Const, Pick, Prod, Slots
+from l0prune.plan.layout import Cat, Const, Gated, Pick, Prod, Slots
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import (
     gone,
@@ -102,7 +102,7 @@ def test_all_kinds_of_layouts_come_back(plan):
     a, convert = Slots(number, 0, 3), under_switches(plan)
     for layout in (
         a, Const(4), Cat((Const(2), a)), Prod((a, Const(3))), Prod((Cat((a, Const(1))), Const(2))),
-        Both(a, Slots(0, 0, 3)), Pick(Cat((a, a)), (5, 0, 2)),
+        Gated(a, Slots(0, 0, 3)), Pick(Cat((a, a)), (5, 0, 2)),
     ):  # fmt: skip
         assert convert(layout) != layout or layout == Const(4)
         assert without_switches(plan, convert(layout)) == layout

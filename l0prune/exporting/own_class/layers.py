@@ -26,7 +26,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.cut_layers import PickedLinear, become
 from l0prune.files.given_sizes import PADDED, GivenSizes, PaddedNorm
-from l0prune.plan.layout import Both, Layout, Layouts, axes_of, outer
+from l0prune.plan.layout import Gated, Layout, Layouts, axes_of, outer
 
 _ROUNDING = 1e-10
 
@@ -143,7 +143,7 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
 
 def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
     """Return which of the inputs that are left are read; None where all are."""
-    if not isinstance(columns, Both):
+    if not isinstance(columns, Gated):
         return None
     plan, kept = chosen.plan, chosen.kept
     fine = plan.mask(columns, kept)[plan.mask(columns.base, kept)]

@@ -23,7 +23,7 @@ from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
 from l0prune.infer.rewrites.literals import Sizes, picked
 from l0prune.infer.rewrites.resized import rewritten
-from l0prune.plan.layout import Both, axes_of
+from l0prune.plan.layout import Gated, axes_of
 
 _ATEN = torch.ops.aten
 
@@ -221,7 +221,7 @@ def _insert_gathers(module: GraphModule, sizes: Sizes) -> None:
             continue
         source, weight = node.args[:2]
         columns = sizes.dims(weight)[1] if weight.name in sizes.layouts else None
-        if not isinstance(columns, Both):
+        if not isinstance(columns, Gated):
             continue
         fine = sizes.mask(columns)[sizes.mask(columns.base)]
         if bool(fine.all()):

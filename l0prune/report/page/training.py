@@ -68,7 +68,7 @@ def phases_in_words(training: Training) -> str:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SizeCut:
     """The epoch in which the network was made smaller while it trained.
 
     Attributes:
@@ -81,12 +81,12 @@ class Cut:
     share: float
 
 
-def cuts(training: Training) -> list[Cut]:
+def cuts(training: Training) -> list[SizeCut]:
     """Return the steps at which the network was cut, as far as recorded."""
     found, size, start = [], 1.0, 0.0
     for epoch, share in zip(training.epochs, step_shares(training), strict=True):
         if share is not None and share < size - _ROUNDING:
-            found.append(Cut(start, float(epoch.step), share))
+            found.append(SizeCut(start, float(epoch.step), share))
             size = share
         start = float(epoch.step)
     return found
@@ -247,7 +247,7 @@ def _phase_bands(
         yield titled(f"{span.name}: steps {span.start:g} to {span.stop:g}", shade, name)
 
 
-def _cut_line(cut: Cut, at: Place, low: float, high: float) -> Markup:
+def _cut_line(cut: SizeCut, at: Place, low: float, high: float) -> Markup:
     (x, floor), (_, top) = at((cut.start, low)), at((cut.start, high))
     line = element("line", x1=x, x2=x, y1=top, y2=floor, class_="cut")
     left = f"{elements.percent(cut.share)} of the MACs of a step"
