@@ -111,20 +111,6 @@ def test_detach_gives_back_what_came_in(make, plan, shape):
         detach(model)
 
 
-def test_train_and_eval_flags_stay():
-    model = mlp()
-    model[1].eval()
-    model[2].eval()
-    flags = [m.training for m in model.modules()]
-    gated(model, mlp_plan())
-    assert [m.training for m in model.modules()] == [*flags, True]
-    twin = mlp().eval()
-    gated(twin, mlp_plan())
-    assert not gates_of(twin).training
-    twin.train()
-    assert gates_of(twin).training
-
-
 class Broken(nn.Linear):
     """A user's class that does not let itself be subclassed."""
 

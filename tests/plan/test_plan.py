@@ -40,22 +40,24 @@ def bits(text: str) -> torch.Tensor:
     return torch.tensor([c == "1" for c in text.replace(" ", "")])
 
 
-def test_an_open_map_that_nobody_reads_goes():
-    kept = lenet_head().kept(bits("11 111000 1010"))
-    assert kept.tolist() == bits("10 111000 1010").tolist()
+WRITTEN = Site("conv.weight", 0, Slots(0, 0, 2), "write")
 
 
-def test_an_open_map_that_something_reads_without_weights_stays():
-    """Then its gates act where it is written, too: a mean or a norm may read it."""
+@pytest.mark.parametrize(
+    ("more", "open_", "kept"),
+    [
+        # an open map that nobody reads
+        ((), "11 111000 1010", "10 111000 1010"),
+        # its gates act where it is written, too: a mean or a norm may read it
+        ((WRITTEN,), "11 111000 1010", "11 111000 1010"),
+        # a dead axis keeps one slot
+        ((), "11 111111 0000", "11 111111 1000"),
+    ],
+)
+def test_what_is_kept(more, open_, kept):
     plan = lenet_head()
-    written = Site("conv.weight", 0, Slots(0, 0, 2), "write")
-    kept = replace(plan, sites=(*plan.sites, written)).kept(bits("11 111000 1010"))
-    assert kept.tolist() == bits("11 111000 1010").tolist()
-
-
-def test_a_dead_axis_keeps_one_slot():
-    kept = lenet_head().kept(bits("11 111111 0000"))
-    assert kept.tolist() == bits("11 111111 1000").tolist()
+    plan = replace(plan, sites=(*plan.sites, *more))
+    assert plan.kept(bits(open_)).tolist() == bits(kept).tolist()
 
 
 def test_fine_columns_of_a_closed_map_do_not_count_as_alive():

@@ -8,11 +8,6 @@ from l0prune.errors import FileError
 from l0prune.report.content import BudgetResult, Content, parsed
 
 
-def test_what_is_written_is_read():
-    found = content()
-    assert parsed(found.model_dump_json(), "x") == found
-
-
 def test_most_of_it_may_be_absent():
     found = parsed('{"version": 1, "kind": "l0prune report", "title": "x", "made": ""}', "x")
     assert found == Content(title="x", made="")

@@ -17,36 +17,25 @@ def up(width, block):
     return block * math.ceil(width / block)
 
 
-@pytest.mark.parametrize("slope", [0.0, 1.0])
-def test_where_time_is_linear_slots_are_counted_one_by_one(slope):
-    assert preferred_blocks(plan(64, 48), lambda w: 10 + slope * (w[0] + 3 * w[1])) == [1, 1]
-
-
-@pytest.mark.parametrize("block", [4, 8, 16])
-def test_whole_steps_of_stairs_are_liked(block):
-    def time(widths):
-        return 10 + up(widths[0], block) + widths[1]
-
-    assert preferred_blocks(plan(64, 64), time) == [block, 1]
-
-
-def test_each_axis_has_its_own_even_where_sizes_are_multiplied():
-    def time(widths):
-        return up(widths[0], 16) * up(widths[1], 4)
-
-    assert preferred_blocks(plan(64, 64), time) == [16, 4]
-
-
-def test_a_fast_path_for_whole_blocks_is_taken_whatever_the_slope():
-    def time(widths):
-        return widths[0] * (1.0 if widths[0] % 8 == 0 else 1.5)
-
-    assert preferred_blocks(plan(64), time) == [8]
-
-
-def test_a_block_that_is_more_than_an_axis_may_keep_is_not_liked():
-    # All of it or nothing would be 12 or 0, and 0 may not be: that is more than single slots are.
-    assert preferred_blocks(plan(12), lambda w: up(w[0], 2)) == [4]
+@pytest.mark.parametrize(
+    ("sizes", "time", "blocks"),
+    [
+        # where time is linear slots are counted one by one
+        ((64, 48), lambda w: 10, [1, 1]),
+        ((64, 48), lambda w: 10 + w[0] + 3 * w[1], [1, 1]),
+        # whole steps of stairs
+        ((64, 64), lambda w: 10 + up(w[0], 4) + w[1], [4, 1]),
+        ((64, 64), lambda w: 10 + up(w[0], 16) + w[1], [16, 1]),
+        # to each axis its own, even where sizes are multiplied
+        ((64, 64), lambda w: up(w[0], 16) * up(w[1], 4), [16, 4]),
+        # a fast path for whole blocks, whatever the slope
+        ((64,), lambda w: w[0] * (1.0 if w[0] % 8 == 0 else 1.5), [8]),
+        # all of it or nothing would be 12 or 0, and 0 may not be: that is more than single slots
+        ((12,), lambda w: up(w[0], 2), [4]),
+    ],
+)
+def test_blocks_are_those_of_least_time(sizes, time, blocks):
+    assert preferred_blocks(plan(*sizes), time) == blocks
 
 
 @pytest.mark.parametrize("kind", ["head", "group", "branch"])
