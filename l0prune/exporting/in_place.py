@@ -35,6 +35,8 @@ from l0prune.gating.multipliers import LINK
 from l0prune.infer.parts import Parts
 
 PASSES = (check_class_alone, slice_by_plan, resize_class, drop_branches, verify_class)
+# One example and several, and the several in training mode: each runs on the host while steps wait.
+_BATCHES = (2, 1)
 _MISSING = object()
 
 
@@ -89,7 +91,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
-    network = replace(copies_of(model), exact_alone=True)
+    network = replace(copies_of(model), exact_alone=True, batches=_BATCHES)
     chosen = Chosen(network.plan, network.z, kept)
     network = replace(network, chosen=chosen)
     if chosen.gone:

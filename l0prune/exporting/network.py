@@ -46,6 +46,7 @@ class Network:
         free: sizes of its inputs that are free beside the batch.
         sizes: such as it takes.
         exact_alone: whether float64 is enough to compare in, since nothing is handed out.
+        batches: sizes of batches on which its own class is compared; those of an export if empty.
         asked: what the gated model has answered, so that it need not run twice on one input.
         parts: set by ``capture_parts``: its graphs with their plans; None without a capture.
         chosen: set by ``select``: the slots that stay, on the axes of ``parts.plan`` or ``plan``.
@@ -76,6 +77,7 @@ class Network:
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
     exact_alone: bool = False
+    batches: Sequence[int] = ()
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
     parts: Parts | None = None
     chosen: Chosen | None = None

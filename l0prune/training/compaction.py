@@ -68,6 +68,10 @@ def _is_users(hook: Any) -> bool:
 
 
 _LESS = 0.9  # of the MACs: so few are to be left by another cut
+# By device, steps of the whole network that pass while the host proves a cut: on a CPU a step takes
+# so much longer that any cut pays.
+_WAITED = {"cpu": 0}
+_ELSEWHERE = 20
 
 
 class Compaction:
@@ -214,13 +218,14 @@ class Compaction:
         cost = cost_of(self._gates.plan)
         return cost.amount(kept.double(), "macs") / max(cost.dense("macs"), 1)
 
-    def look(self, *, begins: bool = False) -> None:
+    def look(self, steps_left: int, *, begins: bool = False) -> None:
         """Cut what was closed for good at the last look and is so still, where it saves enough.
 
         A slot that is cut and whose gate has opened since, by a prior or the user's own hand, is
         there again.
 
         Args:
+            steps_left: of the run, which have to win back what a cut costs.
             begins: no step was done yet, so that what is closed never was open in one.
 
         Raises:
@@ -231,8 +236,14 @@ class Compaction:
         if before is None:
             return
         kept = self._left(~(closed & before))
-        if self._lacks(self._gates.open()) or self._share_of(kept) <= _LESS * self.share:
+        if self._lacks(self._gates.open()) or self._pays(kept, steps_left):
             self.begin(kept)
+
+    def _pays(self, kept: Tensor, steps_left: int) -> bool:
+        """Return whether so few slots save more than another cut costs."""
+        share = self._share_of(kept)
+        cost = _WAITED.get(device_of(self._root).type, _ELSEWHERE)
+        return share <= _LESS * self.share and (self.share - share) * steps_left >= cost
 
     def _lacks(self, open_: Tensor) -> bool:
         """Return whether slots of these open gates are cut."""
@@ -377,10 +388,10 @@ class CompactionPolicy:
         if self._when != "never":
             self._attempt(self._compaction.begin)
 
-    def to_what_is_open(self, *, begins: bool = False) -> None:
+    def to_what_is_open(self, steps_left: int, *, begins: bool = False) -> None:
         """While gates learn: what was closed for long enough goes, or before they begin to."""
         if self._when == "auto":
-            self._attempt(partial(self._compaction.look, begins=begins))
+            self._attempt(partial(self._compaction.look, steps_left, begins=begins))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the cut, and whether cutting has failed."""

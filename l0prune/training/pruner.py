@@ -318,7 +318,7 @@ class Pruner:
             # Before the first step of a loop of your own the model may still be moved: what is
             # closed then goes after it.
             begins = self.step == 0 and not self._drives_itself
-            self._shrinking.to_what_is_open(begins=begins)
+            self._shrinking.to_what_is_open(self.phases.total - self.step, begins=begins)
 
     def freeze_branches(self) -> None:
         """Keep branches that are open now, and remove the others, before the first step."""

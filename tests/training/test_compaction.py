@@ -41,6 +41,7 @@ import l0prune
 from l0prune.errors import NothingToPrune, UsageError
 from l0prune.exporting import in_place
 from l0prune.gating.gated_class import CHILD
+from l0prune.training import compaction
 from l0prune.training.averages import Average
 from l0prune.training.compaction import Compaction
 
@@ -476,14 +477,23 @@ def test_networks_in_half_precision_are_cut_too(dtype):
     small.end()
 
 
+@pytest.mark.parametrize(("steps_left", "cuts"), [(1, False), (200, True)])
+def test_a_cut_has_to_win_back_what_it_costs(model, steps_left, cuts, monkeypatch):
+    monkeypatch.setitem(compaction._WAITED, "cpu", 20)
+    small = Compaction(model.train())
+    small.look(steps_left, begins=True)
+    assert (small.cut is not None) == cuts
+    small.end()
+
+
 def test_a_gate_that_opens_while_its_slot_is_cut_brings_it_back(model):
     small = Compaction(model.train())
-    small.look(begins=True)
+    small.look(1, begins=True)
     bank, kept = l0prune.gates(model), small.cut.kept
     share = small.share
     with torch.no_grad():
         bank.log_alpha[int((~kept).nonzero()[0])] = 3.0
-    small.look()
+    small.look(1)
     assert int(small.cut.kept.sum()) > int(kept.sum())
     assert small.share > share
     assert torch.equal(small.cut.kept, bank.plan.kept(bank.open()))

@@ -47,14 +47,14 @@ def verify_class(network: Network) -> Network:
     """Verify the model of its own class, without a capture: what it computes is the proof.
 
     Raises:
-        NotThisWay: no class is the same function, or shown to be: at a size of ``BATCHES`` that
+        NotThisWay: no class is the same function, or shown to be: at a size of its batches that
             the model does not take, or where its forward does not read its own parameters (it
             reaches another object's, which a copy does not cut).
     """
     chosen, counted = network.selected, counted_in(network.plan)
     predicted = round(cost_of(network.plan).amount(chosen.kept.double(), "params"))
     for own in network.classes:
-        answers = answers_to_all(network, BATCHES)
+        answers = answers_to_all(network, network.batches or BATCHES)
         if not answers or not counted <= answers[0].read:
             break
         choice = choose(own, [Reference("", network.gated, answers)])
