@@ -100,18 +100,18 @@ def fit(
     wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
-    are_unlearned = scores is None and _are_unlearned(gates, wanted, open_, asked)
+    by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
+    if by_magnitude:
+        scores = score(model, "magnitude")
     worth = gates.log_alpha.detach() if scores is None else scores
-    if are_unlearned:
-        worth = score(model, "magnitude")
     _check_scores(worth, gates.plan.size)
-    if not asked and (are_unlearned or scores is not None):
+    if not asked and scores is not None:
         asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
     blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
     if data is not None:
-        if scores is None or kinds or not wanted:
+        if scores is None or by_magnitude or kinds or not wanted:
             raise UsageError(
                 "data tells how many branches go when scores and a budget say what goes: give both "
                 "and no kinds, or no data"
@@ -119,9 +119,9 @@ def fit(
         oneshot = OneShot(wanted, blocks(), worth)
         open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
     in_blocks = blocks(movable)
-    if are_unlearned:
+    if by_magnitude:
         warn(
-            "the gates that this budget closes have not learned, so slots are ranked by the score "
+            "the gates that this budget moves have not learned, so slots are ranked by the score "
             "'magnitude'. Give scores, such as l0prune.score(model, 'auto', data), or train the "
             "gates with l0prune.finetune first"
         )
@@ -131,11 +131,19 @@ def fit(
 def _are_unlearned(
     gates: Gates, wanted: Sequence[Bound], open_: Tensor, kinds: Sequence[str]
 ) -> bool:
-    """Return whether the gates that may close are as they started: all but equal, by chance."""
-    counted = [bound.gates() for bound in wanted]
-    closing = open_ & _movable(gates.plan, open_, kinds).gates
-    closing &= torch.stack(counted).any(0) if counted else False
-    return int(closing.sum()) > 1 and gates.are_uniform(closing)
+    """Return whether a choice has to be made among gates that are as they started, all but equal.
+
+    None has to where all are open and the budget allows that.
+    """
+    if not wanted:
+        return False
+    counted = torch.stack([bound.gates() for bound in wanted]).any(0)
+    counted &= _movable(gates.plan, open_, kinds).gates
+    are_met = all(bound.actual(open_) <= bound.most for bound in wanted)
+    closing = counted & open_
+    if int(closing.sum()) < 2 or (are_met and bool(torch.equal(closing, counted))):
+        return False
+    return gates.are_uniform(closing)
 
 
 def _check_scores(scores: Tensor, size: int) -> None:
