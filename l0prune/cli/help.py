@@ -1,4 +1,4 @@
-"""How ``--help`` looks: what a command does, its options in groups, three examples."""
+"""Layout of ``--help``: what a command does, its options in groups, three examples."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class _Watch(TorchFunctionMode):
         self.depth += 1
 
     def leave(self, *_: Any) -> None:
-        """It has run."""
+        """Note that it has run."""
         self.depth -= 1
 
     def __torch_function__(

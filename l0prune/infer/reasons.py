@@ -114,7 +114,7 @@ def _words(text: str, where: str, author: Node, operator: str) -> str:
 
 
 def _reason(expr: Expr, axes: Collection[Var]) -> Reason | None:
-    """Why a part of the expression became no axis; None if all of it did."""
+    """Reason why a part of the expression became no axis; None if all of it did."""
     whole = list(_left_over(expr, axes))
     if not whole:
         return None

@@ -21,7 +21,7 @@ from l0prune.plan.layout import Cat, Const, Pick, Prod, Term, children
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a variable is pinned, and the node that pinned it."""
+    """Reason why a variable is pinned, and the node that pinned it."""
 
     text: str
     node: Node | None

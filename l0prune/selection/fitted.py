@@ -1,4 +1,4 @@
-"""What a fit came to, as plain data and as an event for those who watch it::
+"""Result of a fit, as plain data and as an event for those who watch it::
 
 with watched(print):
     l0prune.fit(model, "latency=0.5", latency=table)

@@ -180,7 +180,7 @@ class _Draws:
 
     @classmethod
     def of(cls, model: nn.Module) -> _Draws | None:
-        """Those of a model; None where it carries no gates."""
+        """Return those of a model; None where it carries no gates."""
         try:
             return cls(gates_of(model))
         except NotGated:

@@ -124,7 +124,7 @@ def _wide(row: Row, y: float, left: float, start: float, full: float, width: flo
 
 
 def _reason(row: Row, start: float, y: float, full: float, end: float) -> list[Markup]:
-    """Why a bar is whole, or gone, beside it or on it, where there is more room."""
+    """Reason why a bar is whole, or gone, beside it or on it, where there is more room."""
     if not (row.is_whole or row.is_gone) or not row.side.reason:
         return []
     beside, on = end - start - full - 8, full - 12
