@@ -97,7 +97,7 @@ class Teacher:
 
     @property
     def needs_whole(self) -> str:
-        """Reason why the model keeps its size while it learns from this one; empty if it need not."""
+        """Reason why the model has to keep its size while it learns from this one, if any."""
         return "match compares what its modules give with what the teacher's do" * bool(self._match)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
