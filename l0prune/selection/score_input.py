@@ -18,7 +18,7 @@ from l0prune.plan.plan import Plan
 from l0prune.running import rng
 from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.criteria import tensor_output
-from l0prune.running.device import choose_device, on_device
+from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.evaluate import batch_statistics, check_first_batch
 from l0prune.running.task import Task, batch_length
 
@@ -32,6 +32,7 @@ class ScoreInput:
         gates: its bank.
         task: the data and the loss, or None.
         batches: see ``score``; as are ``batch_size``, ``device`` and ``seed``.
+        autocast: of the forwards whose gradients are taken; see ``Settings``.
     """
 
     root: nn.Module
@@ -41,6 +42,7 @@ class ScoreInput:
     batch_size: int
     device: str | torch.device
     seed: int
+    autocast: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -68,7 +70,8 @@ class ScoreInput:
             z = torch.full_like(self.gates.log_alpha, at, requires_grad=True)
             with self.gates.using(z), torch.enable_grad():
                 for inputs, targets in batches:
-                    loss = task.loss_in(call(self.root, inputs), targets)
+                    with precision(z.device, self.autocast):
+                        loss = task.loss_in(call(self.root, inputs), targets)
                     if loss is None:
                         raise UsageError(
                             "in eval mode the model gives no loss, and this score is of its "
@@ -117,7 +120,7 @@ class ScoreInput:
             UsageError: there is no data.
             DataError: the data is empty or does not fit the model.
         """
-        found = []
+        found: list[Tensor] = []
         with self._evaluating() as (task, batches), batch_statistics(self.root), torch.no_grad():
             for inputs, targets in batches:
                 if batch_length(inputs, targets) < 2:  # which have no statistics
@@ -128,9 +131,9 @@ class ScoreInput:
                         loss = task.loss_in(call(self.root, inputs), targets)
                     if loss is None:
                         return None
-                    row.append(float(loss))
-                found.append(row)
-        return torch.tensor(found, dtype=torch.float64).mean(0) if found else None
+                    row.append(loss)
+                found.append(torch.stack(row).to("cpu", torch.float64))  # one wait for all
+        return torch.stack(found).mean(0) if found else None
 
     @contextmanager
     def _evaluating(self) -> Iterator[tuple[Task, Iterator[tuple[Any, Any]]]]:

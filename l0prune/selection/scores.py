@@ -321,11 +321,14 @@ def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]
 
     def found() -> Iterator[tuple[Tensor, int]]:
         for run, length in of.forwards():
-            whole, values = run(open_), torch.zeros(of.plan.size, dtype=torch.float64)
+            whole, moved = run(open_), list[Tensor]()
             for number in switches:
                 closed = torch.tensor([*gone, number], device=open_.device)
                 without = run(open_.index_fill(0, closed, 0))
-                values[number] = float((without - whole).square().sum()) / length
+                moved.append((without - whole).square().sum())
+            values = torch.zeros(of.plan.size, dtype=torch.float64)
+            if moved:
+                values[list(switches)] = torch.stack(moved).cpu() / length  # one wait for all
             yield values, length
 
     return mean_over_examples(found())
@@ -346,7 +349,7 @@ def _best_for_slots(of: ScoreInput) -> str:
     """
 
     def slope(at: float) -> float:
-        found = replace(of, batches=1).gradients(at)
+        found = replace(of, batches=1, autocast=None).gradients(at)
         return float(mean_over_examples((each.square(), n) for each, n in found).mean())
 
     return "outputs" if slope(1.0) <= _LEAST * slope(_NEARBY) else "fisher"

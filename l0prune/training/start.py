@@ -140,7 +140,9 @@ def init_gates(
     gates, size = gates_of(model), feed.length
     scoring = ScoringBudget.of(learning, size, int(switches_of(gates.plan).sum()))
     subject = ScoreInput(*holder(model), feed.task, None, feed.batch_size, device, settings.seed)
-    slots = replace(subject, batches=min(feed.steps, scoring.slots))
+    # Without a loss scaler gradients are too small for fp16.
+    autocast = settings.autocast if settings.autocast == "bf16" else None
+    slots = replace(subject, batches=min(feed.steps, scoring.slots), autocast=autocast)
     most = math.ceil(feed.steps * size / max(1, scoring.few))
     branches = replace(subject, batches=min(most, scoring.branches), batch_size=scoring.few)
     ways = replace(subject, batches=max(1, scoring.ways))

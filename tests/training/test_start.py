@@ -12,8 +12,13 @@ import l0prune
 from l0prune.errors import DataError, UsageError
 from l0prune.gating.kinds.base import gate_of
 from l0prune.plan.switches import switches_of
+from l0prune.running.batches import Feed
+from l0prune.running.processes import ALONE
+from l0prune.running.task import Task
 from l0prune.training.loop import Loop
 from l0prune.training.pruner import Pruner
+from l0prune.training.settings import Settings
+from l0prune.training.start import init_gates
 
 
 def leaned(scores, log_alpha):
@@ -353,3 +358,20 @@ def test_processes_that_train_together_start_from_the_same(tmp_path):
     first, second = in_processes(start_of_own, folder=tmp_path)
     assert torch.equal(first, second)
     assert torch.equal(first, start_of_own(0))
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_gradients_of_scores_are_taken_under_autocast_where_they_need_no_scale(autocast, dtype):
+    seen = set()
+
+    def watched(outputs, targets):
+        if torch.is_grad_enabled():
+            seen.add(outputs.dtype)
+        return torch.nn.functional.cross_entropy(outputs.float(), targets)
+
+    task = Task.of(data(), watched)
+    settings = Settings(start="fisher", autocast=autocast, batch_size=30)
+    feed = Feed(task, 30, seed=0, augment=False)
+    begun = init_gates(gated(), settings, 100, None, feed, "cpu", ALONE)
+    assert begun.said.startswith("start: gates as their scores say: fisher")
+    assert seen == {dtype}
