@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections import UserDict, namedtuple
+from types import MappingProxyType
+
 import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from l0prune.data import Data, Loaded, Tensors
+from l0prune.data.dataset import (
+    as_arguments,
+    inputs_and_targets,
+    map_tensors,
+    to_device,
+    without_labels,
+)
 from l0prune.data.preprocessing import shifted, shifted_and_mirrored
 from l0prune.errors import DataError, UsageError
 
@@ -183,3 +193,74 @@ def test_augmentation_is_reproducible(vary):
     assert torch.equal(first, second)
     assert first.is_contiguous()
     assert not torch.equal(first, images)
+
+
+A, B = torch.ones(2, 3), torch.zeros(2)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
+def test_any_mapping_becomes_a_dict(kind):
+    found = map_tensors((kind({"a": A, "rest": kind({"b": B, "text": "x"})}), [B]))
+    assert type(found[0]) is type(found[0]["rest"]) is dict
+    assert found[0]["a"] is A
+    assert found[0]["rest"]["text"] == "x"
+    assert found[0]["rest"]["b"] is found[1][0] is B
+
+
+def test_every_tensor_is_moved_wherever_it_is():
+    pair = namedtuple("pair", "one other")(A, UserDict(b=[B, "text"]))
+    one, other = to_device(pair, "meta")
+    assert (one.device.type, other["b"][0].device.type, other["b"][1]) == ("meta", "meta", "text")
+
+
+def test_inputs_are_arguments():
+    assert as_arguments("a") == (("a",), {})
+    assert as_arguments(("a", "b")) == as_arguments(["a", "b"]) == (("a", "b"), {})
+    assert as_arguments(UserDict(a=1)) == as_arguments({"a": 1}) == ((), {"a": 1})
+
+
+def test_a_tokenizers_batch_is_moved_and_shown_as_an_example():
+    encoding = pytest.importorskip("transformers").BatchEncoding
+    examples = [({"ids": torch.tensor([n])}, n % 2) for n in range(6)]
+
+    def collate(chosen):
+        ids = torch.stack([inputs["ids"] for inputs, _ in chosen])
+        return encoding({"ids": ids}), torch.tensor([target for _, target in chosen])
+
+    split = Loaded(examples, collate=collate)
+    assert type(split.example(2)) is dict
+    assert split.example(2)["ids"].tolist() == [[0], [1]]
+    batches = list(split.batches(3))
+    assert [type(inputs) for inputs, _ in batches] == [dict, dict]
+    assert Data("tokens", split, split, 2).n_train == 6
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+
+
+def test_a_pair_is_one_as_it_is():
+    for batch in ((ONE, TWO), [ONE, TWO]):
+        assert inputs_and_targets(batch) == (ONE, TWO)
+
+
+@pytest.mark.parametrize("name", ["labels", "label"])
+def test_the_labels_of_a_mapping_are_its_targets(name):
+    batch = {"x": ONE, name: TWO}
+    inputs, targets = inputs_and_targets(batch)
+    assert inputs is batch
+    assert targets is TWO
+    assert without_labels(inputs) == {"x": ONE}
+
+
+def test_without_labels_all_of_it_is():
+    batch = {"x": ONE, "start_positions": TWO}
+    assert inputs_and_targets(batch) == (batch, batch)
+    assert without_labels((ONE, TWO)) == (ONE, TWO)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"), [(ONE, "gave a Tensor;"), ([ONE] * 3, "a list of 3;"), ("ab", "gave a str")]
+)
+def test_what_is_neither_is_refused(batch, says):
+    with pytest.raises(DataError, match=says):
+        inputs_and_targets(batch)

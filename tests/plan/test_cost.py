@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import count, enumerate_expected, plan_of, plans, probabilities, whole
 from torch import nn
+from torch.autograd import Function
 
 import l0prune
 from l0prune.cli import recipe_files
 from l0prune.errors import UsageError
 from l0prune.plan.cost import CostModel, cost_of, group_weights
+from l0prune.plan.expected import first_order
 from l0prune.plan.layout import Cat, Const, Gated, Prod, Slots
 from l0prune.plan.plan import Cost
 
@@ -228,3 +230,24 @@ def test_a_plan_has_one_cost_model_while_someone_holds_it():
     held = cost_of(first)
     assert cost_of(first) is held
     assert cost_of(second) is not held
+
+
+class Cube(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x.detach()
+        return x**3
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return grad * 3 * ctx.x**2
+
+
+def test_a_graph_of_the_gradient_may_be_built_but_not_followed_to_here():
+    x = torch.tensor(2.0, requires_grad=True)
+    y = torch.tensor(5.0, requires_grad=True)
+    of_x, of_y = torch.autograd.grad(y * Cube.apply(x) + y**2, (x, y), create_graph=True)
+    assert (of_x.item(), of_y.item()) == (60, 18)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        of_x.backward()

@@ -1,10 +1,21 @@
+from collections import namedtuple
+
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from l0prune.errors import UsageError
-from l0prune.running.criteria import LOSSES, METRICS, loss_of, metric_of, metric_values
+from l0prune.running.criteria import (
+    LOSSES,
+    METRICS,
+    cross_entropy,
+    error_rate,
+    is_classification,
+    loss_of,
+    metric_of,
+    metric_values,
+)
 from l0prune.training.settings import Settings
 
 Y = torch.tensor([[0.5], [-1.0], [2.0]])
@@ -69,3 +80,92 @@ def test_settings_name_every_loss_and_metric():
         assert all(name in text for name in names)
     with pytest.raises(UsageError, match="there is no loss 'mes'; did you mean 'mse'"):
         Settings.of({"loss": "mes"})
+
+
+SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
+TARGETS = torch.tensor([0, 1, 1, 2])
+
+
+def test_the_loss_is_the_mean_negative_log_probability():
+    expected = -SCORES.softmax(1).log()[torch.arange(4), TARGETS].mean()
+    torch.testing.assert_close(cross_entropy(SCORES, TARGETS), expected)
+    assert cross_entropy(SCORES.bfloat16(), TARGETS).dtype == torch.float32
+
+
+def test_the_error_is_one_number_per_example():
+    assert error_rate(SCORES, TARGETS).tolist() == [0, 0, 1, 1]
+
+
+def test_the_error_of_a_map_is_the_fraction_of_its_pixels():
+    scores = torch.stack([SCORES.T, SCORES.T])  # (2, 3 classes, 4 pixels)
+    targets = torch.stack([TARGETS, torch.tensor([0, 1, 2, 2])])
+    assert error_rate(scores, targets).tolist() == [0.5, 0.25]
+
+
+def test_targets_may_be_probabilities():
+    soft = torch.nn.functional.one_hot(TARGETS, 3).float()
+    assert error_rate(SCORES, soft).tolist() == [0, 0, 1, 1]
+    torch.testing.assert_close(cross_entropy(SCORES, soft), cross_entropy(SCORES, TARGETS))
+
+
+def test_scores_may_be_called_logits():
+    outputs = namedtuple("Outputs", ["logits", "rest"])(SCORES, None)
+    assert torch.equal(cross_entropy(outputs, TARGETS), cross_entropy(SCORES, TARGETS))
+    assert torch.equal(error_rate(outputs, TARGETS), error_rate(SCORES, TARGETS))
+
+
+def test_other_outputs_need_a_loss_of_their_own():
+    with pytest.raises(UsageError, match=r"dict.*loss=a function of"):
+        cross_entropy({"a": SCORES}, TARGETS)
+    with pytest.raises(UsageError, match="loss of your own"):
+        cross_entropy(SCORES[0], TARGETS)
+
+
+HALF_WRONG = torch.tensor([[1.0, 0, 1], [0, 1, 0], [0, 0, 0], [1, 1, 1]])  # of several labels
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "says"),
+    [
+        (SCORES[:, :1], torch.rand(4, 1), "loss='mse', 'l1' or 'smooth-l1'"),
+        (SCORES[:, :1], TARGETS.clamp(max=1), "one number for an example"),
+        (SCORES[:, 0], torch.rand(4), "loss='mse', 'l1' or 'smooth-l1'"),
+        (SCORES[:, 0], torch.rand(2), "a loss of your own"),
+        (SCORES[:, :1], torch.rand(4), "loss='mse'"),
+        (SCORES, torch.rand(4, 3) + 1, "0 or 1 loss='bce'"),
+        (SCORES, HALF_WRONG, r"\(4, 3\) of float32"),
+        (SCORES, HALF_WRONG.bool(), "loss='bce'"),
+        (SCORES, HALF_WRONG.long(), "loss='bce'"),
+        (SCORES, TARGETS.float(), r"targets\.long\(\)"),
+        (SCORES, TARGETS[:, None], r"\(4, 1\) of int64"),
+    ],
+)
+def test_what_cross_entropy_is_not_for_is_refused_with_what_to_write(outputs, targets, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        cross_entropy(outputs, targets)
+    assert "loss=" in str(caught.value) or "targets.long()" in str(caught.value)
+    with pytest.raises(UsageError, match="counts wrong classes"):
+        error_rate(outputs, targets)
+    assert not is_classification(outputs, targets)
+
+
+def test_what_is_no_class_does_not_count_as_wrong():
+    scores = torch.stack([SCORES.T, SCORES.T])  # (2, 3 classes, 4 pixels)
+    targets = torch.stack([torch.tensor([0, -100, 0, 255]), torch.full((4,), -100)])
+    assert error_rate(scores, targets).tolist() == [0.5, 0]
+    assert error_rate(SCORES, torch.tensor([0, -100, 1, 2])).tolist() == [0, 0, 1, 1]
+
+
+def test_classes_are_told_from_sequences():
+    assert is_classification(SCORES, TARGETS)
+    outputs = namedtuple("Outputs", "logits")
+    assert is_classification(outputs(SCORES), TARGETS)
+    sequence = torch.zeros(2, 3, 3)  # as many words as there are
+    assert not is_classification(outputs(sequence), torch.zeros(2, 3).long())
+    assert not is_classification({"a": SCORES}, TARGETS)
+    assert not is_classification(SCORES[0], TARGETS)
+
+
+def test_class_numbers_may_have_any_whole_type():
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(cross_entropy(SCORES, TARGETS.to(dtype)), cross_entropy(SCORES, TARGETS))

@@ -1,6 +1,10 @@
+import re
 import sys
 
-from l0prune.running.environment import command, environment
+from rich.table import Table
+from rich.text import Text
+
+from l0prune.running.environment import as_html, command, environment
 
 
 def test_a_command_is_as_one_would_type_it():
@@ -14,3 +18,14 @@ def test_versions_are_those_that_run():
     found = environment()
     assert found["versions"]["torch"] == sys.modules["torch"].__version__.partition("+")[0]
     assert found["versions"]["python"] == sys.version.split()[0]
+
+
+def test_a_table_is_one_element_whose_text_is_escaped(capsys):
+    table = Table("name", title="Cut")
+    table.add_row(Text("<script>alert('x')</script> & [bold]more"))
+    html = as_html(table)
+    assert html.startswith("<pre style=")
+    assert html.endswith("</pre>")
+    assert set(re.findall(r"</?(\w+)", html)) <= {"pre", "span"}
+    assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt; &amp; [bold]more" in html
+    assert capsys.readouterr().out == ""

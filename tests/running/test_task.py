@@ -1,3 +1,4 @@
+from collections import namedtuple
 from functools import partial
 
 import pytest
@@ -9,7 +10,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from l0prune.data import Tensors
 from l0prune.errors import DataError, FileError, UsageError
 from l0prune.running.criteria import cross_entropy, error_rate
-from l0prune.running.task import Task, batch_length
+from l0prune.running.task import (
+    Amount,
+    Task,
+    amount_keys,
+    amounts,
+    are_detections,
+    batch_length,
+    model_loss,
+)
 
 SCORES = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 0.0, 5.0], [1.0, 0.0, 0.0]])
 TARGETS = torch.tensor([0, 1, 1, 2])
@@ -234,3 +243,53 @@ def test_a_task_prints_without_its_tensors():
     assert repr(Task(batches, loss="mse", size=9)) == (
         "Task(train=2 batches, loss='mse', metric_name='test_loss', size=9, larger_is_better=False)"
     )
+
+
+LOSS, ONES = torch.tensor(0.5), torch.ones(4, 3)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        namedtuple("Output", ["loss", "logits"])(LOSS, ONES),
+        {"loss": LOSS, "logits": ONES},
+        {"boxes": LOSS / 2, "classes": LOSS / 2},
+    ],
+)
+def test_a_loss_is_found(outputs):
+    assert model_loss(outputs) == LOSS
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        ONES,
+        LOSS,
+        None,
+        {},
+        (LOSS, ONES),
+        {"loss": ONES},
+        {"loss": None, "logits": ONES},
+        {"count": torch.tensor(3), "classes": LOSS},
+    ],
+)
+def test_what_is_no_loss_is_not_taken_for_one(outputs):
+    assert model_loss(outputs) is None
+
+
+def test_findings_are_a_mapping_for_each_example():
+    assert are_detections([{"boxes": ONES}, {"boxes": ONES}])
+    assert not are_detections([])
+    assert not are_detections({"boxes": ONES})
+    assert not are_detections((ONES, {"boxes": ONES}))
+
+
+def test_a_record_has_the_amounts_by_measure():
+    record = {"epoch": 1, **Amount(7.5, 7, 10).entries("macs"), **Amount(2, 1.5, 0).entries("time")}
+    assert list(record)[1:] == [*amount_keys("macs"), *amount_keys("time")]
+    assert amounts(record) == {"macs": Amount(7.5, 7, 10), "time": Amount(2, 1.5, 0)}
+
+
+def test_shares_are_of_the_dense_amount():
+    assert Amount(7.5, 7, 10).share(7.5) == 0.75
+    assert Amount(0, 0, 0).share(0) == 0
