@@ -1,17 +1,18 @@
 """Launches of a gated step and of a plain one, counted on the CPU.
 
 Counted is each operator of ATen that is no view, in forward, backward, penalty and optimizer, and
-each launch of Triton, which its interpreter runs here. A step on a GPU is a line of such launches:
-where they are short, their number is its time.
+each launch of Triton, which is not run. A step on a GPU is a line of such launches: where
+they are short, their number is its time.
 
-    TRITON_INTERPRET=1 python -m benchmarks.kernels [--models resnet50 vit_b_16] [--size 64]
+    python -m benchmarks.kernels [--models resnet50 vit_b_16] [--size 64]
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from l0prune.capture.compat import TorchDispatchMode
+from l0prune.capture.compat import TorchDispatchMode, replaced
 from l0prune.gating import products
 
 # Operators that start nothing on a GPU: views and questions about a tensor.
@@ -43,29 +44,27 @@ class Launches(TorchDispatchMode):
             self.by_operator[name] += 1
         return func(*args, **(kwargs or {}))
 
-    def note(self, kernel: Any, *_: Any, **__: Any) -> None:
-        """Count a launch of Triton."""
-        self.by_operator[f"triton.{kernel.fn.__name__}"] += 1
-
 
 def count(step: Callable[[], None]) -> Counter[str]:
     """Return the launches of a step that was done before, as often as it took to settle."""
-    kernels = products.kernels()
-    assert kernels is not None
-    launch = kernels._launch
-
-    def noted(kernel: Any, *args: Any, **options: Any) -> None:
-        counter.note(kernel)
-        with torch.utils._python_dispatch._disable_current_modes():
-            launch(kernel, *args, **options)
-
-    with Launches() as counter:
-        kernels._launch = noted
-        try:
-            step()
-        finally:
-            kernels._launch = launch
+    with Launches() as counter, counted_by(counter):
+        step()
     return counter.by_operator
+
+
+@contextmanager
+def counted_by(counter: Launches | None) -> Iterator[None]:
+    """Within the context Triton launches nothing, on any device; a counter notes what it would."""
+    kernels = products.kernels()
+    assert kernels is not None, "Triton is not installed"
+
+    def note(kernel: Any, *_: Any, **__: Any) -> None:
+        if counter is not None:
+            counter.by_operator[f"triton.{kernel.fn.__name__}"] += 1
+
+    everywhere = replaced(products, "runs_on", lambda device: True)
+    with everywhere, replaced(kernels, "launch", note):
+        yield
 
 
 def step_of(
@@ -90,7 +89,6 @@ def step_of(
 
 
 def main() -> None:
-    products.runs_on = lambda device: True
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16", "mobilenet_v2"])
     parser.add_argument("--size", type=int, default=32, help="of the images (ViT: 224)")
@@ -107,8 +105,9 @@ def main() -> None:
             if is_gated:
                 l0prune.gate(model, (images,))
             step = step_of(model, images, torch.bfloat16 if args.autocast else None)
-            for _ in range(2):  # what is read is known after the first
-                step()
+            with counted_by(None):
+                for _ in range(2):  # what is read is known after the first
+                    step()
             counts.append(count(step))
         plain, gated = (sum(found.values()) for found in counts)
         print(f"{name:16} plain {plain:5} gated {gated:5} ratio {gated / plain:.3f}", flush=True)

@@ -56,6 +56,8 @@ class GatedInput(Function):
         return None, torch.where(z == 0, 0, of_z / z), of_weight, bias
 
 
+# Numbers that a GPU reads and writes in the time that the launches for an input take.
+_LAUNCHES = 8_000_000
 _CONVOLUTIONS = ((nn.Conv1d, 1), (nn.Conv2d, 2), (nn.Conv3d, 3))
 
 
@@ -131,6 +133,8 @@ def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
         return None
     link = acting_link(module, "weight", weight)
     if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:
+        return None
+    if link.gates.products.is_on and weight.numel() - input.numel() < _LAUNCHES:  # type: ignore[union-attr]
         return None
     (multiplier, dim), *more = link.sites["weight"]
     if more or dim != 1:

@@ -120,7 +120,7 @@ def multiply(
     Shape: tiles ``(programs, 3)``: weight, first row, first column; table ``(weights, LINE)``;
     weights ``(weights,)``, their addresses; all int64. z and out flat.
     """
-    _launch(_multiply, len(tiles), tiles, table, weights, z, out, WEIGHT=_DTYPES[dtype],
+    launch(_multiply, len(tiles), tiles, table, weights, z, out, WEIGHT=_DTYPES[dtype],
             TR=TILE[0], TC=TILE[1])  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def differentiate(
 
     Shape: as ``multiply``; grad and out as its result, partial flat.
     """
-    _launch(_differentiate, len(tiles), tiles, table, weights, z, grad, out, partial,
+    launch(_differentiate, len(tiles), tiles, table, weights, z, grad, out, partial,
             WEIGHT=_DTYPES[dtype], TR=TILE[0], TC=TILE[1])  # fmt: skip
 
 
@@ -147,8 +147,9 @@ def add_up(blocks: Tensor, table: Tensor, values: Tensor, out: Tensor) -> None:
 
     Shape: blocks ``(programs, 2)``: line, first slot; table ``(lines, SUMS)``, int64.
     """
-    _launch(_add_up, len(blocks), blocks, table, values, out, TK=BLOCK[0], TS=BLOCK[1])
+    launch(_add_up, len(blocks), blocks, table, values, out, TK=BLOCK[0], TS=BLOCK[1])
 
 
-def _launch(kernel: Any, programs: int, *tensors: Tensor, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *tensors: Tensor, **constants: Any) -> None:
+    """Launch so many programs of a kernel."""
     kernel[(programs,)](*tensors, **constants)

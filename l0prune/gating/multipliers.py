@@ -216,8 +216,15 @@ class Spreader:
                 z = _ProductGather.apply(z, self._rows)
             else:
                 z = _product(_gathered(z, self._rows), self._rows)
-        parts = z.split_with_sizes(self._sizes)
-        return z, [parts[place] for place in self._place]
+        return z, self._parts(z)
+
+    def _parts(self, z: Tensor) -> list[Tensor]:
+        """Split what was spread, for a backward pass that few of the parts may take on a GPU."""
+        if z.device.type == "cpu":  # one node of the graph, which fills in zeros for all others
+            parts = z.split_with_sizes(self._sizes)
+            return [parts[place] for place in self._place]
+        sizes = (self._sizes[place] for place in self._place)
+        return [z.narrow(0, at, size) for at, size in zip(self.begins, sizes, strict=True)]
 
 
 def _left(table: Tensor, left: Tensor | None) -> Tensor:
