@@ -74,17 +74,17 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
 
 
 def copied_around(model: Model) -> Model:
-    """A copy on the CPU around the model's own weights, which are shared: to be read only.
+    """A copy around the model's own weights, which are shared: to be read only.
 
     Buffers are copied, since a forward writes into them; and so is a parameter of a class of its
     own, which may hold more than a tensor.
     """
     shared = {id(p): _sharing(p) for p in model.parameters() if type(p) is nn.Parameter}
-    return copied(model, shared).cpu()
+    return copied(model, shared)
 
 
 def _sharing(parameter: nn.Parameter) -> nn.Parameter:
-    result = nn.Parameter(parameter.detach().cpu(), parameter.requires_grad)
+    result = nn.Parameter(parameter.detach(), parameter.requires_grad)
     vars(result).update(vars(parameter))
     return result
 

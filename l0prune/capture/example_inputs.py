@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from l0prune.capture.compat import pytree
-from l0prune.capture.model_checks import evaluating
+from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.sizes import Inputs, batch_of
 from l0prune.errors import UsageError, first_line
 
@@ -158,11 +158,11 @@ def _is_plain(model: nn.Module, given: _Inputs, kept: _Inputs) -> bool:
     if any(tensor.is_meta for tensor in model.parameters()):
         return True
     args, kwargs = given
-    with evaluating(model), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        expected = model(*args, **kwargs)
-        torch.default_generator.manual_seed(0)
-        found = call(model, kept)
+    with evaluating(model):
+        with same_draws(model, seed=0):
+            expected = model(*args, **kwargs)
+        with same_draws(model, seed=0):
+            found = call(model, kept)
     outputs = [pytree.tree_leaves(output) for output in (expected, found)]
     pairs = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in outputs]
     return len(pairs[0]) == len(pairs[1]) and all(
@@ -317,7 +317,7 @@ def record(model: nn.Module, paths: Iterable[str], inputs: Inputs) -> list[Call]
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after, with_kwargs=True))
     try:
-        with evaluating(model), torch.random.fork_rng(devices=[]):
+        with evaluating(model), same_draws(model):
             call(model, _copied(inputs))
     finally:
         for handle in handles:

@@ -25,14 +25,53 @@ _QUANTIZERS = {
 _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 
 
+@contextmanager
+def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
+    """Leave torch's random generators as they are, the one of the model's device among them.
+
+    Args:
+        model: that draws within the context.
+        seed: to draw from; None for the generators as they are.
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    gpus = [device for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=gpus):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
+        yield
+
+
 def check_module(model: Any) -> None:
     """Raise UsageError for what is no module, or one whose insides nobody can change.
 
     Says what to give instead.
     """
-    why = _objection(model)
+    why = _objection(model) or _scattered(model)
     if why:
         raise UsageError(f"l0prune takes an nn.Module as you wrote it. {why}")
+
+
+def check_one_device(model: nn.Module) -> None:
+    """Raise UsageError for a model on several devices."""
+    if why := _scattered(model):
+        raise UsageError(f"l0prune computes where a model is. {why}")
+
+
+def _scattered(model: nn.Module) -> str:
+    places: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        places.setdefault(parameter.device, name)
+    if len(places) < 2:
+        return ""
+    found = ", ".join(f"{name} on {device}" for device, name in places.items())
+    return (
+        f"This one is on several devices ({found}), as device_map of transformers and accelerate "
+        "leaves it. Load it without device_map, and move it to one device that it fits on, such as "
+        'model.to("cpu").'
+    )
 
 
 def _objection(model: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -50,6 +51,23 @@ Timed = Annotated[
     bool, typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's.")
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Threads that a call may use when timed.")]
+
+
+class Precision(StrEnum):
+    """Values of ``--verify``."""
+
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+
+    @property
+    def setting(self) -> Literal["float64", "float32"]:
+        """Return the argument of ``l0prune.export``."""
+        return "float32" if self is Precision.FLOAT32 else "float64"
+
+
+Verified = Annotated[
+    Precision, typer.Option(help="float32 proves in less time, but only faults of 1e-5 and more.")
+]
 Out = Annotated[
     Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
 ]
@@ -65,6 +83,7 @@ def export(
     opset: Opset = None,
     timed: Timed = True,
     threads: Threads = 1,
+    verify: Verified = Precision.FLOAT64,
     out: Out = None,
     report: WithReport = True,
     trust_pickle: TrustPickle = False,
@@ -90,7 +109,7 @@ def export(
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
-        dense = l0prune.export(model)
+        dense = l0prune.export(model, verify=verify.setting)
     dense.preprocessing = preprocessing_in(info, path)
     stem = _stem(out, path)
     files: list[Path] = []

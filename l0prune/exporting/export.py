@@ -7,12 +7,19 @@ is the only way out of both.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch
 from torch import nn
 
 from l0prune.capture.threads import one_at_a_time
 from l0prune.capture.weights import weights_of
-from l0prune.errors import warn
+from l0prune.errors import L0pruneError, UsageError, first_line, warn
 from l0prune.exporting.capture_parts import capture_parts
+from l0prune.exporting.certify.answers import BOTH, Verify
+from l0prune.exporting.certify.dtypes import placed
 from l0prune.exporting.certify.live import check_copy
 from l0prune.exporting.certify.verify import verify, verify_class
 from l0prune.exporting.network import Pass, attempt, copies_of, run
@@ -23,6 +30,7 @@ from l0prune.exporting.slice import slice_by_plan, slice_graphs, slice_tensors
 from l0prune.exporting.write import write
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates, asked_of
+from l0prune.running.device import device_of
 
 BY_PLAN: tuple[Pass, ...] = (  # of the gates: for models that keep their own class
     select,
@@ -43,29 +51,75 @@ BY_CAPTURE: tuple[Pass, ...] = (
 
 
 @one_at_a_time()
-def export(model: nn.Module) -> Export:
+def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
     """Fold the gates, slice the closed slots out, and prove that nothing else has changed.
 
-    The model is left as it is. All work is on the CPU, in eval mode. Of a wrapper around the model
-    that was gated (compiled, DDP, a LightningModule) that model is exported. Threads take turns.
+    The model is left as it is. All work is where the model is, in eval mode (on the CPU, if its
+    device has no float64), and the result is there. Of a wrapper around the model that was gated
+    (compiled, DDP, a LightningModule) that model is exported. Threads take turns.
+
+    Args:
+        model: gated.
+        verify: the precision of the proof. ``"float64"`` shows faults of 1e-10 and more, and
+            compares in float32, too. ``"float32"`` takes less time, above all on GPUs that are slow
+            in float64, and shows faults of 1e-5 and more; the note, the certificate and the files
+            say so. Of a model that is captured in parts these are compared in both.
 
     Raises:
         NotGated: the model carries no gates.
         UsageError: a copy of the model computes something else than the model itself.
         CaptureError: torch.export can no longer follow it.
         CertificateError: the dense model differs from the gated one beyond rounding.
+        L0pruneError: there is not enough memory.
     """
     gated, bank = holder(model)
     _warn_of_excess(bank)
-    network = copies_of(gated)
+    try:
+        return _exported(model, gated, bank, verify)
+    except torch.OutOfMemoryError as error:
+        said = first_line(error)
+    raise L0pruneError(_on_memory(gated, said))  # by now what was made is let go of
+
+
+def _exported(model: nn.Module, gated: nn.Module, bank: Gates, verify: Verify) -> Export:
+    network = replace(copies_of(gated), compared_in=_dtypes(verify))
     unlooked = check_copy(gated, bank.example)
     weights = weights_of(network.plain)
-    notes = ("" if gated is model else _note_on_wrapper(model, network.plain), unlooked)
-    return write(
+    wrapper = "" if gated is model else _note_on_wrapper(model, network.plain)
+    notes = (wrapper, unlooked, IN_FLOAT32 if verify == "float32" else "")
+    result = write(
         attempt(BY_PLAN, network) or run(BY_CAPTURE, network),
         weights,
         notes,
         bank.facts.get("preprocessing"),
+    )
+    placed(result.module, device_of(gated))
+    return result
+
+
+IN_FLOAT32 = (
+    "It was compared in float32 alone, as was asked (verify='float32'): faults of less than 1e-5 "
+    "of the output would not have been seen."
+)
+
+
+def _dtypes(verify: str) -> Sequence[torch.dtype]:
+    if verify not in get_args(Verify):
+        raise UsageError(f"verify is 'float64' or 'float32', not {verify!r}")
+    return BOTH if verify == "float64" else BOTH[1:]
+
+
+_PEAK = 2.5  # times the weights, beside the model itself
+
+
+def _on_memory(model: nn.Module, said: str) -> str:
+    stored = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
+    return (
+        f"There is not enough memory on {device_of(model)} for this export, which needs about "
+        f"{_PEAK * stored:.2g} GiB beside the model, {_PEAK} times its weights, and what its "
+        "example takes. The model is as it was, and nothing was written. Free memory "
+        "(optimizers, other models, torch.cuda.empty_cache()), gate with a smaller example, or "
+        f'export on the CPU: l0prune.export(copy.deepcopy(model).to("cpu")). torch says: {said}'
     )
 
 

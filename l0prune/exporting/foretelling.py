@@ -18,6 +18,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.gate import kept_example
 from l0prune.gating.kinds.hard_concrete import HardConcrete
 from l0prune.plan.plan import Plan
+from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
 # Models with more parameters are not tried: that would take minutes.
@@ -86,11 +87,12 @@ def _half_closed(model: nn.Module, plan: Plan, example: Inputs, free: FreeSizes)
     for parameter in result.parameters():
         if parameter.is_floating_point():
             parameter.data = _with_noise(parameter.data, generator)
+    log_alpha = log_alpha.to(device_of(result))
     attach(result, Gates(plan, HardConcrete(), log_alpha, kept_example(example), free))
     return result
 
 
 def _with_noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
     scale = tensor.float().square().mean().sqrt() or 1.0
-    noise = torch.randn(tensor.shape, generator=generator) * _NOISE * scale
-    return tensor + noise.to(tensor.dtype)
+    noise = torch.randn(tensor.shape, generator=generator) * _NOISE * float(scale)
+    return tensor + noise.to(tensor)

@@ -15,8 +15,9 @@ from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, UsageError
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.dtypes import lent
+from l0prune.exporting.certify.dtypes import lent, placed
 from l0prune.gating.bank import Gates
+from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
 _SAME = 1e-6  # of the output's scale in float32: one module asked twice
@@ -32,12 +33,14 @@ class HandedOut:
         tensors: those of its state_dict, which it does not share.
         answer: what it computed in float32; None where it could not be run.
         macs: multiply-accumulates of that for one example, as torch counts them.
+        device: on which it was run.
     """
 
     example: Inputs
     tensors: Mapping[str, Tensor]
     answer: Any
     macs: float
+    device: torch.device
 
     @classmethod
     @stage("running the smaller model")
@@ -45,12 +48,13 @@ class HandedOut:
         """Look at a module.
 
         Args:
-            module: on the CPU.
+            module: on any device.
             example: inputs of its forward.
-            state: copies of its tensors, as far as they are known.
+            state: copies of its tensors on the CPU, as far as they are known.
         """
-        answer, macs = run_counted(module, example)
-        return cls(example, _snapshot(module, state), answer, macs)
+        device = device_of(module)
+        answer, macs = run_counted(module, example, device)
+        return cls(example, _snapshot(module, state), answer, macs, device)
 
     def check_sizes(self, module: nn.Module) -> None:
         """Raise UsageError where the module has other tensors than were exported."""
@@ -74,7 +78,7 @@ class HandedOut:
         for name, tensor in module.state_dict().items():
             if not _is_same(tensor.detach().cpu(), self.tensors[name]):
                 return True
-        answer, _ = run_counted(module, self.example)
+        answer, _ = run_counted(module, self.example, self.device)
         return self.answer is not None and difference(self.answer, answer) > _SAME
 
 
@@ -90,11 +94,11 @@ def parameters_of(module: nn.Module, unused: frozenset[str]) -> int:
     )
 
 
-def run_counted(module: nn.Module, example: Inputs) -> tuple[Any, float]:
-    """Return what a module computes in float32, and its MACs for one example."""
+def run_counted(module: nn.Module, example: Inputs, device: torch.device) -> tuple[Any, float]:
+    """Return what a module computes in float32 on a device, and its MACs for one example."""
     with FlopCounterMode(display=False) as counter:
         try:
-            answer = output_of(lent(module, _SINGLE).eval(), example, _SINGLE)
+            answer = output_of(placed(lent(module, _SINGLE), device).eval(), example, _SINGLE)
         except CertificateError:
             return None, 0.0
     return answer, counter.get_total_flops() / 2 / examples_given(example)
@@ -104,9 +108,9 @@ def _snapshot(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
     """Return copies of a module's tensors; those of the state serve where they are the same."""
     found: dict[str, Tensor] = {}
     for name, tensor in module.state_dict().items():
-        known = state.get(name)
-        is_known = known is not None and _is_same(tensor, known)
-        found[name] = known if is_known else tensor.detach().clone()  # type: ignore[assignment]
+        known, own = state.get(name), tensor.detach().cpu()
+        is_known = known is not None and _is_same(own, known)
+        found[name] = known if is_known else own.clone()  # type: ignore[assignment]
     return found
 
 

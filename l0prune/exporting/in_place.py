@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from l0prune.capture.provenance import within
 from l0prune.errors import UsageError
 from l0prune.exporting.capture_parts import surveyed
+from l0prune.exporting.certify.answers import BOTH
 from l0prune.exporting.certify.verify import verify_class
 from l0prune.exporting.network import Network, attempt, copies_of
 from l0prune.exporting.own_class.layers import Layer
@@ -91,7 +92,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         UsageError: its own class is not shown to compute and to train the same at these sizes.
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
-    network = replace(copies_of(model), exact_alone=True, batches=_BATCHES)
+    network = replace(copies_of(model), compared_in=BOTH[:1], batches=_BATCHES, hands_out=False)
     chosen = Chosen(network.plan, network.z, kept)
     network = replace(network, chosen=chosen)
     if chosen.gone:

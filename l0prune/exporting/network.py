@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from l0prune.capture.copying import copied_around
+from l0prune.capture.model_checks import check_one_device
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
-from l0prune.errors import UsageError
-from l0prune.exporting.certify.answers import Answer
+from l0prune.exporting.certify.answers import BOTH, Answer
 from l0prune.exporting.certify.certificate import Check
 from l0prune.exporting.certify.dtypes import Dtypes, cast
 from l0prune.exporting.certify.inputs import Sizes, sizes_taken
@@ -23,6 +24,7 @@ from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.gating.attaching import check_intact, detach
 from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
+from l0prune.running.device import check_values, device_of, exact_device
 
 
 class NotThisWay(Exception):
@@ -31,7 +33,9 @@ class NotThisWay(Exception):
 
 @dataclass(frozen=True)
 class Network:
-    """A gated model, on the CPU and in eval mode, and what the passes so far have made of it.
+    """A gated model in eval mode, and what the passes so far have made of it.
+
+    It is on its own device, where that knows float64, else on the CPU.
 
     A pass gives back another one with more of these set (``dataclasses.replace``).
 
@@ -39,14 +43,15 @@ class Network:
         gated: a copy of it around its own weights, which nobody may write into.
         plain: another one, without its gates.
         plan: where its gates act.
-        z: their values in float64, flat, so that the certificate sees the cut and not the
-            rounding of a fold.
+        z: their values in float64, flat, on the CPU, so that the certificate sees the cut and not
+            the rounding of a fold.
         example: inputs in the model's dtype, or as they were given where it has several.
         dtypes: of the model's tensors.
         free: sizes of its inputs that are free beside the batch.
         sizes: such as it takes.
-        exact_alone: whether float64 is enough to compare in, since nothing is handed out.
+        compared_in: dtypes in which it is compared.
         batches: sizes of batches on which its own class is compared; those of an export if empty.
+        hands_out: whether a model is made of it for the user, in its own dtypes.
         asked: what the gated model has answered, so that it need not run twice on one input.
         parts: set by ``capture_parts``: its graphs with their plans; None without a capture.
         chosen: set by ``select``: the slots that stay, on the axes of ``parts.plan`` or ``plan``.
@@ -76,8 +81,9 @@ class Network:
     dtypes: Dtypes
     free: FreeSizes = ALL_FIXED
     sizes: Sizes = ({},)
-    exact_alone: bool = False
+    compared_in: Sequence[torch.dtype] = BOTH
     batches: Sequence[int] = ()
+    hands_out: bool = True
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
     parts: Parts | None = None
     chosen: Chosen | None = None
@@ -149,27 +155,17 @@ def copies_of(model: nn.Module) -> Network:
 
     Raises:
         NotGated: the model carries no gates.
-        UsageError: a module that carried gates has been replaced since, or there are no weights.
+        UsageError: a module that carried gates has been replaced since, there are no weights, or
+            they are on several devices.
     """
-    _check_has_values(model)
+    check_one_device(model)
+    check_values(model)
     check_intact(model)
-    gated = copied_around(model).eval()
+    gated = copied_around(model).to(exact_device(device_of(model))).eval()
     plain = copied_around(gated)
     bank = detach(plain)
     dtypes = Dtypes.of(plain)
-    example = cast(bank.example, None if dtypes.others else dtypes.main)
+    example = cast(bank.example, None if dtypes.others else dtypes.main, device_of(gated))
     free = bank.free
     sizes = sizes_taken(gated, example, free) if free else ({},)
-    return Network(gated, plain, bank.plan, bank.double().z(), example, dtypes, free, sizes)
-
-
-def _check_has_values(model: nn.Module) -> None:
-    """Raise UsageError for a model on the meta device."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
-    if empty is not None:
-        raise UsageError(
-            f"{empty} is on the meta device: it has a shape and no values, so there is nothing to "
-            "export. survey and gate take such a model. For export, build it on the CPU, gate it "
-            "in the same way, and load the trained weights and gates: model.load_state_dict(...)."
-        )
+    return Network(gated, plain, bank.plan, bank.double().z().cpu(), example, dtypes, free, sizes)

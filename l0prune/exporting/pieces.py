@@ -21,10 +21,11 @@ from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import Answer, answers_of, output_of
 from l0prune.exporting.certify.certificate import LARGEST, Check, compare
 from l0prune.exporting.certify.difference import difference
-from l0prune.exporting.certify.dtypes import Dtypes, marked, restored
+from l0prune.exporting.certify.dtypes import CPU, Dtypes, marked, placed, restored
 from l0prune.exporting.network import Network
 from l0prune.exporting.own_class.replacement import class_programs
 from l0prune.exporting.slicing.program import Exported, programs, reexport, reexport_part
+from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
 
@@ -201,12 +202,10 @@ def whole(network: Network, captured: Captured | None, state: Mapping[str, Tenso
     restored(network.dense, dtypes)
     if dtypes.are_one:
         exact = _around(module, state) if is_shared else restored(module, dtypes)
+    exact = placed(exact, CPU)
     why_fixed = captured.why_fixed if captured else ""
     example = network.narrow(network.example)
-    made = Whole(exact, dtypes, example, network.answers[""], make, network.free, why_fixed)
-    if not dtypes.are_one:
-        _ = made.pieces  # ONNX's are made of what is not rounded yet
-    return made
+    return Whole(exact, dtypes, example, network.answers[""], make, network.free, why_fixed)
 
 
 def _around(module: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
@@ -243,6 +242,7 @@ def _islands(network: Network) -> Iterator[Piece]:
 def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[Piece]:
     """The pieces for inputs of one form: one, or for each number that it is told one."""
     dense = network.dense.get_submodule(path)
+    dense = dense if device_of(dense) == CPU else placed(copied(dense), CPU)
     made, single = programs(dense, network.dtypes, answers[0].inputs, reexport_part)
     is_graph = bool(network.comparisons[path].reason)  # captured at the example's sizes
     apart = _forms(answers, is_free=False)
@@ -299,6 +299,6 @@ def _renewed(piece: Piece, module: nn.Module) -> Piece:
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
     export = partial(reexport_part, batches=piece.batches)
-    made, single = programs(copied(part), Dtypes.of(part), inputs[0], export)
+    made, single = programs(placed(copied(part), CPU), Dtypes.of(part), inputs[0], export)
     answers = answers_of(part, inputs, whose="module")
     return Piece(piece.path, made.program, single, made.dynamic, answers, piece.batches, piece.form)

@@ -19,7 +19,7 @@ def check_class_alone(network: Network) -> Network:
             branches around which only a capture shows the way.
     """
     is_whole = network.plan.parts == ("",) and "" not in counted_in(network.plan)
-    is_exact = network.dtypes.are_one or network.exact_alone
+    is_exact = network.dtypes.are_one or not network.hands_out
     if not is_whole or not is_exact or (network.gone and network.parts is None):
         raise NotThisWay
     return network

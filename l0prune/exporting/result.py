@@ -28,6 +28,7 @@ from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import CertificateError, UsageError, warn
 from l0prune.exporting.certify.certificate import Certificate, Compared, compare_onnx
+from l0prune.exporting.certify.dtypes import CPU, placed
 from l0prune.exporting.handed_out import HandedOut, parameters_of
 from l0prune.exporting.onnx import file as onnx_file
 from l0prune.exporting.onnx.older import check_opset, data_beside
@@ -124,8 +125,9 @@ class Export:
     """A dense model that computes what the gated one does in eval mode.
 
     Attributes:
-        module: the dense network. It is of the model's own class at the new sizes, and may be
-            trained on, where the class allows them; else it is the captured graph, for evaluation.
+        module: the dense network, on the device and in the dtypes of the model. It is of the
+            model's own class at the new sizes, and may be trained on, where the class allows them;
+            else it is the captured graph, for evaluation. Programs and files are made on the CPU.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
         certificate: the measured errors.
         macs: of the dense network, for one example.
@@ -209,7 +211,7 @@ class Export:
         self._handed_out.check_sizes(self.module)
         if not self._handed_out.has_changed(self.module):
             return
-        module = copied(self.module).cpu().eval()
+        module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
         self.certificate = self.certificate.without("program", "onnx")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from l0prune.exporting.network import Network, NotThisWay
 from l0prune.exporting.slicing.graph import dense_graphs, narrowing
 from l0prune.exporting.slicing.tensors import cut_by_plan, cut_tensors
+from l0prune.running.device import device_of
 
 
 def slice_by_plan(network: Network) -> Network:
@@ -32,5 +33,6 @@ def slice_graphs(network: Network) -> Network:
     parts, narrow = network.captured, network.narrow
     if parts.plan.parts == ("",):
         narrow = narrowing(parts.found[0].analysis, network.by_part[""].kept)
-    graphs = dense_graphs(parts, network.by_part, network.tensors, network.dtypes)
+    device = device_of(network.plain)
+    graphs = dense_graphs(parts, network.by_part, network.tensors, network.dtypes, device)
     return replace(network, graphs=graphs, narrow=narrow)

@@ -28,6 +28,7 @@ from l0prune.exporting.slicing.tensors import cut_state
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
 from l0prune.plan.switches import dead_parameters
+from l0prune.running.device import device_of
 
 
 def write(
@@ -136,7 +137,7 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Cho
         The slots on a plan that counts right, the MACs, and what is to be said of these numbers.
     """
     chosen, left_out = network.selected, frozenset(unused)
-    _, before = run_counted(network.gated, network.example)
+    _, before = run_counted(network.gated, network.example, device_of(network.gated))
     held = parameters_of(network.plain, left_out)
 
     def is_right(unit: str, amount: float) -> bool:

@@ -62,10 +62,41 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
+def check_values(model: nn.Module) -> None:
+    """Raise UsageError for a model on the meta device."""
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    empty = next((name for name, tensor in tensors if tensor.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            f"{empty} is on the meta device: it has a shape and no values, so there is nothing to "
+            "export. survey and gate take such a model. For export, build it on the CPU, gate it "
+            "in the same way, and load the trained weights and gates: model.load_state_dict(...)."
+        )
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Return the device itself where it computes in float64, else the CPU."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).sum()
+    except (RuntimeError, TypeError, AssertionError):
+        return torch.device("cpu")
+    return device
+
+
 def precision(device: torch.device, autocast: str | None) -> AbstractContextManager[object]:
-    """Return a context in which operators run in the precision that ``autocast`` names."""
+    """Return a context in which operators run in the precision that ``autocast`` names.
+
+    Raises:
+        UsageError: the device is a GPU that computes in bf16 only by detours.
+    """
     if autocast is None:
         return nullcontext()
+    is_old = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    if autocast == "bf16" and is_old:
+        raise UsageError(
+            "autocast='bf16' is for GPUs that compute in it, from Ampere (2020) on, and this one "
+            "does not: use autocast='fp16', which scales the loss, or none"
+        )
     return torch.autocast(device.type, _DTYPES[autocast])
 
 

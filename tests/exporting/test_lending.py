@@ -9,7 +9,8 @@ from torch import nn
 
 import l0prune
 from l0prune.exporting.certify.answers import output_of
-from l0prune.exporting.certify.dtypes import Lent, lent
+from l0prune.exporting.certify.dtypes import lent
+from l0prune.exporting.certify.lending import Lent
 
 
 class Many(nn.Module):

@@ -79,3 +79,11 @@ def test_precision_is_what_was_asked_for():
     for name, dtype in ((None, torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         with device.precision(torch.device("cpu"), name):
             assert (one @ one).dtype == dtype
+
+
+def test_bf16_is_refused_on_a_gpu_that_does_not_compute_in_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    with pytest.raises(UsageError, match=r"from Ampere .* use autocast='fp16'"):
+        device.precision(torch.device("cuda"), "bf16")
+    with device.precision(torch.device("cpu"), "bf16"):
+        assert torch.is_autocast_enabled("cpu")

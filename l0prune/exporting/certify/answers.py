@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
+from l0prune.capture.model_checks import same_draws
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
-from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of, read_of
+from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
+from l0prune.exporting.certify.lending import read_of
+from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
 
@@ -62,6 +65,7 @@ def _paths(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 BOTH = (torch.float64, torch.float32)
+Verify = Literal["float64", "float32"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,13 @@ class Answer:
 
     Attributes:
         inputs: the input.
-        exact: the tensors and numbers of its output in float64.
+        exact: the tensors and numbers of its output in the first of ``dtypes``.
         single: the same in float32; None where that was not asked.
         read: names of the parameters that its forward has read by now.
         names: what the tensors of its output are called.
         scales: the largest value of each tensor over all inputs that were asked together.
         whose: of the ``gated`` model, or of the ``module`` that is handed out.
+        dtypes: in which the model was run.
     """
 
     inputs: Inputs
@@ -85,15 +90,11 @@ class Answer:
     names: tuple[str, ...] = ()
     scales: tuple[float, ...] = ()
     whose: Literal["gated", "module"] = "gated"
-
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        """Dtypes in which the model was run."""
-        return BOTH if self.single is not None else BOTH[:1]
+    dtypes: Sequence[torch.dtype] = BOTH
 
     def at(self, dtype: torch.dtype) -> Sequence[Any]:
         """The output in one of these."""
-        if dtype == torch.float64:
+        if dtype == self.dtypes[0]:
             return self.exact
         assert self.single is not None
         return self.single
@@ -106,7 +107,8 @@ class Answer:
     def of_tensors(self) -> Answer:
         """Answer without the numbers beside the tensors."""
         exact, single = (
-            [leaf for leaf in self.at(dtype) if isinstance(leaf, Tensor)] for dtype in BOTH
+            [leaf for leaf in values or () if isinstance(leaf, Tensor)]
+            for values in (self.exact, self.single)
         )
         return replace(self, exact=exact, single=single)
 
@@ -116,28 +118,28 @@ def answers_of(
     model: nn.Module,
     inputs: Sequence[Inputs],
     path: str = "",
-    exact_alone: bool = False,
+    dtypes: Sequence[torch.dtype] = BOTH,
     whose: Literal["gated", "module"] = "gated",
 ) -> tuple[Answer, ...]:
-    """Run the model, or its submodule at ``path``, on each of these inputs, on the CPU.
+    """Run the model, or its submodule at ``path``, on each of these inputs, where the model is.
 
     Args:
         model: the whole.
         inputs: of it, or of the submodule.
         path: of the submodule.
-        exact_alone: in float64 and not in float32 as well.
+        dtypes: float64, float32 or both.
         whose: which model it is.
 
     Raises:
         CertificateError: it cannot be run.
     """
-    exact, names, read = _outputs(model, inputs, torch.float64, path)
+    exact, names, read = _outputs(model, inputs, dtypes[0], path)
     single: Sequence[Sequence[Any] | None] = [None] * len(inputs)
-    if not exact_alone:
-        single, _, _ = _outputs(model, inputs, torch.float32, path)
+    if dtypes[-1] == torch.float32:
+        single = exact if len(dtypes) == 1 else _outputs(model, inputs, torch.float32, path)[0]
     scales = common_scales(exact)
     return tuple(
-        Answer(given, a, b, read, tuple(called), scales, whose)
+        Answer(given, a, b, read, tuple(called), scales, whose, dtypes)
         for given, a, b, called in zip(inputs, exact, single, names, strict=True)
     )
 
@@ -184,8 +186,8 @@ def output_as_it_is(model: nn.Module, given: Inputs) -> Any:
 
     The next one draws the same random numbers, if it draws any.
     """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return call(lent(model), cast(given, None))
+    with torch.no_grad(), same_draws(model):
+        return call(lent(model), cast(given, None, device_of(model)))
 
 
 def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
@@ -193,17 +195,35 @@ def output_of(model: nn.Module, given: Inputs, dtype: torch.dtype) -> Any:
 
     The next one draws the same random numbers, if it draws any.
     """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), running_in(dtype):
-        torch.default_generator.manual_seed(0)
-        return call(model, cast(given, dtype))
+    with torch.no_grad(), same_draws(model, seed=0), running_in(dtype):
+        return call(model, cast(given, dtype, device_of(model)))
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Compute products of float32 in float32, and not in the TF32 or bfloat16 of its kernels."""
+    backends = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    operators = [
+        getattr(b, n) for b in backends for n in ("matmul", "conv", "rnn") if hasattr(b, n)
+    ]
+    before = [each.fp32_precision for each in operators]
+    try:
+        for each in operators:
+            each.fp32_precision = "ieee"
+        yield
+    finally:
+        for each, precision in zip(operators, before, strict=True):
+            each.fp32_precision = precision
 
 
 @contextmanager
 def running_in(dtype: torch.dtype) -> Iterator[None]:
     """Turn errors of a model that runs in ``dtype`` into a CertificateError."""
     try:
-        with InOneDtype(dtype):
+        with InOneDtype(dtype), _exact_products():
             yield
+    except torch.OutOfMemoryError:  # says nothing of the model
+        raise
     except Exception as error:
         raise CertificateError(
             f"The exported model could not be compared with the gated one, because running in "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from l0prune.exporting.certify.answers import (
 )
 from l0prune.exporting.certify.difference import differences, largest
 from l0prune.exporting.certify.dtypes import cast, lent, name_of
+from l0prune.running.device import device_of
 
 # Relative to the largest output: rounding in float64, and in float32.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -163,13 +164,18 @@ def compare(
     Raises:
         CertificateError: it cannot be run.
     """
-    checks = []
+    return list(each_check(answers, dense, what, part))
+
+
+def each_check(
+    answers: Sequence[Answer], dense: nn.Module, what: Compared = "dense", part: str = ""
+) -> Iterator[Check]:
+    """Yield the checks of ``compare``, each when it is done."""
     for dtype in answers[0].dtypes if answers else ():
         model = lent(dense, dtype).get_submodule(part)
         for answer in answers:
             found = output_of(model, answer.inputs, dtype)
-            checks.append(_check(what, answer, found, dtype, part))
-    return checks
+            yield _check(what, answer, found, dtype, part)
 
 
 def compare_in_parts(
@@ -235,7 +241,7 @@ def answers_alone(
 def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.dtype) -> list[Call]:
     """Every call of the submodules and, last, that of the model."""
     with running_in(dtype):
-        return record(model, [*paths, ""], cast(given, dtype))
+        return record(model, [*paths, ""], cast(given, dtype, device_of(model)))
 
 
 def _tensors(inputs: Inputs) -> list[Any]:

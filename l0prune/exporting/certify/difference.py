@@ -62,7 +62,7 @@ def largest(errors: Sequence[float]) -> float:
 def _gap(a: Tensor, b: Tensor, scale: float) -> float:
     if not a.numel():
         return 0.0
-    a, b = _wide(a), _wide(b)
+    a, b = _wide(a), _wide(b).to(a.device)
     gap = torch.where(a == b, 0, (a - b).abs())  # equal infinities are no difference
     return float(gap.max()) / max(scale, torch.finfo(torch.float32).tiny)
 

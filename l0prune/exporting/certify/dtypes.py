@@ -1,9 +1,7 @@
 """Models, inputs and captured graphs in another dtype, in which they run throughout.
 
-A model in another dtype borrows its weights: each is converted where an operator reads it, and let
-go of when that operator is done. While a network runs in float64, there is never more than one
-layer of it in that dtype. Simulated quantisation by channels has operators of its own in float64,
-since torch's want scales of float32.
+Simulated quantisation by channels has operators of its own in float64, since torch's want scales of
+float32.
 """
 
 from __future__ import annotations
@@ -17,12 +15,14 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from l0prune.capture.compat import TorchDispatchMode, no_torch_function, pytree, schema_of, shell
+from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.copying import Model, copied
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.threads import one_at_a_time
+from l0prune.exporting.certify.lending import Lent, borrowed, settle
 
 _OWN = "l0prune_dtypes"  # in a graph's meta: the dtypes of the model that it was captured from
+CPU = torch.device("cpu")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -106,7 +106,7 @@ def lifted(to: torch.dtype) -> dict[torch.dtype, torch.dtype]:
 
 
 def converted(model: Model, dtype: torch.dtype) -> Model:
-    """A copy on the CPU, in ``dtype``.
+    """A copy in ``dtype``.
 
     A capture writes down as a constant what the code calls ``x.dtype``.
     """
@@ -114,20 +114,34 @@ def converted(model: Model, dtype: torch.dtype) -> Model:
 
 
 def follow(module: Model, dtype: torch.dtype) -> Model:
-    """The module itself, moved to the CPU and into ``dtype`` with all that its graphs ask for.
+    """The module itself, moved into ``dtype`` with all that its graphs ask for.
 
     What they cast to something less than that (as under autocast) is lifted to it, too.
     """
     for graph in _graphs(module):
         old = graph.meta[_OWN].main
-        _replace(graph, lifted(dtype) | _instead(old, dtype), _limits(old, dtype))
+        _replace(graph, lifted(dtype) | _instead(old, dtype) | _limits(old, dtype))
         marked(graph, Dtypes(dtype))
     return _moved(module, dtype)
 
 
 def _moved(module: Model, dtype: torch.dtype) -> Model:
-    """``module.to("cpu", dtype)``, which would leave no more than the real parts of numbers."""
-    module._apply(lambda tensor: tensor.to("cpu", in_terms(tensor.dtype, dtype)))
+    """``module.to(dtype)``, which would leave no more than the real parts of numbers."""
+    if any(isinstance(p, Lent) and p.dtype != dtype for p in module.parameters()):
+        settle(module, dtype)
+    module._apply(lambda tensor: tensor.to(in_terms(tensor.dtype, dtype)))
+    return module
+
+
+def placed(module: Model, device: torch.device) -> Model:
+    """The module itself, moved to a device with all that its graphs ask for."""
+    tensors = (*module.parameters(), *module.buffers())
+    others = {tensor.device for tensor in tensors} - {device}
+    if others:
+        for graph in _graphs(module):
+            _replace(graph, dict.fromkeys(others, device))
+        settle(module, None, device)
+        module.to(device)
     return module
 
 
@@ -142,6 +156,7 @@ def restored(module: Model, dtypes: Dtypes) -> Model:
             own = part.meta[_OWN].others  # type: ignore[index, union-attr]
             others |= {f"{path}.{name}" if path else name: dtype for name, dtype in own.items()}
     exact = {name: tensor.detach() for name, tensor in _floats(module) if name in others}
+    settle(module, dtypes.main)
     _moved(module, dtypes.main)
     for name, tensor in exact.items():
         path, _, leaf = name.rpartition(".")
@@ -174,8 +189,8 @@ def _dtypes_in(graph: GraphModule) -> Iterator[torch.dtype]:
                 yield leaf
 
 
-def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
-    """Copies of the inputs, as a forward may write into them, on the CPU; floats in ``dtype``.
+def cast(inputs: Inputs, dtype: torch.dtype | None, device: torch.device = CPU) -> Inputs:
+    """Copies of the inputs, as a forward may write into them; floats in ``dtype``.
 
     With None they stay in their own.
     """
@@ -183,7 +198,7 @@ def cast(inputs: Inputs, dtype: torch.dtype | None) -> Inputs:
     def to(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to("cpu", in_terms(leaf.dtype, dtype) if dtype else None, copy=True)
+        return leaf.to(device, in_terms(leaf.dtype, dtype) if dtype else None, copy=True)
 
     args, kwargs = pytree.tree_map(to, inputs)
     return args, kwargs
@@ -205,17 +220,12 @@ def _limits(old: torch.dtype, new: torch.dtype) -> dict[float, float]:
     return {most: limit, -most: -limit} if most > limit else {}
 
 
-def _replace(
-    graph: GraphModule,
-    dtypes: Mapping[torch.dtype, torch.dtype],
-    limits: Mapping[float, float],
-) -> None:
-    """Ask for other dtypes and limits where the graph names these."""
+def _replace(graph: GraphModule, others: Mapping[Any, Any]) -> None:
+    """Ask for others where the graph names these dtypes, limits (floats) or devices."""
 
     def other(leaf: Any) -> Any:
-        if isinstance(leaf, torch.dtype):
-            return dtypes.get(leaf, leaf)
-        return limits.get(leaf, leaf) if type(leaf) is float else leaf
+        is_named = type(leaf) in (torch.dtype, torch.device, float)
+        return others.get(leaf, leaf) if is_named else leaf
 
     for node in graph.graph.nodes:
         node.args = map_aggregate(node.args, other)
@@ -223,94 +233,14 @@ def _replace(
     graph.recompile()
 
 
-_DETACH = torch.ops.aten.detach.default
-
-
 def lent(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """A copy on the CPU that computes in ``dtype`` or as it is, to be run and thrown away.
+    """A copy that computes in ``dtype`` or as it is, to be run and thrown away.
 
     Its parameters are the model's own to read; what it writes into them it keeps to itself.
     """
-    borrowed = {
-        id(p): _borrowed(p, dtype or p.dtype) for p in model.parameters() if _can_be_lent(p)
-    }
-    result = copied(model, borrowed)
-    return result.cpu() if dtype is None else follow(result, dtype)
-
-
-def read_of(borrower: nn.Module) -> frozenset[str]:
-    """Names of the parameters that were lent to this copy and that it has read."""
-    named = borrower.named_parameters()
-    return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)
-
-
-def _can_be_lent(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is an ordinary tensor of floats."""
-    is_float = parameter.is_floating_point() and parameter.device.type == "cpu"
-    return type(parameter) is nn.Parameter and is_float and parameter.layout == torch.strided
-
-
-def _borrowed(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    result = nn.Parameter(Lent(_Loan(parameter.detach(), dtype)), parameter.requires_grad)
-    vars(result).update(vars(parameter))
-    return result
-
-
-class _Loan:
-    """Parameter that is lent, and what has become of it."""
-
-    def __init__(self, original: Tensor, dtype: torch.dtype) -> None:
-        self.original = original
-        self.dtype = dtype
-        self.own: Tensor | None = None
-        self.is_read = False
-
-    def read(self) -> Tensor:
-        """The values, in the borrower's dtype."""
-        self.is_read = True
-        return self.original.to(self.dtype) if self.own is None else self.own
-
-    def written(self) -> Tensor:
-        """A copy of the values that the borrower keeps, since it writes into them."""
-        if self.own is None:
-            self.own = self.original.to(self.dtype, copy=True)
-        return self.own
-
-
-class Lent(Tensor):
-    """Looks like a tensor of the borrower's dtype; holds the lender's."""
-
-    loan: _Loan
-
-    @staticmethod
-    def __new__(cls: type[Lent], loan: _Loan) -> Lent:
-        """A tensor without a memory of its own, as large as what is lent."""
-        result: Lent = shell(cls, loan.original, loan.dtype)
-        result.loan = loan
-        return result
-
-    __torch_function__ = no_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator on the values themselves."""
-        if func is _DETACH:
-            return Lent(args[0].loan)
-        writes = schema_of(func).is_mutable
-
-        def values(leaf: Lent) -> Tensor:
-            return leaf.loan.written() if writes else leaf.loan.read()
-
-        plain_args, plain_kwargs = pytree.tree_map_only(Lent, values, (args, kwargs or {}))
-        result = func(*plain_args, **plain_kwargs)
-        is_first = bool(args) and isinstance(args[0], Lent) and result is plain_args[0]
-        return args[0] if is_first else result
+    loans = {id(p): loan for p in model.parameters() if (loan := borrowed(p, dtype)) is not None}
+    result = copied(model, loans)
+    return result if dtype is None else follow(result, dtype)
 
 
 _ATEN = torch.ops.aten

@@ -19,11 +19,12 @@ from l0prune.capture.compat import TorchDispatchMode, pytree
 from l0prune.capture.copying import class_forwards, copied
 from l0prune.capture.example_inputs import call
 from l0prune.capture.kept_state import restore_attributes
-from l0prune.capture.model_checks import evaluating
+from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.certify.difference import difference
+from l0prune.running.device import device_of
 from l0prune.running.stages import stage
 
 # Both run the same kernels on the same weights; some of a GPU's add up in another order each time.
@@ -82,15 +83,13 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
 
 def _output(model: nn.Module, example: Inputs) -> Any:
     """Return what the model computes in its own dtypes, on its device."""
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), None)
+    device = device_of(model)
 
     def placed(leaf: Any) -> Any:
         return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
     given = pytree.tree_map(placed, example)
-    gpus = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), _untouched(model):
-        torch.manual_seed(0)
+    with same_draws(model, seed=0), _untouched(model):
         output = call(model, given)
         return pytree.tree_map_only(Tensor, torch.clone, output)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import pytree
+from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_given, first_of
 from l0prune.capture.provenance import is_within
 from l0prune.capture.sizes import Inputs
@@ -23,7 +24,7 @@ from l0prune.exporting.certify.certificate import (
     compare,
     compare_in_parts,
 )
-from l0prune.exporting.certify.dtypes import asks_for_less, name_of
+from l0prune.exporting.certify.dtypes import asks_for_less, name_of, restored
 from l0prune.exporting.certify.inputs import trials
 from l0prune.exporting.network import Network, NotThisWay
 from l0prune.exporting.own_class.choice import Reference, choose, first_right
@@ -91,7 +92,7 @@ def _answers(network: Network, inputs: Sequence[Inputs]) -> tuple[Answer, ...]:
     for known in network.asked:
         if _is_same([answer.inputs for answer in known], list(inputs)):
             return known
-    answers = answers_of(network.gated, inputs, exact_alone=network.exact_alone)
+    answers = answers_of(network.gated, inputs, dtypes=network.compared_in)
     network.asked.append(answers)
     return answers
 
@@ -260,9 +261,10 @@ def check_own_dtypes(network: Network) -> None:
             return
     except Exception:  # not every operator is there in every dtype on the CPU
         return
-    for made in dense.values():
+    for exact in dense.values():
         what = ""
         try:
+            made = exact if exact is network.dense else restored(copied(exact), network.dtypes)
             what = "" if is_finite(made, network.narrow(network.example)) else "it gives inf or nan"
         except Exception as error:
             what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

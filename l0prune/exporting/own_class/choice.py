@@ -94,7 +94,7 @@ class OwnClass:
             if path in self.layers:
                 own[name] = self.layers[path].scaled(tensor)
             if name in self.scales:
-                own[name] = own[name] * self.scales[name]
+                own[name] = own[name] * self.scales[name].to(tensor.device)
             old = stored_in(self.plain, name)
             if own[name] is not tensor and old is not None:
                 flush(own[name], old.dtype)
@@ -156,12 +156,12 @@ class Reference:
         """Results expected in training mode."""
         if not self.is_trained:
             return Expected(None)
-        return Expected.by(self.module, self.answers[0].inputs)
+        return Expected.by(self.module, self.answers[0].inputs, self.answers[0].dtypes[0])
 
     @cached_property
     def cached_step(self) -> CachedStep | None:
         """Result expected of a step with a cache; None where the module keeps none."""
-        return CachedStep.of(self.module, self.answers[0].inputs)
+        return CachedStep.of(self.module, self.answers[0].inputs, self.answers[0].dtypes[0])
 
 
 @dataclass(frozen=True)

@@ -20,20 +20,22 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import TorchDispatchMode, pytree, version_of
 from l0prune.capture.example_inputs import call, record
+from l0prune.capture.model_checks import same_draws
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import raised_at
 from l0prune.capture.threads import muted
 from l0prune.errors import CertificateError, first_line
 from l0prune.exporting.certify.answers import Answer
-from l0prune.exporting.certify.certificate import Check, compare
+from l0prune.exporting.certify.certificate import Check, each_check
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent
 from l0prune.files.cut_layers import SkippedModule
 from l0prune.gating.bank import Gates
+from l0prune.running.device import device_of
 
-# In float64; a step with a cache adds up in another order than one without.
-_ROUNDING = 1e-6
+# A step with a cache adds up in another order than one without.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 _CACHES = ("cache", "past_key_values")  # one name or the other, by the version of transformers
 _MASK = "attention_mask"
 _TOKENS = ("decoder_input_ids", "input_ids")  # the first of them that a forward takes
@@ -47,30 +49,34 @@ class CachedStep:
     Attributes:
         inputs: the example.
         output: of the reference.
+        dtype: in which it ran.
     """
 
     inputs: Inputs
     output: Tensor
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Inputs) -> CachedStep | None:
+    def of(
+        cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype = torch.float64
+    ) -> CachedStep | None:
         """Return the step of a module; None where it keeps no cache or gives no numbers."""
         with suppress(Exception):
-            output = _stepped(module, inputs)
-            return cls(inputs, output) if bool(output.isfinite().all()) else None
+            output = _stepped(module, inputs, dtype)
+            return cls(inputs, output, dtype) if bool(output.isfinite().all()) else None
         return None
 
     def fault_of(self, module: nn.Module) -> str:
         """Return why a module is not the same there; empty if it is."""
         try:
-            found = _stepped(module, self.inputs)
+            found = _stepped(module, self.inputs, self.dtype)
         except Exception as error:
             first = first_line(error)
             return f"with a cache it does not go on: {type(error).__name__}: {first}"
-        return "" if difference(self.output, found) <= _ROUNDING else OTHER_STEPS
+        return "" if difference(self.output, found) <= _ROUNDING[self.dtype] else OTHER_STEPS
 
 
-def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
+def _stepped(module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> Tensor:
     """Return the output for the last token.
 
     The first token of the first example is masked, as padding is, where the tokens are all that
@@ -83,7 +89,7 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
     cache = next((name for name in _CACHES if name in signature.parameters), "")
     if not cache:
         raise TypeError("this model keeps no cache")
-    args, kwargs = cast(inputs, torch.float64)
+    args, kwargs = cast(inputs, dtype, device_of(module))
     given = dict(zip(signature.parameters, args, strict=False)) | kwargs
     name = next(each for each in _TOKENS if each in signature.parameters)
     tokens = given.pop(name)
@@ -92,8 +98,8 @@ def _stepped(module: nn.Module, inputs: Inputs) -> Tensor:
         mask = given.get(_MASK, torch.ones_like(tokens)).clone()
         mask[0, 0] = 0
         first[_MASK], last[_MASK] = mask[:, :-1], mask
-    model, asked = lent(module, torch.float64).eval(), {"use_cache": True, "return_dict": True}
-    with muted(), torch.no_grad(), InOneDtype(torch.float64):
+    model, asked = lent(module, dtype).eval(), {"use_cache": True, "return_dict": True}
+    with muted(), torch.no_grad(), InOneDtype(dtype):
         before = model(**(first | asked))
         after = model(**(last | asked | {cache: before[cache]}))
     result = after[0]
@@ -111,16 +117,15 @@ class SteadyDraws(TorchDispatchMode):
     draws are of the same sizes: then torch draws the same numbers for both, from the same seed.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, module: nn.Module, seed: int) -> None:
         super().__init__()
-        self._seed = seed
+        self._module, self._seed = module, seed
         self._drawn: list[tuple[str, tuple[torch.Size, ...]]] = []
 
     def __enter__(self) -> SteadyDraws:
         self._others = _state_of_others()
-        self._fork = torch.random.fork_rng(devices=[])
+        self._fork = same_draws(self._module, self._seed)
         self._fork.__enter__()
-        torch.default_generator.manual_seed(self._seed)
         super().__enter__()
         return self
 
@@ -154,7 +159,6 @@ def _state_of_others() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
-# In float64: batch statistics of what is nearly constant make more of a rounding than eval mode.
 SOMETHING_ELSE = "its forward computes something else at these sizes"
 
 
@@ -181,15 +185,17 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
     It does not where its forward has sizes written into it, or where it derives one size from
     another (as ``nn.MultiheadAttention`` does).
     """
+    checks = []
     try:
-        checks = compare(answers, module, "class")
+        for check in each_check(answers, module, "class"):
+            if not check.passed:  # the others would tell no more
+                return Comparison(SOMETHING_ELSE)
+            checks.append(check)
     except CertificateError as error:  # its forward raised: that is the reason
         cause = error.__cause__ or error
         line = raised_at(cause)
         at = f" at {line}" if line else ""
         return Comparison(f"its forward does not allow these sizes{at}: {_in_a_line(cause)}")
-    if not all(check.passed for check in checks):
-        return Comparison(SOMETHING_ELSE)
     return Comparison(checks=tuple(checks))
 
 
@@ -199,13 +205,16 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
     It is the path of the first submodule to return tensors of the old shapes, and thus uncut ones,
     that are not the same. Empty where there is none, or where that cannot be found out.
     """
-    given = cast(inputs, torch.float64)
+    given = cast(inputs, torch.float64, device_of(module))
     paths = [path for path, _ in new.named_modules() if path]
     with suppress(Exception), muted(), InOneDtype(torch.float64):
         both = (record(lent(each, torch.float64), paths, given) for each in (module, new))
         for old, found in zip(*both, strict=True):
             shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
-            if shapes[0] == shapes[1] and difference(old.output, found.output) > _ROUNDING:
+            if (
+                shapes[0] == shapes[1]
+                and difference(old.output, found.output) > _ROUNDING[torch.float64]
+            ):
                 return str(old.path)
     return ""
 
@@ -220,23 +229,25 @@ class InTraining:
         left: by path, the tensors that its modules hold of it, beside parameters: buffers that it
             changed, and what code keeps of a forward, such as a loss of its own.
         draws: the random numbers that it drew.
+        dtype: in which it ran.
     """
 
     inputs: Inputs
     output: list[Tensor]
     left: dict[str, Tensor]
     draws: SteadyDraws
+    dtype: torch.dtype
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Inputs) -> InTraining:
+    def of(cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype) -> InTraining:
         """Run a copy of the module."""
-        again = lent(module, torch.float64).train()
+        again = lent(module, dtype).train()
         for bank in again.modules():
             if isinstance(bank, Gates):
                 bank.fixed = True
-        given = cast(inputs, torch.float64)
+        given = cast(inputs, dtype, device_of(module))
         before = {name: (tensor, version_of(tensor)) for name, tensor in _held(again)}
-        in_exact, steady = InOneDtype(torch.float64), SteadyDraws(seed=0)
+        in_exact, steady = InOneDtype(dtype), SteadyDraws(module, seed=0)
         with muted(), torch.no_grad(), in_exact, steady as draws:
             output = call(again, given)
         left = {}
@@ -244,7 +255,7 @@ class InTraining:
             was, version = before.get(name, (None, 0))
             if tensor is not was or version_of(tensor) != version:
                 left[name] = tensor.detach()
-        return cls(inputs, _tensors(output), left, draws)
+        return cls(inputs, _tensors(output), left, draws, dtype)
 
 
 @dataclass(frozen=True)
@@ -262,10 +273,10 @@ class Expected:
     is_gated: bool = False
 
     @classmethod
-    def by(cls, module: nn.Module, inputs: Inputs) -> Expected:
+    def by(cls, module: nn.Module, inputs: Inputs, dtype: torch.dtype = torch.float64) -> Expected:
         """Run a module that may want more than it is given here, such as targets."""
         try:
-            return cls(InTraining.of(module, inputs), is_gated=has_gates(module))
+            return cls(InTraining.of(module, inputs, dtype), is_gated=has_gates(module))
         except Exception as error:
             return cls(None, _in_a_line(error))
 
@@ -274,18 +285,19 @@ class Expected:
         if self.of is None:
             return ""
         try:
-            found = InTraining.of(module, self.of.inputs)
+            found = InTraining.of(module, self.of.inputs, self.of.dtype)
         except Exception as error:
             return f"its forward does not allow these sizes: {_in_a_line(error)}"
         if [leaf.shape for leaf in found.output] != [leaf.shape for leaf in self.of.output]:
             return "its output has another shape at these sizes"
         if not self.is_gated or not found.draws.is_like(self.of.draws):
             return ""
-        if difference(self.of.output, found.output) > _ROUNDING:
+        rounding = _ROUNDING[self.of.dtype]
+        if difference(self.of.output, found.output) > rounding:
             return "it computes something else there at these sizes"
         for name, tensor in self.of.left.items():
             other = found.left.get(name, tensor)
-            if other.shape == tensor.shape and difference(tensor, other) > _ROUNDING:
+            if other.shape == tensor.shape and difference(tensor, other) > rounding:
                 return f"{name} becomes something else there at these sizes"
         return ""
 

@@ -27,6 +27,7 @@ from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.cut_layers import PickedLinear, become
 from l0prune.files.given_sizes import PADDED, GivenSizes, PaddedNorm
 from l0prune.plan.layout import Gated, Layout, Layouts, axes_of, outer
+from l0prune.running.device import device_of
 
 _ROUNDING = 1e-10
 
@@ -54,8 +55,9 @@ class Layer:
             become(module, self.kind)
         for name, value in self.attributes.items():
             setattr(module, name, value)
+        device = device_of(module)
         for name, tensor in self.buffers.items():
-            module.register_buffer(name, tensor)
+            module.register_buffer(name, tensor.to(device))
 
     def scaled(self, tensor: Tensor) -> Tensor:
         """Return a parameter as the module has to have it."""
@@ -156,6 +158,7 @@ def _averaging(
     """Return what makes a module right that averages over these dims of its input, if known."""
     plan, kept = chosen.plan, chosen.kept
     generator = torch.Generator().manual_seed(0)
+    module = copied(module).cpu()
     whole = copied(module).double().eval()
     tensors = {}
     for name, parameter in whole.named_parameters():

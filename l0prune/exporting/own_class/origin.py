@@ -32,6 +32,7 @@ from l0prune.files.manifest import (
 )
 from l0prune.files.smaller_model import put_on
 from l0prune.files.user_code import is_rebuildable
+from l0prune.running.device import device_of
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
 Field = tuple[str, ...]  # the keys that lead to a number of the configuration
@@ -51,11 +52,12 @@ def fault_of(
     """Return what of a loaded model is not the same; empty if nothing is.
 
     Args:
-        loaded: on the CPU.
+        loaded: which goes where ``module`` is.
         module: what it should be.
         trials: what both are given, in float32; by paths in ``module``.
         renamed: what a name in ``module`` is in ``loaded``; empty for what is gone.
     """
+    loaded.to(device_of(module))
     numbers = _numbers_in(loaded)
     for old, value in _numbers_in(module).items():
         if not (name := renamed(old)):

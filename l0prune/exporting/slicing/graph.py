@@ -110,25 +110,32 @@ KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs 
 
 
 def dense_graphs(
-    parts: Parts, chosen: Mapping[str, Chosen], tensors: Mapping[str, Tensor], dtypes: Dtypes
+    parts: Parts,
+    chosen: Mapping[str, Chosen],
+    tensors: Mapping[str, Tensor],
+    dtypes: Dtypes,
+    device: torch.device,
 ) -> dict[str, GraphModule]:
     """Captured graph of each part at its new sizes, by path, of a model in ``dtypes``."""
     graphs = {}
     for part in parts.found:
-        graph = dense_module(part.analysis, tensors, chosen[part.path].kept)
+        graph = dense_module(part.analysis, tensors, chosen[part.path].kept, device)
         targets = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
         names = {target: part.analysis.captured.stored(target) for target in targets}
         graphs[part.path] = marked(graph, dtypes.under(names))
     return graphs
 
 
-def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor) -> DenseGraph:
+def dense_module(
+    analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor, device: torch.device
+) -> DenseGraph:
     """The captured graph with cut tensors and rewritten shapes, which guards its inputs.
 
     Args:
         analysis: the capture of the ungated model.
         tensors: cut tensors by name.
         kept: the slots that stayed, bool, flat.
+        device: where the model is.
     """
     module = analysis.captured.program.module(check_guards=False)
     assert isinstance(module, GraphModule)
@@ -148,6 +155,8 @@ def dense_module(analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor
     add_guards(module.graph, _captured_with(analysis, sizes), analysis.captured.batches)
     _drop_stale(module)
     dense = DenseGraph(module, module.graph)  # without the hooks and methods of a program's module
+    for part in dense.modules():  # which positions are picked is known on the CPU
+        part._buffers = {n: None if b is None else b.to(device) for n, b in part._buffers.items()}
     dense.eval()
     return dense
 
@@ -181,7 +190,7 @@ def narrowing(analysis: Analysis, kept: Tensor) -> Callable[[Inputs], Inputs]:
         leaves, structure = pytree.tree_flatten(inputs)
         for number, leaf in enumerate(leaves):
             for dim, index in cuts[number]:
-                leaf = leaf.index_select(dim, index)
+                leaf = leaf.index_select(dim, index.to(leaf.device))
             leaves[number] = leaf
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return args, kwargs

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
 from l0prune.exporting.certify.dtypes import in_terms
+from l0prune.exporting.certify.lending import folded
 from l0prune.exporting.slicing.chosen import Chosen
 from l0prune.infer.parts import Part, Parts
 from l0prune.infer.rewrites.statistics import standardised_weights
@@ -170,7 +171,7 @@ def _cut(
     stored: Mapping[str, Tensor],
     standardise: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> dict[str, Tensor]:
-    """Cut first and then folded in float64: no tensor is ever whole in that.
+    """Cut first and then folded in float64, parameters when they are read.
 
     But for one that is standardised: its statistics are those of the whole. Subnormal weights are
     flushed, in tensors that nothing is divided by: parameters, and what is multiplied with.
@@ -186,14 +187,46 @@ def _cut(
             left = [_index(plan, layout, chosen.kept) for layout in plan.tensors[name]]
             place = Place.of(own, tuple(left))
             if name in standardise:
-                whole = fold(plan, sites[name], doubled(own), chosen.z)
+                by = _factors(plan, sites[name], chosen.z, [None] * own.ndim, own)
+                whole = _folded(doubled(own), by, None)
                 tensors[name] = place.cut(standardise[name](whole))
-            else:
-                part = doubled(place.cut(own))
-                tensors[name] = fold(plan, sites[name], part, chosen.z, left)
-            if isinstance(tensor, nn.Parameter) or sites[name] or name in plan.roles:
                 flush(tensors[name], tensor.dtype)
+                continue
+            part, by = place.cut(own), _factors(plan, sites[name], chosen.z, left, own)
+            flushes = isinstance(tensor, nn.Parameter) or bool(by) or name in plan.roles
+            make = partial(_folded, by=by, flushes=own.dtype if flushes else None)
+            if type(tensor) is nn.Parameter and own.is_floating_point():
+                tensors[name] = folded(part.clone() if part is own else part, make)
+            else:
+                tensors[name] = make(doubled(part))
     return tensors
+
+
+def _folded(wide: Tensor, by: Sequence[Tensor], flushes: torch.dtype | None) -> Tensor:
+    """A tensor of float64 or complex128 times its gates, in place."""
+    for factor in by:
+        wide *= factor
+    if flushes is not None:
+        flush(wide, flushes)
+    return wide
+
+
+def _factors(
+    plan: Plan,
+    sites: Iterable[Site],
+    z: Tensor,
+    left: Sequence[Tensor | None],
+    tensor: Tensor,
+) -> list[Tensor]:
+    """Gates of what is left, but for those that are all 1; of as many dims as the tensor."""
+    found = []
+    for site in sites:
+        factor, positions = plan.spread(site.layout, z), left[site.dim]
+        factor = factor if positions is None else factor[positions]
+        if not bool((factor == 1).all()):
+            shape = [-1 if dim == site.dim else 1 for dim in range(tensor.ndim)]
+            found.append(factor.view(shape).to(tensor.device))
+    return found
 
 
 def stored_in(model: nn.Module, name: str) -> Tensor | None:
@@ -215,9 +248,9 @@ def under_all_names(
 
 
 def cut_state(plain: nn.Module, plan: Plan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's own state_dict at the new sizes, in its own dtypes: copies."""
+    """The model's own state_dict at the new sizes, in its own dtypes: copies on the CPU."""
     cut_ones, state = under_all_names(plain, plan, tensors), plain.state_dict()
-    return {key: cut_ones[key].to(old.dtype, copy=True) for key, old in state.items()}
+    return {key: cut_ones[key].to("cpu", old.dtype, copy=True) for key, old in state.items()}
 
 
 def doubled(tensor: Tensor) -> Tensor:
@@ -225,28 +258,12 @@ def doubled(tensor: Tensor) -> Tensor:
     return tensor.to(in_terms(tensor.dtype, torch.float64), copy=True)
 
 
-def fold(
-    plan: Plan,
-    sites: Iterable[Site],
-    tensor: Tensor,
-    z: Tensor,
-    left: Sequence[Tensor | None] | None = None,
-) -> Tensor:
-    """A tensor multiplied by its gates, in place; ``left`` are the positions that it still has."""
-    for site in sites:
-        scale = plan.spread(site.layout, z).to(tensor.dtype)
-        positions = None if left is None else left[site.dim]
-        scale = scale if positions is None else scale[positions]
-        tensor *= scale.view([-1 if dim == site.dim else 1 for dim in range(tensor.ndim)])
-    return tensor
-
-
 def cut(plan: Plan, dims: Layouts, tensor: Tensor, kept: Tensor) -> Tensor:
     """A tensor with the slots that are not kept sliced out of each of its dims."""
     for dim, layout in enumerate(dims):
         index = _index(plan, layout, kept)
         if index is not None:
-            tensor = tensor.index_select(dim, index)
+            tensor = tensor.index_select(dim, index.to(tensor.device))
     return tensor
 
 

@@ -1,0 +1,156 @@
+"""Parameters without memory of their own: their numbers are made where an operator reads them.
+
+A model in another dtype borrows its weights: each is converted where an operator reads it, and let
+go of when that operator is done. So are the weights of a smaller model folded with their gates in
+float64. While a network runs in float64, there is never more than one layer of it in that dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.compat import no_torch_function, pytree, schema_of, shell
+
+Fold = Callable[[Tensor], Tensor]
+_DETACH = torch.ops.aten.detach.default
+
+
+class _Loan:
+    """Parameter that is lent, and what has become of it.
+
+    Attributes:
+        original: the numbers as they are stored.
+        dtype: the borrower's.
+        fold: makes of a copy in float64 what is read, in place; None for the numbers themselves.
+        own: what the borrower wrote; None until then.
+        is_read: whether an operator has read it.
+    """
+
+    def __init__(self, original: Tensor, dtype: torch.dtype, fold: Fold | None = None) -> None:
+        self.original = original
+        self.dtype = dtype
+        self.fold = fold
+        self.own: Tensor | None = None
+        self.is_read = False
+
+    def made(self, *, copy: bool) -> Tensor:
+        """The values, in the borrower's dtype."""
+        if self.own is not None:
+            return self.own.clone() if copy else self.own
+        if self.fold is None:
+            return self.original.to(self.dtype, copy=copy)
+        return self.fold(self.original.to(torch.float64, copy=True)).to(self.dtype)
+
+    def read(self) -> Tensor:
+        """The values, for an operator."""
+        self.is_read = True
+        return self.made(copy=False)
+
+    def written(self) -> Tensor:
+        """A copy of the values that the borrower keeps, since it writes into them."""
+        self.own = self.made(copy=self.own is None)
+        return self.own
+
+
+class Lent(Tensor):
+    """Looks like a tensor of the borrower's dtype; holds the lender's."""
+
+    loan: _Loan
+
+    @staticmethod
+    def __new__(cls: type[Lent], loan: _Loan) -> Lent:
+        """A tensor without a memory of its own, as large as what is lent."""
+        result: Lent = shell(cls, loan.original, loan.dtype)
+        result.loan = loan
+        return result
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Another one of the same numbers."""
+        loan = _Loan(self.loan.original, self.loan.dtype, self.loan.fold)
+        loan.own = None if self.loan.own is None else self.loan.own.clone()
+        result: Tensor = Lent(loan)
+        if isinstance(self, nn.Parameter):
+            result = _as_parameter(result, self)
+        memo[id(self)] = result
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator on the values themselves."""
+        if func is _DETACH:
+            return Lent(args[0].loan)
+        writes = schema_of(func).is_mutable
+
+        def values(leaf: Lent) -> Tensor:
+            return leaf.loan.written() if writes else leaf.loan.read()
+
+        plain_args, plain_kwargs = pytree.tree_map_only(Lent, values, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        is_first = bool(args) and isinstance(args[0], Lent) and result is plain_args[0]
+        return args[0] if is_first else result
+
+
+def _as_parameter(tensor: Tensor, like: nn.Parameter) -> nn.Parameter:
+    result = nn.Parameter(tensor, like.requires_grad)
+    vars(result).update({name: value for name, value in vars(like).items() if name != "loan"})
+    return result
+
+
+def borrowed(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter | None:
+    """Return the parameter as one that is lent; None for what is no ordinary tensor of floats."""
+    if isinstance(parameter, Lent):
+        loan = parameter.loan
+        return _as_parameter(Lent(_Loan(loan.original, dtype or loan.dtype, loan.fold)), parameter)
+    is_float = parameter.is_floating_point() and not parameter.is_meta
+    if type(parameter) is not nn.Parameter or not is_float or parameter.layout != torch.strided:
+        return None
+    return _as_parameter(Lent(_Loan(parameter.detach(), dtype or parameter.dtype)), parameter)
+
+
+def folded(stored: Tensor, fold: Fold) -> Tensor:
+    """A tensor of float64 that is folded when it is read.
+
+    Args:
+        stored: the numbers before, to which nobody else may write.
+        fold: makes of a copy in float64 what is read, in place.
+    """
+    return Lent(_Loan(stored, torch.float64, fold))
+
+
+def settle(
+    module: nn.Module, dtype: torch.dtype | None, device: torch.device | None = None
+) -> None:
+    """Give a module memory of its own for all parameters that are lent in another dtype.
+
+    Args:
+        module: to be changed in place; tied parameters stay tied.
+        dtype: of the new ones; None for what they are in.
+        device: of the new ones; None for where they are.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, old in part._parameters.items():
+            if isinstance(old, Lent):
+                if id(old) not in made:
+                    loan = _Loan(old.loan.original, dtype or old.dtype, old.loan.fold)
+                    loan.own = None if old.loan.own is None else old.loan.own.to(loan.dtype)
+                    made[id(old)] = _as_parameter(loan.made(copy=True).to(device), old)
+                part._parameters[name] = made[id(old)]
+
+
+def read_of(borrower: nn.Module) -> frozenset[str]:
+    """Names of the parameters that were lent to this copy and that it has read."""
+    named = borrower.named_parameters()
+    return frozenset(name for name, p in named if isinstance(p, Lent) and p.loan.is_read)
