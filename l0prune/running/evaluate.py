@@ -21,6 +21,7 @@ from l0prune.plan.numbers import check_whole
 from l0prune.running.batches import Batch, Feed, call, test_batches
 from l0prune.running.criteria import Loss, Metric, describe
 from l0prune.running.device import choose_device, on_device, precision
+from l0prune.running.indices import checked_indices
 from l0prune.running.processes import ALONE, World
 from l0prune.running.task import Task
 
@@ -46,6 +47,7 @@ def check_first_batch(
         explain_mismatch([batch], "model, data and loss"),
         evaluating(model),
         precision(device, autocast),
+        checked_indices(),
     ):
         loss = feed.task.loss_in(call(model, batch.inputs), batch.targets)
     return None if loss is None else float(loss)
@@ -61,7 +63,12 @@ def check_first_test(
         UsageError: the loss or the metric is no number.
     """
     for batch in islice(test_batches(feed.task, feed.batch_size, device, feed.part), 1):
-        with explain_mismatch([batch], _TEST), evaluating(model), precision(device, autocast):
+        with (
+            explain_mismatch([batch], _TEST),
+            evaluating(model),
+            precision(device, autocast),
+            checked_indices(),
+        ):
             feed.task.loss_and_metric(call(model, batch.inputs), batch.targets)
 
 

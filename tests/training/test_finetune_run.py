@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_said_before_training():
     with pytest.raises(DataError, match=r"\(1, 3, 4, 4\) of float32, targets \(1,\) of int64"):
         finetune(model, images, **QUIET)
     beyond = [(torch.zeros(2, FEATURES), torch.tensor([0, 7]))]
-    with pytest.raises(DataError, match="out of bounds"):
+    with pytest.raises(DataError, match="7 is out of bounds: class numbers go from 0 to 2"):
         finetune(model, beyond, **QUIET)
     with pytest.raises(UsageError, match="one number"):
         finetune(model, Task(clouds(), loss=lambda outputs, targets: outputs), **QUIET)
