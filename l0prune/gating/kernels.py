@@ -25,7 +25,7 @@ BLOCK = (64, 32)  # numbers and slots of a sum that one program adds up
 LINE = 8  # … after, size, where the factors of columns and of rows begin (−1: none), partial sums
 SUMS = 6  # columns of a table of sums: begin, repeats, before, size, after, where the sum goes
 
-_DTYPES = {
+DTYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -120,7 +120,7 @@ def multiply(
     Shape: tiles ``(programs, 3)``: weight, first row, first column; table ``(weights, LINE)``;
     weights ``(weights,)``, their addresses; all int64. z and out flat.
     """
-    launch(_multiply, len(tiles), tiles, table, weights, z, out, WEIGHT=_DTYPES[dtype],
+    launch(_multiply, len(tiles), tiles, table, weights, z, out, WEIGHT=DTYPES[dtype],
             TR=TILE[0], TC=TILE[1])  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def differentiate(
     Shape: as ``multiply``; grad and out as its result, partial flat.
     """
     launch(_differentiate, len(tiles), tiles, table, weights, z, grad, out, partial,
-            WEIGHT=_DTYPES[dtype], TR=TILE[0], TC=TILE[1])  # fmt: skip
+            WEIGHT=DTYPES[dtype], TR=TILE[0], TC=TILE[1])  # fmt: skip
 
 
 def add_up(blocks: Tensor, table: Tensor, values: Tensor, out: Tensor) -> None:

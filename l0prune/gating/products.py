@@ -80,7 +80,12 @@ class Line:
 
 
 def line_of(weight: Tensor, sites: Sites, dtype: torch.dtype) -> Line | None:
-    """Return how a weight lies in memory; None where it is no matrix of rows and columns."""
+    """Return how a weight lies in memory; None for what the kernels do not multiply: no matrix of
+    rows and columns, or of a dtype that they do not have (complex numbers).
+    """
+    found = kernels()
+    if found is None or not {weight.dtype, dtype} <= found.DTYPES.keys():
+        return None
     if not weight.numel() or len({dim for _, dim in sites}) < len(sites):
         return None
     dims = [dim for dim in range(weight.dim()) if weight.shape[dim] > 1]

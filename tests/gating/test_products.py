@@ -146,10 +146,16 @@ def test_gradients_may_be_differentiated() -> None:
 
 @pytest.mark.parametrize(
     "weight",
-    [torch.ones(4, 3).t(), torch.ones(4, 4)[:, ::2], torch.ones(0, 3), torch.ones(2, 3, 4)],
-    ids=["transposed", "with gaps", "empty", "two inner dims gated"],
+    [
+        torch.ones(4, 3).t(),
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(0, 3),
+        torch.ones(2, 3, 4),
+        torch.ones(4, 3, dtype=torch.complex64),
+    ],
+    ids=["transposed", "with gaps", "empty", "two inner dims gated", "complex"],
 )
-def test_what_is_no_matrix_of_rows_and_columns_has_no_line(weight: Tensor) -> None:
+def test_what_the_kernels_do_not_multiply_has_no_line(weight: Tensor) -> None:
     dims = (1, 2) if weight.dim() == 3 else (1,)
     assert line_of(weight, [(values(0), dim) for dim in dims], weight.dtype) is None
 
