@@ -96,9 +96,18 @@ def has_tensor(node: Node) -> bool:
     return any(isinstance(v, Tensor) for v in values)
 
 
+# Elementwise operators without a tag in torch 2.11.
+_UNTAGGED = frozenset({
+    "aten._conj_physical", "aten.celu_", "aten.elu_", "aten.hardsigmoid_", "aten.hardtanh_",
+    "aten.leaky_relu", "aten.leaky_relu_", "aten.selu_",
+})  # fmt: skip
+
+
 def is_pointwise(target: Any) -> bool:
-    """Check whether torch tags the operator as elementwise."""
-    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+    """Check whether the operator is elementwise, as torch's tag says."""
+    if not isinstance(target, OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or operator_name(target) in _UNTAGGED
 
 
 def called(node: Node) -> str:

@@ -32,6 +32,16 @@ def on(names):
     return pytest.mark.parametrize("found", names, indirect=True)
 
 
+def test_activations_in_place_are_elementwise():
+    """Some of them have no tag of torch 2.11."""
+    kinds = nn.CELU, nn.ELU, nn.Hardsigmoid, nn.Hardtanh, nn.LeakyReLU, nn.ReLU6, nn.SELU, nn.SiLU
+    inside = [kind(inplace=True) for kind in kinds]
+    plan = l0prune.survey(
+        nn.Sequential(nn.Linear(4, 6), *inside, nn.LeakyReLU(), nn.Linear(6, 2)), torch.ones(2, 4)
+    ).plan
+    assert [axis.size for axis in plan.axes] == [6, 4]
+
+
 @on(ALL)
 @pytest.mark.one_in(5)
 def test_closed_slots_are_dead(found):
