@@ -6,9 +6,12 @@ that test fails, and says by its name what has changed.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +69,7 @@ __all__ = [
     "no_torch_function",
     "on_copy",
     "pytree",
+    "quiet_copies",
     "replaced",
     "schema_of",
     "shell",
@@ -183,6 +187,25 @@ def replaced(owner: Any, name: str, instead: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
+
+
+@contextmanager
+def quiet_copies() -> Iterator[None]:
+    """Within the context graphs are copied without torch 2.11's FutureWarning of its LeafSpec."""
+    if not _copies_warn():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        yield
+
+
+@cache
+def _copies_warn() -> bool:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        copy.deepcopy(pytree.treespec_leaf())
+    return bool(found)
 
 
 def on_copy(graph: GraphModule, hook: Callable[[GraphModule], None]) -> None:

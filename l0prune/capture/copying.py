@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from l0prune.capture.compat import quiet_copies
 from l0prune.errors import UsageError
 
 # By accelerate's prepare, on the model itself: a forward under autocast, and the one before it.
@@ -59,7 +60,7 @@ def copied(model: Model, replaced: Mapping[int, Any] | None = None) -> Model:
     """
     memo: dict[int, Any] = dict(replaced or {})
     try:
-        with _Detached():
+        with _Detached(), quiet_copies():
             result: Model = copy.deepcopy(model, memo)
             renewal = _Renewal({id(module) for module in model.modules()}, memo)
             for module in result.modules():

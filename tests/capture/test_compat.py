@@ -1,6 +1,7 @@
 """Each private name of torch that l0prune uses still means what it is used for."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -308,3 +309,11 @@ def test_tracers_are_seen():
         forward(torch.ones(2))
     assert seen
     assert all(seen)
+
+
+def test_graphs_are_copied_without_a_warning(program):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with compat.quiet_copies():
+            copy.deepcopy(program.module())
+            copy.deepcopy(program)

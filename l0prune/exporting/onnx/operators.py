@@ -25,6 +25,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
+from l0prune.capture.compat import quiet_copies
 from l0prune.capture.symbolic_patches import GATES, KIND_OF, RECURRENT, Settings
 from l0prune.infer.nodes import argument, operator_name
 
@@ -54,7 +55,8 @@ def written_as_products(program: ExportedProgram) -> ExportedProgram:
 def around_its_tensors(program: ExportedProgram) -> ExportedProgram:
     """Return a copy of the program that shares its parameters, buffers and constants."""
     held = [*program.state_dict.values(), *program.constants.values()]
-    return copy.deepcopy(program, {id(each): each for each in held})
+    with quiet_copies():
+        return copy.deepcopy(program, {id(each): each for each in held})
 
 
 def views_that_may_copy(program: ExportedProgram) -> None:
@@ -285,7 +287,8 @@ def written_out(program: ExportedProgram, *, recurrent: bool = True) -> Exported
     if not targets:
         return program
     table: dict[Any, Any] = {target: _INSTEAD[target] for target in targets}
-    changed: ExportedProgram = program.run_decompositions(table)
+    with quiet_copies():
+        changed: ExportedProgram = program.run_decompositions(table)
     return changed
 
 
