@@ -5,6 +5,7 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.multiprocessing as mp
@@ -53,9 +54,11 @@ def exit_codes(calls):
     """How the processes ended of which each made one of the calls: (function, arguments …)."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
-    processes = [context.Process(target=_begin, args=(dict(os.environ), *call)) for call in calls]
-    for process in processes:
-        process.start()
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # a GPU serves one process of a group
+    processes = [context.Process(target=_begin, args=(environment, *call)) for call in calls]
+    with mock.patch.dict(os.environ, environment):  # of the process that all are forked from
+        for process in processes:
+            process.start()
     for process in processes:
         process.join(LONGEST)
         if process.is_alive():

@@ -18,7 +18,7 @@ from l0prune.training.run import finetune
 
 COMMON = {
     "epochs": 3, "batch_size": 30, "warmup": 0.5, "settle": 1, "lam": "1/N", "gate_lr": 0.2,
-    "lr": 1e-2, "progress": False,
+    "lr": 1e-2, "progress": False, "device": "cpu",
 }  # fmt: skip
 
 

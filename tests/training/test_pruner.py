@@ -83,7 +83,7 @@ def test_a_loop_of_ones_own_is_finetune_to_the_bit(start):
     with torch.random.fork_rng():
         l0prune.finetune(
             ours, pairs, epochs=5, ema=0.0, recalibrate=0, schedule="constant", progress=False,
-            **settings,
+            device="cpu", **settings,
         )  # fmt: skip
     own = gated()
     settings = {"steps": STEPS, "warmup": 8, "settle": 16, "say": quiet, "compact": "settle"}

@@ -74,7 +74,7 @@ def start_of(model, monkeypatch, examples=None, **settings):
         run(loop)
 
     monkeypatch.setattr(Loop, "run", watched)
-    settings = {"epochs": 1, "batch_size": 40, **settings}
+    settings = {"epochs": 1, "batch_size": 40, "device": "cpu", **settings}
     l0prune.finetune(model, data() if examples is None else examples, **settings)
     return seen[0]
 
@@ -201,7 +201,7 @@ def chances(monkeypatch, **settings):
             seen.append(gates.open_probability().detach()[switches])
 
     monkeypatch.setattr(Pruner, "advance", watched)
-    settings = {"epochs": 3, "batch_size": 40, "compact": "never"} | settings
+    settings = {"epochs": 3, "batch_size": 40, "compact": "never", "device": "cpu"} | settings
     l0prune.finetune(model, data(), **settings)
     return torch.stack(seen), model
 

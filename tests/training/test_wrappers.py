@@ -32,7 +32,8 @@ SLOW = pytest.mark.slow
 
 
 def common(**own):
-    return {"epochs": 3, "batch_size": 30, "settle": 1, "lam": "1/N", "progress": False, **own}
+    fixed = {"settle": 1, "lam": "1/N", "progress": False, "device": "cpu"}
+    return {"epochs": 3, "batch_size": 30, **fixed, **own}
 
 
 @register
