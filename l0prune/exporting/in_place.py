@@ -24,7 +24,7 @@ from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes
 from l0prune.exporting.resize_class import check_class_alone, drop_branches, resize_class
 from l0prune.exporting.slice import slice_by_plan
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import Place
 from l0prune.files.cut_layers import SkippedModule, become, tensors_of
 from l0prune.files.given_sizes import GIVEN, GivenSizes
@@ -93,7 +93,7 @@ def smaller_form(model: nn.Module, kept: Tensor, graph: Graph) -> Form:
         L0pruneError: the model cannot be copied, or what it computes cannot be told.
     """
     network = replace(copies_of(model), compared_in=BOTH[:1], batches=_BATCHES, hands_out=False)
-    chosen = Chosen(network.plan, network.z, kept)
+    chosen = KeptSlots(network.plan, network.z, kept)
     network = replace(network, chosen=chosen)
     if chosen.gone:
         parts = graph.of(network)

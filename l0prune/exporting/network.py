@@ -20,7 +20,7 @@ from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.gating.attaching import check_intact, detach
 from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
@@ -86,8 +86,8 @@ class Network:
     hands_out: bool = True
     asked: list[tuple[Answer, ...]] = field(default_factory=list)
     parts: Parts | None = None
-    chosen: Chosen | None = None
-    by_part: Mapping[str, Chosen] = field(default_factory=dict)
+    chosen: KeptSlots | None = None
+    by_part: Mapping[str, KeptSlots] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     graphs: Mapping[str, GraphModule] = field(default_factory=dict)
     narrow: Callable[[Inputs], Inputs] = lambda inputs: inputs
@@ -108,7 +108,7 @@ class Network:
         return self.parts
 
     @property
-    def selected(self) -> Chosen:
+    def selected(self) -> KeptSlots:
         """The slots that stay, after ``select``."""
         assert self.chosen is not None
         return self.chosen

@@ -30,7 +30,7 @@ from l0prune.running.stages import stage
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExportedPart:
     """One captured part of the exported model; the only one where the whole was captured.
 
     Attributes:
@@ -117,7 +117,7 @@ class Whole:
 
     @cached_property
     @stage("making a program of the smaller model")
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ExportedPart, ...]:
         """The piece, with what of the answers its programs take.
 
         Raises:
@@ -139,7 +139,7 @@ class Whole:
         ]
         if not answers:  # the module was shown to compute what the gated one does at other sizes
             answers = list(answers_of(self.module, [self.example], whose="module"))
-        piece = Piece("", made.program, single, made.dynamic, tuple(answers), made.batches)
+        piece = ExportedPart("", made.program, single, made.dynamic, tuple(answers), made.batches)
         return (replace(piece, free=free, why_fixed=made.why_fixed or self.why_fixed),)
 
     @property
@@ -169,7 +169,7 @@ class Whole:
 class InParts:
     """The pieces of a model that is captured in parts."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ExportedPart, ...]
 
     @property
     def trials(self) -> list[tuple[str, Inputs]]:
@@ -229,7 +229,7 @@ def in_parts(network: Network) -> InParts:
     return InParts(pieces)
 
 
-def _islands(network: Network) -> Iterator[Piece]:
+def _islands(network: Network) -> Iterator[ExportedPart]:
     for part in network.captured.found:
         answers = network.answers[part.path]
         if not answers:  # it was called on the example alone
@@ -239,7 +239,7 @@ def _islands(network: Network) -> Iterator[Piece]:
             yield replace(piece, form=form)
 
 
-def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[Piece]:
+def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterator[ExportedPart]:
     """The pieces for inputs of one form: one, or for each number that it is told one."""
     dense = network.dense.get_submodule(path)
     dense = dense if device_of(dense) == CPU else placed(copied(dense), CPU)
@@ -251,16 +251,16 @@ def _island(network: Network, path: str, answers: tuple[Answer, ...]) -> Iterato
             yield from _island(network, path, alike)
         return
     if is_graph or not made.dynamic:
-        yield Piece(path, made.program, single, False, answers)
+        yield ExportedPart(path, made.program, single, False, answers)
         return
     alone = [answer for answer in answers if examples_in(answer.inputs) == 1]
     several = tuple(answer for answer in answers if examples_in(answer.inputs) != 1)
     if not several or all(_holds(single, answer) for answer in alone):
-        yield Piece(path, made.program, single, True, answers)
+        yield ExportedPart(path, made.program, single, True, answers)
         return
     export = partial(reexport_part, batches=ANY.several())
     made, single = programs(dense, network.dtypes, answers[0].inputs, export)
-    yield Piece(path, made.program, single, made.dynamic, several, ANY.several())
+    yield ExportedPart(path, made.program, single, made.dynamic, several, ANY.several())
 
 
 def _is_told(program: ExportedProgram) -> bool:
@@ -294,11 +294,13 @@ def _forms(answers: Sequence[Answer], is_free: bool = True) -> list[tuple[Answer
     return [tuple(alike) for alike in forms.values()]
 
 
-def _renewed(piece: Piece, module: nn.Module) -> Piece:
+def _renewed(piece: ExportedPart, module: nn.Module) -> ExportedPart:
     """Piece of the same part of the module as it is now."""
     part = module.get_submodule(piece.path)
     inputs = [answer.inputs for answer in piece.answers]
     export = partial(reexport_part, batches=piece.batches)
     made, single = programs(placed(copied(part), CPU), Dtypes.of(part), inputs[0], export)
     answers = answers_of(part, inputs, whose="module")
-    return Piece(piece.path, made.program, single, made.dynamic, answers, piece.batches, piece.form)
+    return ExportedPart(
+        piece.path, made.program, single, made.dynamic, answers, piece.batches, piece.form
+    )

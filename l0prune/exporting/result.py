@@ -35,7 +35,7 @@ from l0prune.exporting.onnx.older import check_opset, data_beside
 from l0prune.exporting.onnx.times import Times, times_of
 from l0prune.exporting.own_class.origin import apart_from_state, described
 from l0prune.exporting.own_class.writing import shortened, write_folder
-from l0prune.exporting.pieces import InParts, Piece, Whole
+from l0prune.exporting.pieces import ExportedPart, InParts, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.cut_layers import LAYERS
@@ -54,7 +54,7 @@ _GROUPED = "the model's forward takes so many rows together"
 _FROM_TWO = "the model's forward treats a single example in another way"
 
 
-def note_on_batches(pieces: Sequence[Piece]) -> str:
+def note_on_batches(pieces: Sequence[ExportedPart]) -> str:
     """Note on the batches that programs and files take."""
     lines = []
     for piece in pieces:
@@ -189,7 +189,7 @@ class Export:
 
     @property
     @one_at_a_time()
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ExportedPart, ...]:
         """The captured parts of ``module`` as it is, each with its program, compared with it.
 
         They are made when first asked for, and anew once the module has learned on. The
@@ -419,7 +419,7 @@ class Export:
         return found
 
     @staticmethod
-    def _file_of(piece: Piece, path: str | os.PathLike[str]) -> Path:
+    def _file_of(piece: ExportedPart, path: str | os.PathLike[str]) -> Path:
         """The file of a part: its name before the ending, and after the first form its number."""
         whole = Path(path)
         form = f"-{piece.form}" if piece.form > 1 else ""
@@ -503,7 +503,7 @@ def _share(after: int, before: int, unit: str) -> str:
     return f"{after:,} of {before:,} {unit}" + (f" ({after / before:.1%})" if before else "")
 
 
-def _note_on_draws(pieces: Sequence[Piece]) -> str:
+def _note_on_draws(pieces: Sequence[ExportedPart]) -> str:
     """Return the note on a model that draws random numbers; empty where it does not."""
     nodes = (node for piece in pieces for node in piece.program.graph.nodes)
     found = dict.fromkeys(called(node) for node in nodes if draws(node))
@@ -515,7 +515,7 @@ def _note_on_draws(pieces: Sequence[Piece]) -> str:
     )
 
 
-def _check_drawless(piece: Piece) -> None:
+def _check_drawless(piece: ExportedPart) -> None:
     """Raise CertificateError where the piece draws random numbers."""
     found = [node for node in piece.single.graph.nodes if draws(node)]
     if found:

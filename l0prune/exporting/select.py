@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from l0prune.exporting.network import Network
-from l0prune.exporting.slicing.chosen import Chosen, values_on
+from l0prune.exporting.slicing.kept_slots import KeptSlots, values_on
 from l0prune.plan.plan import Plan
 
 
@@ -18,7 +18,7 @@ def select(network: Network) -> Network:
     return replace(network, chosen=chosen_on(plan, network), by_part=by_part)
 
 
-def chosen_on(plan: Plan, network: Network) -> Chosen:
+def chosen_on(plan: Plan, network: Network) -> KeptSlots:
     """Return the slots that the gates leave on the axes of this plan of the model."""
     z = values_on(plan, network.plan, network.z)
-    return Chosen(plan, z, plan.kept(z > 0))
+    return KeptSlots(plan, z, plan.kept(z > 0))

@@ -23,7 +23,7 @@ from l0prune.exporting.own_class.sizes import unread_sizes
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
 from l0prune.exporting.select import chosen_on
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
@@ -122,7 +122,7 @@ def _state(network: Network) -> dict[str, Tensor]:
     return state
 
 
-def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Chosen, int, str]:
+def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[KeptSlots, int, str]:
     """Compare what the plan counts with what the models are seen to hold and to multiply.
 
     The plan of a class is that of the gates, which may come out of a file: where it does not count

@@ -24,7 +24,7 @@ from l0prune.capture.copying import copied
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.export import export
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.pieces import Piece
+from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.checked_json import read_json, read_text
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.plan.layout import Layout
@@ -136,7 +136,9 @@ def _disturbed(model: nn.Module) -> nn.Module:
     return model
 
 
-def _inputs(model: onnx.ModelProto, piece: Piece, batch: int) -> Iterator[tuple[str, Tensor]]:
+def _inputs(
+    model: onnx.ModelProto, piece: ExportedPart, batch: int
+) -> Iterator[tuple[str, Tensor]]:
     """Yield examples for each input of the file, ``batch`` of them where their number is free."""
     leaves: Sequence[Any] = piece.read(piece.answers[0].inputs)
     for given, leaf, sizes in zip(model.graph.input, leaves, piece.sizes, strict=True):

@@ -40,7 +40,7 @@ from l0prune.exporting.own_class.sizes import (
     sizes_in_code,
     unread_sizes,
 )
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import flush, stored_in, under_all_names
 from l0prune.files.cut_layers import drop
 from l0prune.files.given_sizes import GIVEN, GivenSizes
@@ -101,7 +101,7 @@ class OwnClass:
         return own
 
 
-def own_class(plain: nn.Module, chosen: Chosen, tensors: Mapping[str, Tensor]) -> OwnClass:
+def own_class(plain: nn.Module, chosen: KeptSlots, tensors: Mapping[str, Tensor]) -> OwnClass:
     """Return the candidates for the resized model.
 
     Args:
@@ -165,7 +165,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenClass:
     """The resized model, what was changed in it, and a comparison on each part that was cut."""
 
     module: nn.Module
@@ -180,7 +180,7 @@ class Choice:
         failing = [each for each in wrong if each.reason != SOMETHING_ELSE]
         return len(wrong), len(failing), sum(bool(each.training) for each in found)
 
-    def with_reasons_of(self, around: Choice) -> Choice:
+    def with_reasons_of(self, around: ChosenClass) -> ChosenClass:
         """Add why the parts are wrong, too, that do without the branches that are gone."""
         comparisons = dict(self.comparisons)
         for path, comparison in self.comparisons.items():
@@ -190,7 +190,7 @@ class Choice:
                 comparisons[path] = replace(comparison, reason=reason)
         return replace(self, comparisons=comparisons)
 
-    def explained(self, references: Sequence[Reference], hint: str) -> Choice:
+    def explained(self, references: Sequence[Reference], hint: str) -> ChosenClass:
         """Add what is known of the reasons why parts are wrong."""
         comparisons = {}
         for each in references:
@@ -206,7 +206,7 @@ class Choice:
         return replace(self, comparisons=comparisons)
 
 
-def choose(own: OwnClass, references: Sequence[Reference]) -> Choice:
+def choose(own: OwnClass, references: Sequence[Reference]) -> ChosenClass:
     """Return the resized model with the fewest faults, and of its guesses only those that it needs.
 
     It has the attributes that no forward reads, too, unless these make it wrong.
@@ -250,12 +250,12 @@ def _no_inputs(unread: Changes, plain: nn.Module, references: Sequence[Reference
 
 def first_right(
     classes: Iterable[OwnClass], references: Sequence[Reference]
-) -> tuple[OwnClass, Choice]:
+) -> tuple[OwnClass, ChosenClass]:
     """Return the first class that is right, or else the last one, and the choice in it.
 
     The last one is the class as it is; it says, too, why those without what is gone are not right.
     """
-    around: Choice | None = None
+    around: ChosenClass | None = None
     for own in classes:
         choice = choose(own, references)
         if not any(comparison.reason for comparison in choice.comparisons.values()):
@@ -264,7 +264,7 @@ def first_right(
     return own, choice if around is None or choice is around else choice.with_reasons_of(around)
 
 
-def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> Choice:
+def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) -> ChosenClass:
     module = own.build(changes)
     comparisons = {}
     for each in references:
@@ -278,7 +278,7 @@ def _judged(own: OwnClass, changes: Changes, references: Sequence[Reference]) ->
             training, untried = expected.fault_of(new), expected.untried
             comparison = replace(comparison, training=training, untried=untried)
         comparisons[each.path] = comparison
-    return Choice(module, changes, comparisons)
+    return ChosenClass(module, changes, comparisons)
 
 
 def _of_branches(gone: Sequence[Branch], path: str) -> str:

@@ -22,7 +22,7 @@ from l0prune.capture.provenance import is_within, within
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype
 from l0prune.exporting.own_class.sizes import changed_attributes, given_sizes, resized
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut
 from l0prune.files.cut_layers import PickedLinear, become
 from l0prune.files.given_sizes import PADDED, GivenSizes, PaddedNorm
@@ -64,7 +64,7 @@ class Layer:
         return tensor if self.scale == 1 else self.scale * (tensor + self.offset) - self.offset
 
 
-def layers_for(plain: nn.Module, chosen: Chosen) -> dict[str, Layer]:
+def layers_for(plain: nn.Module, chosen: KeptSlots) -> dict[str, Layer]:
     """Return, by path, changes of modules that are not right with cut tensors alone.
 
     Args:
@@ -101,7 +101,7 @@ def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
     return found
 
 
-def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
+def _picked(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer]]:
     """Yield Linear layers of which single inputs are gone: those that are left are picked."""
     for name, dims in chosen.plan.tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -112,7 +112,7 @@ def _picked(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
             yield path, Layer(kind=PickedLinear.__name__, buffers={"kept": kept})
 
 
-def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
+def _attention(plain: nn.Module, chosen: KeptSlots) -> Iterator[tuple[str, Layer]]:
     """Yield torch's own attention: its forward knows the size of a head from that of the whole."""
     plan, kept = chosen.plan, chosen.kept
     for path, module in plain.named_modules():
@@ -143,7 +143,7 @@ def _attention(plain: nn.Module, chosen: Chosen) -> Iterator[tuple[str, Layer]]:
             yield path, Layer(settings, kind="PickedAttention", buffers={"kept": picked})
 
 
-def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
+def _kept_inputs(columns: Layout, chosen: KeptSlots) -> Tensor | None:
     """Return which of the inputs that are left are read; None where all are."""
     if not isinstance(columns, Gated):
         return None
@@ -153,7 +153,7 @@ def _kept_inputs(columns: Layout, chosen: Chosen) -> Tensor | None:
 
 
 def _averaging(
-    module: nn.Module, path: str, dims: Layouts, chosen: Chosen, calls: Mapping[str, Any]
+    module: nn.Module, path: str, dims: Layouts, chosen: KeptSlots, calls: Mapping[str, Any]
 ) -> Layer | None:
     """Return what makes a module right that averages over these dims of its input, if known."""
     plan, kept = chosen.plan, chosen.kept
@@ -192,7 +192,7 @@ def _tried(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> nn
 def _ways(
     module: nn.Module,
     dims: Layouts,
-    chosen: Chosen,
+    chosen: KeptSlots,
     tensors: Mapping[str, Tensor],
     calls: Mapping[str, Any],
 ) -> Iterator[Layer]:
@@ -245,7 +245,7 @@ def _whole_sizes(
                 yield [name, dim, before]
 
 
-def query_scales(chosen: Chosen) -> dict[str, Tensor]:
+def query_scales(chosen: KeptSlots) -> dict[str, Tensor]:
     """Return, by parameter, what it is multiplied with once it is cut, float64, of as many dims.
 
     ``q·k / √k`` of k dims that are left is ``√(k/n) · q·k / √n`` in place of what n dims gave.

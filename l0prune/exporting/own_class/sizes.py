@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from l0prune.capture.compat import ConvolutionBase
 from l0prune.capture.copying import copied
 from l0prune.capture.provenance import is_within, within
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import stored_in
 from l0prune.files.cut_layers import become
 from l0prune.files.given_sizes import GIVEN, GivenSizes
@@ -329,7 +329,7 @@ def _given(call: SizedCall, old: list[Any], new: list[Any]) -> list[Any]:
     return [-1 if place == call.follows else size for place, size in enumerate(new)]
 
 
-def known_cause(chosen: Chosen) -> str:
+def known_cause(chosen: KeptSlots) -> str:
     """Return why the class may be wrong; empty where nothing is known.
 
     The cause is a weight's own mean or norm, or one size that stands for two dims.

@@ -25,7 +25,7 @@ from l0prune.capture.provenance import is_within, modules_of, within, without_ca
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes, joined
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.files.cut_layers import SkippedModule, Window, sizes_after
 from l0prune.infer.dataflow import Ending
 from l0prune.infer.nodes import arguments, has_tensor, is_writer, operator_name, shape_of
@@ -155,7 +155,7 @@ class Channels:
     left: int
 
 
-def channels_of(part: Part, chosen: Chosen, join: Node) -> Channels | None:
+def channels_of(part: Part, chosen: KeptSlots, join: Node) -> Channels | None:
     """Return the channels of what a sum gives; None if not exactly one of its dims may be cut."""
     layouts = part.analysis.layouts.get(join.name, ())
     found = [layout for layout in layouts if any(True for _ in leaves(layout))]
@@ -301,7 +301,7 @@ _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 
 
 def ways_around(
-    plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, Chosen], gone: Collection[str]
+    plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, KeptSlots], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
     """Yield what modules become, by path: the way that leaves least to compute first.
 
@@ -339,14 +339,14 @@ class _Gone:
     """
 
     part: Part
-    chosen: Chosen
+    chosen: KeptSlots
     endings: list[Ending]
     dead: Set[Node]
     joins: Set[Node]
     modules: dict[str, set[Node]]
 
     @staticmethod
-    def of(plain: nn.Module, part: Part, chosen: Chosen, gone: Collection[str]) -> _Gone:
+    def of(plain: nn.Module, part: Part, chosen: KeptSlots, gone: Collection[str]) -> _Gone:
         branches = part.analysis.branches
         endings = [each for each in branches.endings if each.name in gone]
         joins = {join for ending in endings for join in ending.joins if ending.tensors}

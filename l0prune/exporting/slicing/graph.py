@@ -17,7 +17,7 @@ from torch.fx.graph import CodeGen
 from l0prune.capture.compat import PRESERVED, pytree, size_expression
 from l0prune.capture.sizes import ANY, Batches, Inputs
 from l0prune.exporting.certify.dtypes import Dtypes, marked
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.infer.build import Analysis
 from l0prune.infer.nodes import operator_name
 from l0prune.infer.parts import Parts
@@ -111,7 +111,7 @@ KEPT_INPUTS = "kept_inputs_of_"  # how buffers are called that say which inputs 
 
 def dense_graphs(
     parts: Parts,
-    chosen: Mapping[str, Chosen],
+    chosen: Mapping[str, KeptSlots],
     tensors: Mapping[str, Tensor],
     dtypes: Dtypes,
     device: torch.device,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from l0prune.exporting.certify.dtypes import in_terms
 from l0prune.exporting.certify.lending import folded
-from l0prune.exporting.slicing.chosen import Chosen
+from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.infer.parts import Part, Parts
 from l0prune.infer.rewrites.statistics import standardised_weights
 from l0prune.plan.layout import Layout, Layouts, axes_of
@@ -131,7 +131,9 @@ def _put(left: Sequence[Tensor | None], dim: int, small: Tensor, whole: Tensor) 
 
 
 @stage("folding gates into the tensors, and cutting these")
-def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) -> dict[str, Tensor]:
+def cut_tensors(
+    plain: nn.Module, parts: Parts, chosen: Mapping[str, KeptSlots]
+) -> dict[str, Tensor]:
     """Every stored tensor that the parts use, folded and cut, in float64, by name."""
     tensors: dict[str, Tensor] = {}
     for part in parts.found:
@@ -140,7 +142,7 @@ def cut_tensors(plain: nn.Module, parts: Parts, chosen: Mapping[str, Chosen]) ->
 
 
 @stage("folding gates into the tensors, and cutting these")
-def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
+def cut_by_plan(plain: nn.Module, chosen: KeptSlots) -> dict[str, Tensor] | None:
     """Cut the tensors of a model that was captured whole, by the plan of its gates.
 
     None where its tensors are not those of the plan. A weight that the forward standardises is
@@ -158,7 +160,7 @@ def cut_by_plan(plain: nn.Module, chosen: Chosen) -> dict[str, Tensor] | None:
     return _cut(chosen, stored, {}) if fits else None
 
 
-def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
+def _of_part(plain: nn.Module, part: Part, chosen: KeptSlots) -> dict[str, Tensor]:
     captured = part.analysis.captured
     stored = {captured.stored(name): value for name, value in captured.program.constants.items()}
     stored |= {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
@@ -167,7 +169,7 @@ def _of_part(plain: nn.Module, part: Part, chosen: Chosen) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _cut(
-    chosen: Chosen,
+    chosen: KeptSlots,
     stored: Mapping[str, Tensor],
     standardise: Mapping[str, Callable[[Tensor], Tensor]],
 ) -> dict[str, Tensor]:

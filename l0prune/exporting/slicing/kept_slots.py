@@ -13,7 +13,7 @@ from l0prune.plan.switches import gone
 
 
 @dataclass(frozen=True)
-class Chosen:
+class KeptSlots:
     """The gates of one plan as they count for the cut.
 
     Attributes:
@@ -32,10 +32,10 @@ class Chosen:
         names = gone(self.plan, self.kept)
         return tuple(branch for branch in self.plan.branches if branch.name in names)
 
-    def on(self, plan: Plan) -> Chosen:
+    def on(self, plan: Plan) -> KeptSlots:
         """Slots that stay on the axes of another plan; all stay that have no gate here."""
         z, kept = (values_on(plan, self.plan, values) for values in (self.z, self.kept))
-        return Chosen(plan, z, kept)
+        return KeptSlots(plan, z, kept)
 
     @property
     def is_open(self) -> Tensor:

@@ -78,7 +78,7 @@ LOST = {
     ),
     "a check": (
         lambda: Fn(checks_its_width, up=nn.Linear(12, 16), down=nn.Linear(16, 4)),
-        "its forward does not allow these sizes at test_foretelling.py:57, "
+        "its forward does not allow these sizes at test_preview.py:57, "
         '"raise ValueError("not my width")": ValueError: not my width',
     ),
 }
