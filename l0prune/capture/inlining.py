@@ -305,7 +305,7 @@ def _traced(part: list[Node], operands: list[Node], ends: list[Node]) -> GraphMo
         return None
     try:
         with fakes[0].fake_mode, torch.no_grad():
-            traced = make_fx(GraphModule({}, graph))(*values)
+            traced = make_fx(GraphModule({}, graph), tracing_mode="symbolic")(*values)
     except Exception:  # a use of it that torch has no account of
         return None
     return None if any(node.op == "get_attr" for node in traced.graph.nodes) else traced

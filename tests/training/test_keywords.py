@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import l0prune
 from l0prune.training import settings as declared
 
@@ -54,6 +56,7 @@ def test_the_keywords_are_those_of_the_settings():
 
 
 def test_mypy_refuses_a_misspelt_setting(tmp_path):
+    pytest.importorskip("mypy")
     script = tmp_path / "script.py"
     lines = [*SCRIPT.splitlines(), *(f"l0prune.{call}" for call in WRONG)]
     script.write_text("\n".join(lines))
