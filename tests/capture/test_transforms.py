@@ -20,9 +20,14 @@ def nested(m, x):
     return torch.vmap(torch.vmap(torch.outer, (0, None)), (0, 0))(y, y[:, 0])
 
 
+def of_each_example(m, x):
+    return torch.vmap(lambda one: m.a(one).tanh())(x)
+
+
+@pytest.mark.parametrize("forward", [nested, of_each_example])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_vmap_becomes_operators_on_whole_tensors(dynamic):
-    module, x = Fn(nested, a=nn.Linear(32, 6)).eval(), torch.randn(TOKENS)
+def test_vmap_becomes_operators_on_whole_tensors(forward, dynamic):
+    module, x = Fn(forward, a=nn.Linear(32, 6)).eval(), torch.randn(TOKENS)
     captured = capture(module, (x,), dynamic_batch=dynamic)
     assert captured.dynamic is dynamic
     assert all("nesting" not in str(node.target) for node in captured.graph.nodes)
