@@ -1,6 +1,8 @@
 """The documentation site: ``sphinx-build -W docs build/docs`` fails on a broken link or name."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -50,6 +52,15 @@ def _label(app: Sphinx, error: Exception | None) -> None:
         page.write_text(text, encoding="utf-8")
 
 
+def _gallery(app: Sphinx, error: Exception | None) -> None:
+    folder = Path(app.outdir, "gallery")
+    if app.config.gallery and app.builder.format == "html" and not error and not folder.exists():
+        command = [sys.executable, "-m", "benchmarks.gallery", str(folder)]
+        subprocess.run(command, cwd=Path(app.srcdir).parent, check=True)
+
+
 def setup(app: Sphinx) -> None:
-    """Label the pages when all are written."""
+    """Label the pages when all are written, and make those of the gallery."""
+    app.add_config_value("gallery", True, "", bool)
     app.connect("build-finished", _label)
+    app.connect("build-finished", _gallery)

@@ -76,8 +76,11 @@ def test_the_table_of_defaults_is_that_of_the_settings(names, said):
 
 
 def _examples():
-    """The code of docs/tasks.md: what all of it begins with, and each section's own."""
+    """The code of the pages on tasks: what all of it begins with, and each section's own."""
     start, *sections = (ROOT / "docs/tasks.md").read_text().split("\n## ")
+    other, *more = (ROOT / "docs/dense-tasks.md").read_text().split("\n## ")
+    assert re.findall(r"```python\n.*?```", other, re.DOTALL)[0] in start
+    sections += more
     blocks = [re.findall(r"```python\n(.*?)```", text, re.DOTALL) for text in (start, *sections)]
     names = [text.split("\n")[0] for text in sections]
     return blocks[0], {name: code for name, code in zip(names, blocks[1:], strict=True) if code}
@@ -87,7 +90,7 @@ START, EXAMPLES = _examples()
 
 
 def test_there_is_an_example_of_every_kind_of_task():
-    kinds = "Regression Several Without Segmentation Language Two Detection"
+    kinds = "Regression Several Without Two Segmentation Language Detection"
     assert [name.split()[0] for name in EXAMPLES] == kinds.split()
 
 
@@ -201,10 +204,28 @@ def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("myst_nb", reason="pip install '.[docs]'")
     options = ["-W", "--keep-going", "-q", "-D", "nb_execution_mode=off"]  # test_tutorials.py
+    options += ["-D", "gallery=0"]  # the next test
     command = [sys.executable, "-m", "sphinx", *options, "docs", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "l0prune.survey" in (tmp_path / "api.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cnn", "vit", "decoder", "detector", "milliseconds"])
+def test_the_gallery_shows_budgets_that_are_met(name, tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    gallery = importlib.import_module("benchmarks.gallery")
+    assert name in gallery.WORKS
+    assert f'href="gallery/{name}.html"' in (ROOT / "docs/gallery.md").read_text()
+    gallery.write(name, tmp_path)
+    found = l0prune.Report.load(tmp_path / f"{name}.json").content
+    (budget,) = found.budgets
+    assert budget.share <= budget.limit * (1.1 if name == "milliseconds" else 1)
+    assert [each.name for each in found.trainings] == ["dense", "finetune"]
+    assert found.certificate is not None
+    assert (tmp_path / f"{name}.html").is_file()
 
 
 @pytest.mark.slow

@@ -304,18 +304,17 @@ _OWN = ("metric", "larger_is_better", "epochs", "steps", "warmup", "settle")  # 
 _PLAIN = ("seconds", "lr", "train_loss", "penalty", "training_macs", LOSS)  # numbers of a record
 
 
-def training_of(history: History, name: str = "finetune") -> Training:
-    """Return the data of a run of ``finetune`` or ``train_dense``.
+def training_of(history: History) -> Training:
+    """Return the data of a run of ``finetune`` or ``train_dense``, from what it returned."""
+    return _training("", history.records, history.all_facts)
+
+
+def training_in(folder: Path, name: str = "") -> Training | None:
+    """Return the training recorded in a folder; None if it has not begun.
 
     Args:
-        history: what it returned.
-        name: of the stage.
-    """
-    return _training(name, history.records, history.all_facts)
-
-
-def training_in(folder: Path, name: str) -> Training | None:
-    """Return the training recorded in a folder; None if it has not begun.
+        folder: of its records.
+        name: of the stage; else that of the function, ``finetune`` or ``train_dense``.
 
     Raises:
         FileError: its records are damaged.
@@ -338,7 +337,7 @@ def _training(name: str, records: Sequence[Record], facts: Mapping[str, Any]) ->
     fit = next((record["fitted"] for record in reversed(records) if "fitted" in record), None)
     rest = {name: value for name, value in facts.items() if name not in _OWN}
     return Training(
-        name=name,
+        name=name or ("finetune" if is_gated else "dense"),
         metric=metric,
         larger_is_better=bool(facts.get("larger_is_better", False)),
         planned=facts.get("epochs"),

@@ -224,7 +224,7 @@ def trainings_in(folder: Path) -> list[Training]:
         FileError: records are damaged.
     """
     if (folder / NAME).exists():
-        alone = training_in(folder, "finetune")
+        alone = training_in(folder)
         return [] if alone is None else [alone]
     rounds = sorted(folder.glob("round-*/finetune"), key=lambda each: (len(each.parent.name), each))
     first, *rest = (folder / name for name in _STAGES)

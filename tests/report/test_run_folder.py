@@ -202,6 +202,7 @@ def test_the_page_is_renewed_while_a_run_goes_on(tmp_path, is_gated):
     found = report_of(tmp_path).content
     expected = l0prune.Report.of(history=history, model=model if is_gated else None)
     assert found.title == "Sequential"
+    assert [each.name for each in found.trainings] == ["finetune" if is_gated else "dense"]
     assert (found.trainings, found.layers) == (
         expected.content.trainings,
         expected.content.layers,
