@@ -40,7 +40,9 @@ _LABELS = {
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Site">',
     '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="Page">',
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<th class="head"><p></p></th>': "<td></td>",
 }
+_SCROLLED = re.compile('(<pre|<div class="table-wrapper[^"]*")(?! tabindex)')  # by keys, too
 
 
 def _label(app: Sphinx, error: Exception | None) -> None:
@@ -48,7 +50,7 @@ def _label(app: Sphinx, error: Exception | None) -> None:
         text = page.read_text(encoding="utf-8")
         for before, after in _LABELS.items():
             text = text.replace(before, after)
-        text = re.sub("<pre(?! tabindex)", '<pre tabindex="0"', text)  # scrolled by keys
+        text = _SCROLLED.sub(r'\1 tabindex="0"', text)
         page.write_text(text, encoding="utf-8")
 
 
