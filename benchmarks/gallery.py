@@ -37,7 +37,9 @@ class Work(NamedTuple):
     example: tuple[Any, ...]
     budget: str
     epochs: int
-    settings: Mapping[str, Any] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})  # of both trainings
+    round_to: int | str = "auto"
+    samples: int = 0  # networks that are timed
 
 
 def digits(size: int) -> tuple[Batches, Batches]:
@@ -78,14 +80,14 @@ class Residual(nn.Module):
 def cnn() -> Work:
     """A residual network under a budget in MACs."""
     data = digits(8)
-    return Work("A CNN", Residual(32), data, (data[0][0][0],), "macs=0.4", 6, {"round_to": 8})
+    return Work("A CNN", Residual(32), data, (data[0][0][0],), "macs=0.4", 6, round_to=8)
 
 
 def milliseconds() -> Work:
     """The same network on larger images, to be twice as fast in ONNX Runtime."""
     data = digits(12)
-    work = Work("A CNN in milliseconds", Residual(32), data, (data[0][0][0],), "latency=0.5", 2)
-    return work._replace(settings={"latency": 12})
+    example = (data[0][0][0],)
+    return Work("A CNN in milliseconds", Residual(32), data, example, "latency=0.5", 2, samples=12)
 
 
 def vit() -> Work:
@@ -160,21 +162,18 @@ WORKS: dict[str, Callable[[], Work]] = {
 def write(name: str, folder: Path) -> None:
     """Train, gate, fine-tune and export; write the report as a page."""
     torch.manual_seed(0)
-    title, model, data, example, budget, epochs, settings = WORKS[name]()
-    settings = {"lr": 2e-3, **settings}
-    samples = settings.pop("latency", 0)
-    first = l0prune.train_dense(model, data, epochs=epochs, **settings)
-    args, *kwargs = example
-    l0prune.gate(model.eval(), args, *kwargs)
-    table = l0prune.measure(model, samples=samples) if samples else None
-    history = l0prune.finetune(
-        model, data, budget=budget, epochs=2 * epochs, latency=table, **settings
-    )
+    work = WORKS[name]()
+    model, settings = work.model, {"lr": 2e-3, **work.settings}
+    first = l0prune.train_dense(model, work.data, epochs=work.epochs, **settings)
+    l0prune.gate(model.eval(), *work.example)
+    table = l0prune.measure(model, samples=work.samples) if work.samples else None
+    settings |= {"budget": work.budget, "round_to": work.round_to, "latency": table}
+    history = l0prune.finetune(model, work.data, epochs=2 * work.epochs, **settings)
     dense = l0prune.export(model)
     with TemporaryDirectory() as there:
         dense.save_onnx(Path(there) / f"{name}.onnx", beside=model)
         report = l0prune.Report.of(dense, [first, history], model=model, latency=table)
-        report.titled(title).save(folder / f"{name}.html")
+        report.titled(work.title).save(folder / f"{name}.html")
 
 
 def main() -> None:
