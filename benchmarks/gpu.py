@@ -76,6 +76,7 @@ def clock(facts: Facts, name: str) -> Iterator[None]:
     facts[f"{name}_s"] = round(time.perf_counter() - begin, 3)
     if DEVICE.type == "cuda":
         facts[f"{name}_peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+    print(f"  {name}: {facts[f'{name}_s']} s", file=sys.stderr, flush=True)
 
 
 def image_model(name: str, tiny: bool) -> nn.Module:
@@ -164,54 +165,6 @@ def step(tiny: bool) -> Iterator[Facts]:
         yield facts
 
 
-@row(minutes=2.0)
-def run(tiny: bool) -> Iterator[Facts]:
-    """Whole fine-tuning runs under a budget beside dense training of as many steps."""
-    batch, size = (4, 32) if tiny else (64, 160)
-    count, epochs = (16, 3) if tiny else (batch * 50, 20)
-    data = torch.utils.data.TensorDataset(*(each.cpu() for each in images(count, size)))
-    loader = OnDevice(data, batch)
-    facts: Facts = {
-        "model": "resnet50",
-        "batch": batch,
-        "size": size,
-        "steps": loader.steps * epochs,
-    }
-    dense = image_model("resnet50", tiny)
-    plain = stepper(dense, next(iter(loader)))
-    plain()
-    with clock(facts, "dense"):
-        for _ in range(loader.steps * epochs):
-            plain()
-    options: Facts = {"epochs": epochs, "autocast": "bf16", "device": DEVICE.type}
-    for budget in ("macs=0.5", "macs=0.25"):
-        model = l0prune.gate(image_model("resnet50", tiny), (next(iter(loader))[0][:2],))
-        with clock(facts, budget):
-            l0prune.finetune(model, loader, budget=budget, channels_last=True, **options)
-        facts[f"{budget}/dense"] = round(facts[f"{budget}_s"] / facts["dense_s"], 3)
-        with clock(facts, f"export {budget}"):
-            dense_again = l0prune.export(model)
-        facts[f"{budget}_error"] = worst(dense_again)
-    yield facts
-
-
-class OnDevice:
-    """Batches of a data set that lies on the device."""
-
-    def __init__(self, data: Any, batch: int) -> None:
-        self.dataset = data
-        self._data = [each.to(DEVICE) for each in data.tensors]
-        self._batch = batch
-        self.steps = len(self._data[0]) // batch
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        for at in range(0, self.steps * self._batch, self._batch):
-            yield tuple(each[at : at + self._batch] for each in self._data)
-
-
 @row(minutes=2.5)
 def llama(tiny: bool) -> Iterator[Facts]:
     """A decoder of 1.1 billion random weights: gate, score, fit, export."""
@@ -246,11 +199,58 @@ def llama(tiny: bool) -> Iterator[Facts]:
     yield facts
 
 
+@row(minutes=2.0)
+def run(tiny: bool) -> Iterator[Facts]:
+    """Whole fine-tuning runs under a budget beside dense training of as many steps."""
+    batch, size = (4, 32) if tiny else (64, 160)
+    count, epochs = (16, 3) if tiny else (batch * 50, 20)
+    data = torch.utils.data.TensorDataset(*(each.cpu() for each in images(count, size)))
+    loader = OnDevice(data, batch)
+    facts: Facts = {
+        "model": "resnet50",
+        "batch": batch,
+        "size": size,
+        "steps": loader.steps * epochs,
+    }
+    dense = image_model("resnet50", tiny)
+    plain = stepper(dense, next(iter(loader)))
+    plain()
+    with clock(facts, "dense"):
+        for _ in range(loader.steps * epochs):
+            plain()
+    options: Facts = {"epochs": epochs, "autocast": "bf16", "device": DEVICE.type}
+    for budget in ("macs=0.25", "macs=0.5"):
+        model = l0prune.gate(image_model("resnet50", tiny), (next(iter(loader))[0][:2],))
+        with clock(facts, budget):
+            l0prune.finetune(model, loader, budget=budget, channels_last=True, **options)
+        facts[f"{budget}/dense"] = round(facts[f"{budget}_s"] / facts["dense_s"], 3)
+        with clock(facts, f"export {budget}"):
+            dense_again = l0prune.export(model)
+        facts[f"{budget}_error"] = worst(dense_again)
+    yield facts
+
+
+class OnDevice:
+    """Batches of a data set that lies on the device."""
+
+    def __init__(self, data: Any, batch: int) -> None:
+        self.dataset = data
+        self._data = [each.to(DEVICE) for each in data.tensors]
+        self._batch = batch
+        self.steps = len(self._data[0]) // batch
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        for at in range(0, self.steps * self._batch, self._batch):
+            yield tuple(each[at : at + self._batch] for each in self._data)
+
+
 @row(minutes=2.5)
 def compiled(tiny: bool) -> Iterator[Facts]:
     """A gated step beside a plain one, compiled; seconds that compiling takes."""
-    modes = ("default",) if tiny or DEVICE.type == "cpu" else ("default", "reduce-overhead")
-    for mode in modes:
+    for mode in ("default",) if DEVICE.type == "cpu" else ("default", "reduce-overhead"):
         plain = image_model("resnet18" if tiny else "resnet50", tiny)
         data = images(2 if tiny else 128, 32 if tiny else 224)
         gated = l0prune.gate(copy.deepcopy(plain), (data[0][:2],))

@@ -6,6 +6,8 @@ import argparse
 import copy
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from vision import CifarResNet
 
 import l0prune
-from benchmarks import cifar, depgraph, mnist, ways
+from benchmarks import cifar, depgraph, gpu, mnist, ways
 from benchmarks.curves import seconds
 from l0prune.data import Data, Tensors
 from l0prune.data.preprocessing import shifted_and_mirrored
@@ -219,3 +221,14 @@ def test_an_mnist_row(row, tmp_path):
     first = {"mlp": ["219-214-100", "69,266"], "lenet5": ["20-25-45-462", "38,410"]}[network]
     error = {"mlp": "1.40%", "lenet5": "0.90%"}[network]
     assert cells == [network, "the paper, λ = 0.1/N", *first, "", error, "", ""]
+
+
+@pytest.mark.slow
+def test_every_row_for_a_gpu_runs_in_its_tiny_form() -> None:
+    """Somebody who has a GPU for minutes only finds it rehearsed."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--tiny", "--minutes", "60"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1800)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows = {line["row"] for line in lines if "row" in line}
+    assert rows == set(gpu.ROWS)
+    assert not [line for line in lines if {"failed", "left_out"} & set(line)]
