@@ -281,13 +281,9 @@ class GatedWeights(Function):
 
 
 def _parts(flat: Tensor, group: Group, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors of the shapes and strides of others, in one piece of memory.
-
-    They are no views, so that a forward may write into one.
-    """
-    memory = flat.untyped_storage()
+    """Return tensors of the shapes and strides of others, in one piece of memory."""
     return [
-        flat.new_empty(0).set_(memory, begin, weight.shape, weight.stride())
+        flat.as_strided(weight.shape, weight.stride(), begin)
         for begin, weight in zip(group.begins, like, strict=True)
     ]
 
@@ -299,7 +295,7 @@ def _flat(grads: Sequence[Tensor | None], like: Sequence[Tensor], dtype: torch.d
         if grad is None:
             pieces.append(weight.new_zeros(weight.numel(), dtype=dtype))
             continue
-        if not _lies_alike(grad, weight):
+        if grad.stride() != weight.stride() and not _lies_alike(grad, weight):
             grad = torch.empty_like(weight, dtype=dtype).copy_(grad)
         pieces.append(grad.as_strided((grad.numel(),), (1,)))
     return torch.cat(pieces)
