@@ -15,12 +15,11 @@ def check_class_alone(network: Network) -> Network:
     """Check that the own class can be shown to be right without captured graphs.
 
     Raises:
-        NotThisWay: it cannot: the model was captured in parts, has several dtypes, or loses
-            branches around which only a capture shows the way.
+        NotThisWay: it cannot: the model was captured in parts, or loses branches around which only
+            a capture shows the way.
     """
     is_whole = network.plan.parts == ("",) and "" not in counted_in(network.plan)
-    is_exact = network.dtypes.are_one or not network.hands_out
-    if not is_whole or not is_exact or (network.gone and network.parts is None):
+    if not is_whole or (network.gone and network.parts is None):
         raise NotThisWay
     return network
 

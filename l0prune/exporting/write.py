@@ -100,9 +100,9 @@ def _unused(network: Network) -> Sequence[str]:
 def _programs(network: Network, state: Mapping[str, Tensor]) -> Whole | InParts:
     """Return the programs of the model's parts, or what that of the whole will be made from."""
     if network.parts is None:
-        return whole(network, None, state)
-    if "" in network.graphs:
-        made: Whole | InParts = whole(network, network.parts.found[0].analysis.captured, state)
+        made: Whole | InParts = whole(network, None, state)
+    elif "" in network.graphs:
+        made = whole(network, network.parts.found[0].analysis.captured, state)
     else:
         made = in_parts(network)
     check_own_dtypes(network)

@@ -7,14 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import drop_from_state, on_copy, pytree
+from l0prune.capture.copying import copied
 from l0prune.capture.sizes import ALL_FIXED, ANY, FreeSizes, Inputs
-from l0prune.exporting.certify.dtypes import Dtypes, cast, casts_to_less, converted, marked
+from l0prune.exporting.certify.dtypes import (
+    Dtypes,
+    cast,
+    casts_to_less,
+    converted,
+    marked,
+    restored,
+)
 from l0prune.exporting.certify.inputs import with_free_batch
 from l0prune.exporting.slicing.program import Exported, reexport
 from l0prune.infer.decomposition import take_apart
@@ -91,21 +99,31 @@ def class_programs(
 ) -> tuple[Exported, ExportedProgram]:
     """Export the module, with a free batch size where that is right; and once more for ONNX.
 
-    The latter is in float32 throughout: its graph can be, where the code names other dtypes.
+    The latter is in float32 throughout: its graph can be, where the code names other dtypes. Its
+    weights are those of the module, which is in float64 where the model has other dtypes.
 
     Raises:
         CaptureError: torch.export cannot follow it.
     """
     single = torch.float32
-    made = _program_of(module, cast(example, dtypes.main), free)
+    own = module if dtypes.are_one else restored(copied(module), dtypes)
+    made = _program_of(own, cast(example, None if dtypes.others else dtypes.main), free)
     if dtypes == Dtypes(single) and not casts_to_less(made.program.graph_module, single):
         return made, made.program
     graph = converted(marked(made.program.module(check_guards=False), dtypes), single)
+    if own is not module:
+        graph.load_state_dict({**graph.state_dict(), **_of_graph(module, graph)})
     for_onnx = reexport(
         graph, cast(example, single), made.dynamic, made.batches, free.only(made.free)
     )
     is_free, others = made.dynamic and for_onnx.dynamic, made.free & for_onnx.free
     return made._replace(dynamic=is_free, free=others), for_onnx.program
+
+
+def _of_graph(module: nn.Module, graph: nn.Module) -> dict[str, Tensor]:
+    """Return the module's tensors that its graph has, too."""
+    held = graph.state_dict()
+    return {name: tensor for name, tensor in module.state_dict().items() if name in held}
 
 
 def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported:
