@@ -18,7 +18,7 @@ from l0prune.running.task import Task
 from l0prune.training.penalty import param_groups, penalty
 from l0prune.training.run import finetune, train_dense
 
-QUIET = {"progress": False, "batch_size": 30}
+QUIET = {"progress": False, "batch_size": 30, "device": "cpu"}
 
 
 def order(epoch, seed=0):

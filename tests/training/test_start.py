@@ -120,7 +120,13 @@ def test_half_of_the_way_the_scores_go_at_once(monkeypatch, capsys):
 def test_what_is_cut_at_once_is_not_trained():
     def work(part):
         history = l0prune.finetune(
-            gated(), data(), budget="macs=0.25", epochs=8, oneshot_fraction=part, progress=False
+            gated(),
+            data(),
+            budget="macs=0.25",
+            epochs=8,
+            oneshot_fraction=part,
+            progress=False,
+            device="cpu",
         )
         assert history.last["budget"]["macs=0.25"]["share"] <= 0.25
         return history.last["training_macs"]
@@ -136,7 +142,7 @@ def test_no_step_is_of_what_was_cut_at_once(monkeypatch):
         advance(pruner)
 
     monkeypatch.setattr(Pruner, "advance", watched)
-    l0prune.finetune(gated(), data(), budget="macs=0.25", epochs=8, progress=False)
+    l0prune.finetune(gated(), data(), budget="macs=0.25", epochs=8, progress=False, device="cpu")
     assert max(found) <= 0.5
 
 
@@ -291,7 +297,7 @@ def test_a_loop_of_ones_own_starts_from_what_finetune_does(monkeypatch):
     model = residual()
     pruner = Pruner(model, **BUDGET)
     params = list(pruner.param_groups())
-    said = pruner.start_from(data(), batch_size=40)
+    said = pruner.start_from(data(), batch_size=40, device="cpu")
     gates = l0prune.gates(model)
     assert torch.equal(gates.log_alpha, expected)
     assert "ablation of 1 batch; cut at once, a part of the way to the budget: " in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,13 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import drop_from_state, on_copy, pytree
-from l0prune.capture.copying import copied
 from l0prune.capture.sizes import ALL_FIXED, ANY, FreeSizes, Inputs
 from l0prune.exporting.certify.dtypes import (
     Dtypes,
     cast,
     casts_to_less,
     converted,
+    in_terms,
     marked,
     restored,
 )
@@ -100,19 +101,20 @@ def class_programs(
     """Export the module, with a free batch size where that is right; and once more for ONNX.
 
     The latter is in float32 throughout: its graph can be, where the code names other dtypes. Its
-    weights are those of the module, which is in float64 where the model has other dtypes.
+    weights are those of the module before this, which is in the model's dtypes afterwards.
 
     Raises:
         CaptureError: torch.export cannot follow it.
     """
     single = torch.float32
-    own = module if dtypes.are_one else restored(copied(module), dtypes)
-    made = _program_of(own, cast(example, None if dtypes.others else dtypes.main), free)
+    exact = {} if dtypes.are_one else _in(single, module.state_dict())
+    module = module if dtypes.are_one else restored(module, dtypes)
+    made = _program_of(module, cast(example, None if dtypes.others else dtypes.main), free)
     if dtypes == Dtypes(single) and not casts_to_less(made.program.graph_module, single):
         return made, made.program
     graph = converted(marked(made.program.module(check_guards=False), dtypes), single)
-    if own is not module:
-        graph.load_state_dict({**graph.state_dict(), **_of_graph(module, graph)})
+    held = graph.state_dict()
+    graph.load_state_dict({name: exact.get(name, tensor) for name, tensor in held.items()})
     for_onnx = reexport(
         graph, cast(example, single), made.dynamic, made.batches, free.only(made.free)
     )
@@ -120,10 +122,9 @@ def class_programs(
     return made._replace(dynamic=is_free, free=others), for_onnx.program
 
 
-def _of_graph(module: nn.Module, graph: nn.Module) -> dict[str, Tensor]:
-    """Return the module's tensors that its graph has, too."""
-    held = graph.state_dict()
-    return {name: tensor for name, tensor in module.state_dict().items() if name in held}
+def _in(dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of their own, those of floats in ``dtype``."""
+    return {n: t.detach().to(in_terms(t.dtype, dtype), copy=True) for n, t in tensors.items()}
 
 
 def _program_of(module: nn.Module, example: Inputs, free: FreeSizes) -> Exported:
