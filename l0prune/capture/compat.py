@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -76,6 +77,7 @@ __all__ = [
     "size_expression",
     "size_hint",
     "standard_convolution",
+    "uncompiled",
     "version_of",
     "without_compiler",
     "without_torch_function",
@@ -89,6 +91,14 @@ without_compiler: Callable[[Callable[..., Any]], Callable[..., Any]] = _disable_
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a tensor subclass that leaves all to ``__torch_dispatch__``."""
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which compiled code runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
+        return nullcontext()
+    result: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return result
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

@@ -25,8 +25,7 @@ from l0prune.exporting.certify.verify import verify, verify_class
 from l0prune.exporting.network import Pass, attempt, copies_of, run
 from l0prune.exporting.resize_class import check_class_alone, drop_branches, resize_class
 from l0prune.exporting.result import Export
-from l0prune.exporting.select import select
-from l0prune.exporting.slice import slice_by_plan, slice_graphs, slice_tensors
+from l0prune.exporting.slice import select, slice_by_plan, slice_graphs, slice_tensors
 from l0prune.exporting.write import write
 from l0prune.gating.attaching import holder
 from l0prune.gating.bank import Gates, asked_of

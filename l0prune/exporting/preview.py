@@ -11,7 +11,7 @@ from l0prune.capture.sizes import ALL_FIXED, FreeSizes, Inputs
 from l0prune.exporting.certify.verify import answers_to_all
 from l0prune.exporting.network import copies_of
 from l0prune.exporting.own_class.choice import Reference, choose, own_class
-from l0prune.exporting.select import chosen_on
+from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.tensors import cut_by_plan
 from l0prune.gating.attaching import attach
 from l0prune.gating.bank import Gates

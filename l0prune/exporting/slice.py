@@ -1,4 +1,4 @@
-"""Passes of an export that fold the gates into the tensors, and slice tensors and graphs."""
+"""Passes of an export that select slots, fold their gates, and slice tensors and graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,25 @@ from dataclasses import replace
 
 from l0prune.exporting.network import Network, NotThisWay
 from l0prune.exporting.slicing.graph import dense_graphs, narrowing
+from l0prune.exporting.slicing.kept_slots import KeptSlots, values_on
 from l0prune.exporting.slicing.tensors import cut_by_plan, cut_tensors
+from l0prune.plan.plan import Plan
 from l0prune.running.device import device_of
+
+
+def select(network: Network) -> Network:
+    """Select the slots that the gates leave, on the axes of the capture if there was one."""
+    plan, found = network.plan, []
+    if network.parts is not None:
+        plan, found = network.parts.plan, network.parts.found
+    by_part = {part.path: chosen_on(part.analysis.plan, network) for part in found}
+    return replace(network, chosen=chosen_on(plan, network), by_part=by_part)
+
+
+def chosen_on(plan: Plan, network: Network) -> KeptSlots:
+    """Return the slots that the gates leave on the axes of this plan of the model."""
+    z = values_on(plan, network.plan, network.z)
+    return KeptSlots(plan, z, plan.kept(z > 0))
 
 
 def slice_by_plan(network: Network) -> Network:

@@ -22,7 +22,7 @@ from l0prune.exporting.own_class.comparison import note_on
 from l0prune.exporting.own_class.sizes import unread_sizes
 from l0prune.exporting.pieces import InParts, Whole, in_parts, whole
 from l0prune.exporting.result import Export
-from l0prune.exporting.select import chosen_on
+from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
 from l0prune.plan.cost import cost_of

@@ -6,15 +6,14 @@ and every later call of the process on that GPU fails, too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import TorchDispatchMode
+from l0prune.capture.compat import TorchDispatchMode, uncompiled
 
 _ATEN = torch.ops.aten
 # Name, tensor, and the first and the last index that is allowed.
@@ -28,8 +27,7 @@ def checked_indices() -> Iterator[None]:
     Compiled code runs uncompiled within: its operators are not seen else, and torch refuses to
     compile whole graphs (``fullgraph=True``) under a mode that sees operators.
     """
-    is_loaded = "torch._dynamo" in sys.modules  # else nothing is compiled, and it takes seconds
-    with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext(), _Checked():
+    with uncompiled(), _Checked():
         yield
 
 

@@ -21,8 +21,7 @@ from l0prune.errors import UsageError, first_line
 from l0prune.exporting.capture_parts import capture_parts
 from l0prune.exporting.network import copies_of, run
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.select import select
-from l0prune.exporting.slice import slice_graphs, slice_tensors
+from l0prune.exporting.slice import select, slice_graphs, slice_tensors
 from l0prune.gating.attaching import holder
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of

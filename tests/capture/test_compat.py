@@ -317,3 +317,18 @@ def test_graphs_are_copied_without_a_warning(program):
         with compat.quiet_copies():
             copy.deepcopy(program.module())
             copy.deepcopy(program)
+
+
+def test_compiled_code_can_run_as_it_was_written():
+    seen = []
+
+    def watched(graph, _):
+        seen.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: x + 1, backend=watched)
+    with compat.uncompiled():
+        compiled(torch.ones(2))
+    assert not seen
+    compiled(torch.ones(2))
+    assert len(seen) == 1
