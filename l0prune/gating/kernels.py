@@ -12,6 +12,7 @@ format. A table has one line for each weight, and a list of tiles says what each
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -151,5 +152,7 @@ def add_up(blocks: Tensor, table: Tensor, values: Tensor, out: Tensor) -> None:
 
 
 def launch(kernel: Any, programs: int, *tensors: Tensor, **constants: Any) -> None:
-    """Launch so many programs of a kernel."""
-    kernel[(programs,)](*tensors, **constants)
+    """Launch so many programs of a kernel where the tensors are."""
+    device = tensors[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[(programs,)](*tensors, **constants)

@@ -27,6 +27,7 @@ from l0prune.capture.compat import (
     is_recorded,
     version_of,
 )
+from l0prune.errors import first_line, warn
 from l0prune.gating.multipliers import GateValues, along
 
 Sites = Sequence[tuple[GateValues, int]]
@@ -42,9 +43,16 @@ def kernels() -> ModuleType | None:
     return found
 
 
+_OFF = (
+    "Triton does not run here ({0}), so each gated weight is multiplied by itself, which makes a "
+    "step on a GPU up to half as long again. Triton needs a C compiler and a GPU that it knows."
+)
+_failed: list[Exception] = []
+
+
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernels run on the device."""
-    return device.type == "cuda" and kernels() is not None
+    return device.type == "cuda" and not _failed and kernels() is not None
 
 
 def is_joined() -> bool:
@@ -66,6 +74,7 @@ class Line:
         size: of that dim.
         of_columns: where its multipliers begin; −1 for none.
         of_rows: where those of rows begin; −1 for none.
+        form: of the weight when this was found.
     """
 
     weight: ref[Tensor]
@@ -77,6 +86,12 @@ class Line:
     size: int = 1
     of_columns: int = -1
     of_rows: int = -1
+    form: tuple[Any, ...] = ()
+
+
+def form_of(weight: Tensor) -> tuple[Any, ...]:
+    """Return all on which the addresses of a weight's numbers depend."""
+    return weight.dtype, weight.device, weight.shape, weight.stride()
 
 
 def line_of(weight: Tensor, sites: Sites, dtype: torch.dtype) -> Line | None:
@@ -104,15 +119,12 @@ def line_of(weight: Tensor, sites: Sites, dtype: torch.dtype) -> Line | None:
     others = [(values, dim) for values, dim in sites if dim or is_vector]
     if len(others) > 1:
         return None
-    of_rows = along_rows[0].begin if along_rows else -1
-    if not others:
-        return Line(ref(weight), sites, dtype, rows, columns, of_rows=of_rows)
-    (values, dim) = others[0]
-    size = weight.shape[dim]
-    after = weight.stride(dim) if size > 1 else columns
-    return Line(
-        ref(weight), sites, dtype, rows, columns, after, size, values.begin, of_rows
-    )  # fmt: skip
+    after, size, of_columns, of_rows = 1, 1, -1, along_rows[0].begin if along_rows else -1
+    for values, dim in others:
+        size, of_columns = weight.shape[dim], values.begin
+        after = weight.stride(dim) if size > 1 else columns
+    form = form_of(weight)
+    return Line(ref(weight), sites, dtype, rows, columns, after, size, of_columns, of_rows, form)
 
 
 class Group:
@@ -198,9 +210,14 @@ class Table:
         self.first, self.last = _sums(first, device), _sums(last, device)
 
     def weights(self) -> list[Tensor] | None:
-        """Return the weights; None where one of them is no more."""
-        found = [weight for line in self.lines if (weight := line.weight()) is not None]
-        return found if len(found) == len(self.lines) else None
+        """Return the weights; None where one of them is no more, or lies otherwise in memory."""
+        found = []
+        for line in self.lines:
+            weight = line.weight()
+            if weight is None or form_of(weight) != line.form:
+                return None
+            found.append(weight)
+        return found
 
     def split(self, values: Sequence[Any]) -> Iterator[tuple[Group, Sequence[Any]]]:
         """The groups, each with its part of what there is one of for each line."""
@@ -295,6 +312,7 @@ def _flat(grads: Sequence[Tensor | None], like: Sequence[Tensor], dtype: torch.d
         if grad is None:
             pieces.append(weight.new_zeros(weight.numel(), dtype=dtype))
             continue
+        grad = grad.to_dense() if grad.is_sparse else grad
         if grad.stride() != weight.stride() and not _lies_alike(grad, weight):
             grad = torch.empty_like(weight, dtype=dtype).copy_(grad)
         pieces.append(grad.as_strided((grad.numel(),), (1,)))
@@ -325,6 +343,12 @@ def _textbook(
     return tuple(next(found) if tensor.requires_grad else None for tensor in (z, *weights))
 
 
+def fits(line: Line, z: Tensor) -> bool:
+    """Return whether multipliers are where the weight is, and as precise as it is."""
+    dtype, device, *_ = line.form
+    return bool(device == z.device and torch.promote_types(dtype, z.dtype) == z.dtype)
+
+
 class Reads:
     """Weights that a model's forwards read, and the table of their products.
 
@@ -338,15 +362,16 @@ class Reads:
         self._mixed: set[int] = set()  # read in two dtypes by one forward: their own serves both
         self._is_old = False
 
-    def weights(self, device: torch.device) -> list[Tensor]:
+    def weights(self, z: Tensor) -> list[Tensor]:
         """Return the weights of the table, which is made anew where others were read."""
         found = None if self.table is None or self._is_old else self.table.weights()
         if found is None:
+            known = [(line.weight(), line) for line in self._lines.values() if line is not None]
+            alive = [(weight, line) for weight, line in known if weight is not None]
+            self._lines = {id(w): line_of(w, line.sites, line.dtype) for w, line in alive}
             self._is_old = False
-            known = [line for line in self._lines.values() if line is not None]
-            lines = {id(w): line for line in known if (w := line.weight()) is not None}
-            self._lines = {**lines}
-            self.table = Table([*lines.values()], device) if lines else None
+            lines = [line for line in self._lines.values() if line is not None and fits(line, z)]
+            self.table = Table(lines, z.device) if lines else None
             found = self.table.weights() if self.table is not None else None
         return found or []
 
@@ -401,11 +426,18 @@ class Products:
         if not self.is_on:
             return
         self._now = self._reads.setdefault(autocast_dtype(z.device), Reads())
-        weights = self._now.weights(z.device)
+        weights = self._now.weights(z)
         if not weights:
             return
         self._with_grad = torch.is_grad_enabled()
-        products = GatedWeights.apply(self._now.table, z, *weights)
+        try:
+            products = GatedWeights.apply(self._now.table, z, *weights)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _failed.append(error)
+            warn(_OFF.format(first_line(error)))
+            return
         for weight, product in zip(weights, products, strict=True):
             self._made[id(weight)] = (weight, version_of(weight), product)
 

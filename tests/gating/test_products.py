@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import l0prune
+from l0prune.errors import L0pruneWarning
 from l0prune.gating import products
 from l0prune.gating.multipliers import GateValues
 from l0prune.gating.products import GatedWeights, Table, line_of
@@ -311,6 +312,75 @@ def test_a_weight_that_was_replaced_or_cut_is_read_as_it_is(
     step(model)
     close(step(model), one_by_one(model, monkeypatch))
     assert made(model)
+
+
+@pytest.mark.parametrize("change", ["channels_last", "double", "data"])
+def test_a_weight_that_lies_otherwise_in_memory_is_found_there(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the model is converted, of which the gates hear nothing."""
+    model = gated()
+    step(model)
+    if change == "channels_last":
+        model.second.to(memory_format=torch.channels_last)
+    elif change == "double":  # more precise than the gates are
+        model.second.double()
+        model.second.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+        model.second.register_forward_hook(lambda _, args, out: out.float())
+    else:
+        parameter = model.hidden._parameters["weight"]
+        parameter.data = parameter.data.t().contiguous().t()
+    for _ in range(2):
+        close(step(model), one_by_one(model, monkeypatch), 1e-6)
+
+
+def test_sparse_gradients_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 6, sparse=True)
+            self.norm = nn.LayerNorm(6)
+            self.last = nn.Linear(6, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(self.norm(self.words(ids)))
+
+    torch.manual_seed(0)
+    ids = torch.tensor([[1, 2, 2], [4, 1, 0]], device=DEVICE)
+    model: Any = l0prune.gate(Words().to(DEVICE), (ids,), open_probability=0.6).train()
+
+    def found() -> list[Tensor]:
+        torch.manual_seed(3)
+        model.zero_grad()
+        model(ids).square().sum().backward()
+        return [p.grad.to_dense().clone() for p in model.parameters()]
+
+    found()
+    assert made(model)
+    mine = found()
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "runs_on", lambda device: False)
+        close(mine, found())
+
+
+def test_where_triton_fails_it_is_said_once_and_each_weight_is_multiplied_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = gated()
+    step(model)
+    kernels = products.kernels()
+    assert kernels is not None
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setattr(products, "_failed", [])
+    monkeypatch.setattr(kernels, "launch", fails)
+    with pytest.warns(L0pruneWarning, match="Triton does not run here .Failed to find C"):
+        found = step(model)
+    assert not RUNS_ON(torch.device("cuda"))
+    monkeypatch.undo()
+    close(found, one_by_one(model, monkeypatch))
 
 
 def test_copies_make_their_own() -> None:
