@@ -126,14 +126,7 @@ def _warn_of_excess(bank: Gates) -> None:
     """Warn of gates that exceed the budget of the run that trained them."""
     asked = asked_of.get(bank)
     if asked is not None and (excess := asked(bank.open().cpu())):
-        warn(
-            "the gates of this model exceed the budget of the run that trained them: an "
-            f"export has {excess}. The usual cause is an average (EMA) of your own that is not "
-            "recognised as one, since its gates do not move towards the model's by one factor. "
-            "Export the model that was trained, or give the average its gates: "
-            "l0prune.gates(average).set_open(l0prune.gates(model).open()); where its state is "
-            "loaded, leave l0prune_gates.log_alpha out"
-        )
+        warn(excess)
 
 
 def _note_on_wrapper(model: nn.Module, gated: nn.Module) -> str:

@@ -208,10 +208,23 @@ class Followers:
         if budget is not None:
             with_runs = {*asked_of} - {self._gates}
             for bank in {self._gates, *self._averages, *self._changing} - with_runs:
-                asked_of[bank] = partial(_excess, budget)
+                asked_of[bank] = partial(_strays, budget)
 
 
-def _excess(budget: Budget, open_: Tensor) -> str:
+def _strays(budget: Budget, open_: Tensor) -> str:
+    """Warning of gates that exceed the budget that those of the model were fitted to."""
+    found = excess_of(budget, open_)
+    return found and (
+        "the gates of this model exceed the budget of the run that trained them: an "
+        f"export has {found}. The usual cause is an average (EMA) of your own that is not "
+        "recognised as one, since its gates do not move towards the model's by one factor. "
+        "Export the model that was trained, or give the average its gates: "
+        "l0prune.gates(average).set_open(l0prune.gates(model).open()); where its state is "
+        "loaded, leave l0prune_gates.log_alpha out"
+    )
+
+
+def excess_of(budget: Budget, open_: Tensor) -> str:
     """Say which budgets an export with these open gates exceeds; empty if none."""
     exceeded = [bound for bound in budget.bounds if bound.actual(open_) > bound.most]
     shares = (f"{bound.actual_share(open_):.0%} for {bound.limit}" for bound in exceeded)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Unpack
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,10 @@ from torch.optim import Optimizer
 
 from l0prune.errors import UsageError, warn, warn_renamed
 from l0prune.gating.attaching import gates_of
+from l0prune.gating.bank import asked_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
-from l0prune.training.averages import Followers
+from l0prune.training.averages import Followers, excess_of
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_terms import GateTerms, add_gradients
@@ -63,6 +66,30 @@ def check(
 # Adam's for gates under a budget, whose multiplier changes within a few hundred steps.
 _BETAS = (0.9, 0.99)
 _LOOKS = 20  # of the doctor, and for what may be cut, while the gates learn
+
+_CALLS = 3  # of one method without the other, after which it is said
+_NO_AFTER = (
+    f"pruner.before_step() was called {_CALLS} times without pruner.after_step(): the run stays at "
+    "its first step, and the gates never meet the budget. Call after_step() after each step of the "
+    "optimizer"
+)
+_NO_BEFORE = (
+    f"pruner.after_step() was called {_CALLS} times without pruner.before_step(): the gates feel "
+    "neither penalty nor budget. Call before_step(optimizer) after backward, before each step"
+)
+
+
+def _unfinished(pruner: ref[Pruner], open_: Tensor) -> str:
+    """Warning of gates whose loop has ended before its last step, over the budget; else empty."""
+    run = pruner()
+    if run is None or run.budget is None or not (run.step or run._pending):
+        return ""
+    found = excess_of(run.budget, open_)
+    return found and (
+        f"the gates exceed the budget of the loop that trains them: an export has {found}. After "
+        f"{run.step} of {run.phases.total} steps they are not fitted to it yet: call "
+        "pruner.finish() before the export"
+    )
 
 
 class Pruner:
@@ -140,7 +167,9 @@ class Pruner:
         self._own: OwnOptimizer | None = None
         free(self.gates.log_alpha)
         self._followers = Followers(self.gates)
+        self._pending = self._unprepared = 0  # calls of before_step, of after_step without one
         if self._drives_itself:
+            asked_of[self.gates] = partial(_unfinished, ref(self))
             self.begin_step()
 
     def _set_out(self) -> None:
@@ -378,6 +407,9 @@ class Pruner:
         if self._drives_itself and self.step == 0:
             self._speak(self.doctor.before(optimizers, is_taken=self._own is not None))
             self.look_ahead()
+        self._pending += 1
+        if self._drives_itself and self._pending == _CALLS:
+            self._speak({"after_step": _NO_AFTER})
         log_alpha = self.gates.log_alpha
         if self._own is not None:
             self._own.hand_over()
@@ -398,6 +430,10 @@ class Pruner:
         """After the optimizer's step: go on to the next one."""
         self.advance()
         if self._drives_itself:
+            self._unprepared += not self._pending
+            if self._unprepared == _CALLS:
+                self._speak({"before_step": _NO_BEFORE})
+            self._pending = 0
             self._look()
             self.begin_step()
             if self.step >= self.phases.total:

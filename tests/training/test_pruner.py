@@ -14,7 +14,7 @@ from small_task import FEATURES, clouds, differing, gated, tensors
 from torch import nn
 
 import l0prune
-from l0prune.errors import NotGated, UsageError
+from l0prune.errors import L0pruneWarning, NotGated, UsageError
 from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
 from l0prune.training.penalty import penalty
 from l0prune.training.pruner import Pruner
@@ -239,6 +239,31 @@ def test_a_loop_that_ends_early_can_be_finished():
 
 
 # --- what is said ---------------------------------------------------------------------------
+
+
+def test_an_export_over_the_budget_of_a_loop_that_ended_early_is_said():
+    model = gated()
+    pruner = Pruner(model, steps=STEPS, budget="params=0.3", say=quiet)
+    optimizer = torch.optim.Adam(pruner.param_groups(), lr=1e-3)
+    with warnings.catch_warnings(action="error"):
+        l0prune.export(model)  # before a step nothing is expected of the gates
+    own_loop(model, pruner, optimizer, 3)
+    with pytest.warns(L0pruneWarning, match=f"for params=0.3. After 3 of {STEPS} steps .*finish"):
+        l0prune.export(model)
+    pruner.finish()
+    with warnings.catch_warnings(action="error"):
+        assert l0prune.export(model).params <= 0.3 * l0prune.export(model).params_before
+
+
+@pytest.mark.parametrize("left_out", ["after_step", "before_step"])
+def test_one_call_without_the_other_is_said_once(left_out, monkeypatch):
+    found = []
+    model = gated()
+    pruner = Pruner(model, steps=STEPS, lam=1e-3, say=found.append)
+    optimizer = torch.optim.Adam(pruner.param_groups(), lr=1e-3)
+    monkeypatch.setattr(pruner, left_out, lambda *_: None)
+    own_loop(model, pruner, optimizer, 5)
+    assert len([text for text in found if f"without pruner.{left_out}()" in text]) == 1
 
 
 def said(pruner, optimizer, model, steps=1):
