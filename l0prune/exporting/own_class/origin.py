@@ -384,7 +384,7 @@ def _small_numbers(config: _Config, module: nn.Module) -> dict[Field, float]:
 
 
 def _why_not(manifest: Manifest) -> str:
-    """Return where like tensors of the layers differ; else that no number says it."""
+    """Return where like tensors of the layers differ; else a size that no number says."""
     alike: dict[str, dict[str, list[int]]] = {}
     for name, sizes in manifest.shapes.items():
         alike.setdefault(re.sub(r"\.\d+\.", ".*.", name), {})[name] = sizes.new
@@ -397,4 +397,8 @@ def _why_not(manifest: Manifest) -> str:
                     f"{pattern} is {'×'.join(map(str, first[1]))} in one layer and "
                     f"{'×'.join(map(str, shape))} in another, {_NO_PLACE}"
                 )
+    for name, sizes in manifest.shapes.items():
+        if sizes.new != sizes.old:
+            new, old = ("×".join(map(str, shape)) for shape in (sizes.new, sizes.old))
+            return f"{name} is {new} where it was {old}, {_NO_PLACE}"
     return f"it has sizes {_NO_PLACE}"

@@ -141,7 +141,8 @@ CANNOT = {
         bert, "*", {}, r"LayerNorm has become a CutLayerNorm, which is no layer of transformers",
     ),
     "no number for it": (
-        bert, ("*.pooler.dense",), {}, r"sizes for which a configuration of transformers has no",
+        bert, ("*.pooler.dense",), {},
+        r"pooler\.dense\.weight is \d+×\d+ where it was \d+×\d+, for which a configuration",
     ),
 }  # fmt: skip
 
