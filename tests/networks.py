@@ -8,6 +8,18 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 
+class ByWidth(nn.Module):
+    """A class that computes with its width, so that what is handed out of it is a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.a(x).relu()
+        return self.b(h / h.shape[-1])
+
+
 class Fn(nn.Module):
     """Named layers and a function that uses them."""
 

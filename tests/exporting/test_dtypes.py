@@ -9,7 +9,7 @@ import onnx
 import pytest
 import torch
 from differences import difference, onnx_difference
-from networks import Fn
+from networks import ByWidth, Fn
 from torch import nn
 
 import l0prune
@@ -134,17 +134,6 @@ def test_a_module_that_does_not_run_in_its_own_dtypes_is_not_handed_out(monkeypa
         with node.graph.inserting_after(up):
             down = node.graph.call_function(torch.ops.aten.mul.Tensor, (up, 1e-30))
         node.replace_all_uses_with(down, delete_user_cb=lambda user: user is not up)
-
-    class ByWidth(nn.Module):
-        """A class that cannot be rebuilt: what is handed out is a graph."""
-
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, x):
-            h = self.a(x).relu()
-            return self.b(h / h.shape[-1])
 
     monkeypatch.setitem(literals.REWRITES, "aten.linear", too_large)
     model, x = ByWidth().half().eval(), torch.randn(2, 4).half()

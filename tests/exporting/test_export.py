@@ -21,7 +21,7 @@ from differences import (
 )
 from made_weights import MADE_WEIGHTS
 from models import Tied
-from networks import CASES, Fn
+from networks import CASES, ByWidth, Fn
 from reordered import REORDERED
 from selections import SELECTIONS
 from spectra import SPECTRA
@@ -160,15 +160,6 @@ def test_state_dict_and_manifest_rebuild_the_class(tmp_path):
 
 
 def test_a_class_that_computes_with_its_sizes_cannot_be_rebuilt_and_says_so(tmp_path):
-    class ByWidth(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, x):
-            h = self.a(x).relu()
-            return self.b(h / h.shape[-1])
-
     torch.manual_seed(0)
     model = l0prune.gate(ByWidth().eval(), torch.randn(2, 4), exclude="*.in")
     l0prune.export(close_some(model)).save(tmp_path / "model.pt")
