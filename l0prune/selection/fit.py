@@ -326,7 +326,8 @@ class OneShot:
     def choose(self, of: ScoreInput) -> tuple[Tensor, bool]:
         """Choose the open gates, and say whether a loss settled how many branches stay.
 
-        Ways from which widths alone can go all of the way come before others.
+        Ways from which widths alone can go all of the way come before others, and those that take
+        no more than all of the way asks for (or the least more) before those that do.
 
         Args:
             of: the gated network, and a batch or more of data.
@@ -345,6 +346,9 @@ class OneShot:
         whole = replace(self, part=1.0)
         last = [way for way in ways if whole.is_possible(plan, way)]
         among = last or ways
+        if self.part < 1:
+            most = max(map(self._left, among))
+            among = [way for way in among if self._left(way) == most]
         if len(among) == 1:
             return among[0], bool(last)
         losses = of.losses(among)
@@ -386,6 +390,10 @@ class OneShot:
         for bound in self.wanted:
             fitting.most[bound] = bound.dense * bound.share**self.part
         return without_idle(plan, fitting.choose(start, fill=False).open_)
+
+    def _left(self, open_: Tensor) -> float:
+        """Return the part that these open gates leave of what the limits allow, at most 1."""
+        return min(1.0, *(b.actual_share(open_) / b.share for b in self.wanted))
 
     def is_possible(self, plan: Plan, start: Tensor) -> bool:
         """Return whether widths alone can go this part of the way."""

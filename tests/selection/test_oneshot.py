@@ -96,6 +96,23 @@ def test_no_more_branches_go_than_are_as_small_as_that():
     assert 0.6 < min(shares) <= max(shares) <= 0.5**0.5
 
 
+def test_a_part_of_the_way_goes_no_further_than_all_of_it(monkeypatch):
+    """Where every branch is a large part of the network, the loss has no say in that."""
+    model = gated(trained())
+    plan = model.l0prune_gates.plan
+    half = at_once(model, "params=0.8", torch.ones(plan.size))
+    ways = list(half.candidates(plan, torch.ones(plan.size, dtype=torch.bool)))
+    shares = [half.wanted[0].actual_share(way) for way in ways]
+    assert min(shares) < 0.8
+
+    def smaller_is_better(_, among):
+        return torch.tensor([half.wanted[0].actual_share(way) for way in among])
+
+    monkeypatch.setattr(ScoreInput, "losses", smaller_is_better)
+    found, _ = half.choose(subject(model))
+    assert half.wanted[0].actual_share(found) == min(share for share in shares if share >= 0.8)
+
+
 def test_a_branch_that_is_gone_already_does_not_come_back():
     model = gated(trained())
     plan, scores = model.l0prune_gates.plan, scores_of(model)
