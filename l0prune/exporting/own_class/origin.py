@@ -399,6 +399,6 @@ def _why_not(manifest: Manifest) -> str:
                 )
     for name, sizes in manifest.shapes.items():
         if sizes.new != sizes.old:
-            new, old = ("×".join(map(str, shape)) for shape in (sizes.new, sizes.old))
-            return f"{name} is {new} where it was {old}, {_NO_PLACE}"
+            is_now, was = ("×".join(map(str, shape)) for shape in (sizes.new, sizes.old))
+            return f"{name} is {is_now} where it was {was}, {_NO_PLACE}"
     return f"it has sizes {_NO_PLACE}"
