@@ -154,10 +154,10 @@ def test_gates_learn_under_it(peak, tmp_path, branches):
     inputs, targets = torch.randn(32, 3, 8, 8), torch.randint(0, 5, (32,))
     data = torch.utils.data.TensorDataset(inputs, targets)
     history = l0prune.finetune(
-        model, data, budget="memory=0.7", epochs=3, batch_size=8, progress=False, out=tmp_path
+        model, data, budget="memory=0.5", epochs=3, batch_size=8, progress=False, out=tmp_path
     )
     last = history.last
-    assert last["memory"] <= 0.7 * last["dense_memory"]
+    assert last["memory"] <= 0.5 * last["dense_memory"]
     exported = l0prune.export(model)
     found, said = filled(exported.program, x), round(1000 * last["memory"])
     # Without its branch the stream need not wait for it: less than this measure of an example says.
