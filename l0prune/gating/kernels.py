@@ -22,9 +22,9 @@ from torch import Tensor
 
 TILE = (32, 128)  # rows and columns of a weight that one program multiplies
 BLOCK = (64, 32)  # numbers and slots of a sum that one program adds up
-# Columns of the table of weights: offset in what is made of them, rows, columns, …
-LINE = 8  # … after, size, where the factors of columns and of rows begin (−1: none), partial sums
-SUMS = 6  # columns of a table of sums: begin, repeats, before, size, after, where the sum goes
+# A table of weights has 8 columns: offset in what is made of them, rows, columns, after, size, and
+# where factors of columns begin, those of rows (−1: none), and partial sums. A table of sums has 6:
+# begin, repeats, before, size, after, and where the sum goes.
 
 DTYPES = {
     torch.float64: tl.float64,
@@ -36,7 +36,7 @@ DTYPES = {
 
 @triton.jit
 def _tile(tiles, table, weights, z, WEIGHT, TR: tl.constexpr, TC: tl.constexpr):
-    """What a program's tile is made of: places, mask, weight and the factors of both dims."""
+    """Places, mask and numbers of a program's tile, and the factors of its columns and rows."""
     pid = tl.program_id(0)
     which = tl.load(tiles + 3 * pid)
     row = tl.load(tiles + 3 * pid + 1) + tl.arange(0, TR)
@@ -118,7 +118,7 @@ def multiply(
 ) -> None:
     """Write each weight, multiplied by its gates, into its part of ``out``.
 
-    Shape: tiles ``(programs, 3)``: weight, first row, first column; table ``(weights, LINE)``;
+    Shape: tiles ``(programs, 3)``: weight, first row, first column; table ``(weights, 8)``;
     weights ``(weights,)``, their addresses; all int64. z and out flat.
     """
     launch(_multiply, len(tiles), tiles, table, weights, z, out, WEIGHT=DTYPES[dtype],
@@ -146,7 +146,7 @@ def differentiate(
 def add_up(blocks: Tensor, table: Tensor, values: Tensor, out: Tensor) -> None:
     """Write sums of ``values``, one for each slot of each line of the table, into ``out``.
 
-    Shape: blocks ``(programs, 2)``: line, first slot; table ``(lines, SUMS)``, int64.
+    Shape: blocks ``(programs, 2)``: line, first slot; table ``(lines, 6)``, int64.
     """
     launch(_add_up, len(blocks), blocks, table, values, out, TK=BLOCK[0], TS=BLOCK[1])
 
