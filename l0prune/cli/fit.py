@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +24,13 @@ from l0prune.cli.options import (
     with_step,
 )
 from l0prune.cli.project import newest, output_path
-from l0prune.errors import UsageError
+from l0prune.errors import L0pruneError, UsageError
+from l0prune.running.stages import stage
 from l0prune.selection import fitted
 from l0prune.training.settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
+_TESTED, _BATCH = 10_000, 100  # examples at most, as many as ``auto`` looks at, and at a time
 
 
 Budget = Annotated[
@@ -57,7 +60,7 @@ Seed = Annotated[int, typer.Option(help="Of the order of the data, and of random
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
 
 
-@with_settings("loss", "round_to", "measures")
+@with_settings("loss", "metric", "round_to", "measures")
 def fit(
     file: GatedFile = None,
     budget: Budget = None,
@@ -77,7 +80,8 @@ def fit(
     """Close the gates of lowest score until an export just meets a budget; nothing is learned.
 
     The classical way, in one shot. The weights want training afterwards: with
-    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are.
+    `l0prune finetune MODEL.fit.pt --no-learn` the gates stay as they are. Where there is data, the
+    model is tested before and after.
 
     Examples:
         l0prune fit --data mnist --budget macs=0.5
@@ -86,24 +90,19 @@ def fit(
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = l0prune.read_info(path)
-    asked = GateSettings.of({n: v for n, v in settings.items() if n != "loss"})
+    of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
+    asked = GateSettings.of(settings)
     if not budget and not asked.rounds and latency is None:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    scores = source = None
-    if score != _GATES:
-        source = load_data(spec, root)
-        how = "magnitude" if score == _AUTO and source is None else score
-        if how != score:
-            say(f"no data is named (--data), so that {_AUTO} is {how}")
-        scores = l0prune.score(
-            model, how, source, batches=batches, seed=seed, loss=settings.get("loss")
-        )
-    tells = score == _AUTO and budget and not kind  # how many branches go
+    source = load_data(spec, root)
     table = latency_table(latency, path, budget)
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
+        before = _tested(model, source, **of_data)
+        scores = _scores(model, score, source, batches, seed, of_data["loss"])
+        tells = score == _AUTO and budget and not kind  # how many branches go
         counts = l0prune.fit(
             model,
             budget or None,
@@ -112,15 +111,57 @@ def fit(
             latency=table,
             kinds=kind or (),
             data=source if tells else None,
-            loss=settings.get("loss"),
+            loss=of_data["loss"],
         )
+        after = _tested(model, source, **of_data) if before else {}
     target = output_path(out, str(path), ".fit.pt")
     info = with_step(info, path, source, table=table, data=spec if source is not None else None)
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
     met = (f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
     said = "; ".join(filter(None, (f"{target} written", ", ".join(met))))
-    emit({"file": str(target), "counts": counts, "open": axes}, json, said)
+    result = {"file": str(target), "counts": counts, "open": axes, "before": before, "after": after}
+    emit(result, json, f"{said}\n{_change(before, after)}" if after else said)
+
+
+def _scores(
+    model: Any, how: str, source: Any, batches: int | None, seed: int, loss: str | None
+) -> Any:
+    """Return the scores of this name; None for what the gates have learned."""
+    if how == _GATES:
+        return None
+    if how == _AUTO and source is None:
+        say(f"no data is named (--data), so that {_AUTO} is magnitude")
+        how = "magnitude"
+    return l0prune.score(model, how, source, batches=batches, seed=seed, loss=loss)
+
+
+def _tested(model: Any, source: Any, loss: str | None, metric: str | None) -> dict[str, float]:
+    """Return loss and metric on test data, and of how many examples; empty where there is none."""
+    from l0prune.data.dataset import sampled  # loads torch, as do the next ones
+    from l0prune.running.evaluate import evaluate_task
+    from l0prune.running.task import Task, is_split
+
+    task = None if source is None else Task.of(source, loss, metric)
+    if task is None or task.test is None:
+        return {}
+    if is_split(task.test):
+        task = replace(task, test=sampled(task.test, _TESTED))
+    try:
+        with stage("testing the model"):
+            found, examples = evaluate_task(model, task, _BATCH)
+    except L0pruneError as error:
+        say(f"warning: the model is not tested: {error}")
+        return {}
+    return {"examples": examples, **found}
+
+
+def _change(before: dict[str, float], after: dict[str, float]) -> str:
+    """Describe what a fit has done to the metric, or to the loss where there is none."""
+    from l0prune.training.history import measured  # loads torch
+
+    was, now = (", ".join(measured(found)) for found in (before, after))
+    return f"on {after['examples']:,} test examples: {was} before, {now} after"
 
 
 def _shown(limit: str, amount: float) -> str:

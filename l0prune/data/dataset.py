@@ -20,6 +20,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     default_collate,
 )
 
@@ -262,6 +263,22 @@ class Loaded:
         """See ``Split.example``."""
         examples = [self.dataset[index] for index in range(min(count, len(self)))]
         return to_device(without_labels(inputs_and_targets(self.collate(examples))[0]), "cpu")
+
+
+def sampled(split: Split, most: int) -> Split:
+    """Return a split of at most so many examples, drawn at random and always the same ones.
+
+    Splits of other classes than those of this module are returned whole.
+    """
+    if len(split) <= most:
+        return split
+    drawn = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:most]
+    if isinstance(split, Tensors):
+        return Tensors(split.inputs[drawn], split.targets[drawn])
+    if isinstance(split, Loaded):
+        part = Subset(split.dataset, drawn.sort().values.tolist())
+        return Loaded(part, split.workers, None, split.collate)
+    return split
 
 
 class _Parts(Sampler[list[int]]):

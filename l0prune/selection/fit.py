@@ -30,6 +30,7 @@ from l0prune.plan.measures import Measure, Source
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
+from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
 from l0prune.selection.correction import corrected, observations, observed
@@ -117,7 +118,8 @@ def fit(
                 "and no kinds, or no data"
             )
         oneshot = OneShot(wanted, blocks(), worth)
-        open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
+        with stage("choosing how many branches go"):
+            open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
     in_blocks = blocks(movable)
     if by_magnitude:
         warn(
@@ -125,7 +127,8 @@ def fit(
             "'magnitude'. Give scores, such as l0prune.score(model, 'auto', data), or train the "
             "gates with l0prune.finetune first"
         )
-    return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+    with stage("fitting to the budget"):
+        return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
 
 
 def _are_unlearned(

@@ -23,6 +23,7 @@ from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
 from l0prune.running.criteria import Loss
+from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection.score_input import ScoreInput, mean_over_examples, output_tensor
 
@@ -71,7 +72,7 @@ def score(
     - ``"outputs"``: the mean over the examples of Σᵢ (doᵢ/dz)² with o the model's outputs, each
       estimated from one random direction: to first order the square of how far the outputs move
       when the gate closes. It looks at no labels and no loss, whose gradient is 0 where a network
-      learns its own answers (see ``answered``).
+      learns its own answers (see ``with_pseudo_labels``).
     - ``"ablation"``: of branches the mean over the examples of ‖o − o'‖², o' without them. They go
       in rounds, those first that move the outputs least: where a network can spare either of two,
       it may need one. So the k-th to go has the k-th smallest value of one alone. Five forwards a
@@ -179,7 +180,8 @@ def compute_score(
         UsageError: it needs data, or a loss.
         DataError: the data is empty, does not fit the model, or its loss is nan or inf.
     """
-    values = (by or _scores[name])(of)
+    with stage(f"scoring by {name}"):
+        values = (by or _scores[name])(of)
     if not bool(torch.isfinite(values).all()):
         raise DataError(f"some {name} scores are nan or inf: look for that in the data and weights")
     return ComputedScore(name, of, values)

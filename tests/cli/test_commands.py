@@ -414,7 +414,7 @@ def net():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
 def data():
-    x = torch.randn(32, 4)
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     return (x, x.sum(1)), (x, x.sum(1))
 
 def far(outputs, targets):
@@ -461,10 +461,17 @@ def test_loss_and_metric_by_name_and_of_a_file(command, tmp_path):
     )
     assert code == 0, err
     assert json.loads(out)["far"] >= json.loads(out)["test_loss"]
-    code, out, err = command(
-        "fit", *given, "--loss", "mse", "--score", "taylor", "--budget", "macs=0.5", "--json"
-    )
+    by_score = (*given, "--loss", "mse", "--score", "taylor", "--budget", "macs=0.5")
+    code, out, err = command("fit", *by_score, "--metric", "prices.py:far", "--json")
     assert code == 0, err
+    fitted = json.loads(out)
+    for when, file in (("before", "net.gated.pt"), ("after", "net.fit.pt")):
+        asked = (*given, "--loss", "mse", "--metric", "prices.py:far", "--json")
+        tested = json.loads(command("evaluate", file, *asked)[1])
+        assert fitted[when] == {name: tested[name] for name in ("examples", "test_loss", "far")}
+    code, out, err = command("fit", *by_score)
+    now, after = (f"{fitted[when]['test_loss']:.4g}" for when in ("before", "after"))
+    assert f"on 32 test examples: test loss {now} before, test loss {after} after" in out
 
 
 def test_a_function_may_return_a_task_and_inputs_have_names(command, tmp_path):

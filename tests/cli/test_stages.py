@@ -66,6 +66,14 @@ def test_each_cut_of_a_training_is_one_stage_with_its_subject():
     assert {*said} == {*cuts, "scoring what the gates start from"}
 
 
+def test_a_score_and_a_fit_tell_their_stages():
+    said = []
+    model, data = gated(), clouds()
+    with announced(said.append):
+        l0prune.fit(model, "params=0.5", l0prune.score(model, "auto", data), data=data)
+    assert said == ["scoring by auto", "choosing how many branches go", "fitting to the budget"]
+
+
 def test_checks_of_one_model_are_numbered():
     seen: list[Stage] = []
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from l0prune.data.dataset import (
     as_arguments,
     inputs_and_targets,
     map_tensors,
+    sampled,
     to_device,
     without_labels,
 )
@@ -107,6 +108,18 @@ def test_tensors_seen_first_without_gradients_can_be_learned_from():
     inputs, _ = next(split.batches(2))
     (inputs * weight).sum().backward()
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_sample_is_of_different_examples_and_always_the_same():
+    inputs, targets = torch.randn(20, 3), torch.arange(20)
+    for whole in (Tensors(inputs, targets), Loaded(TensorDataset(inputs, targets))):
+        part = sampled(whole, 8)
+        ((drawn, of),) = part.batches(20)
+        assert len({*of.tolist()}) == len(part) == 8
+        assert torch.equal(drawn, inputs[of])
+        ((_, again),) = sampled(whole, 8).batches(20)
+        assert torch.equal(of, again)
+        assert sampled(whole, 20) is whole
 
 
 def test_as_many_targets_as_inputs():
