@@ -88,6 +88,8 @@ def fit(
         l0prune fit --score magnitude --budget params=10k
         l0prune fit --data mnist --kind branch --score ablation --budget macs=0.7
     """
+    from l0prune.selection.fit import check_request  # loads torch
+
     path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
     info = l0prune.read_info(path)
     of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
@@ -96,23 +98,17 @@ def fit(
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     model = l0prune.load(path, trust_pickle=trust_pickle)
-    source = load_data(spec, root)
     table = latency_table(latency, path, budget)
+    tells = score == _AUTO and spec is not None and bool(budget) and not kind  # which branches go
+    request: dict[str, Any] = {"round_to": asked.round_to, "latency": table, "kinds": kind or ()}
+    check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
+    source = load_data(spec, root)
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
         before = _tested(model, source, **of_data)
         scores = _scores(model, score, source, batches, seed, of_data["loss"])
-        tells = score == _AUTO and budget and not kind  # how many branches go
-        counts = l0prune.fit(
-            model,
-            budget or None,
-            scores,
-            round_to=asked.round_to,
-            latency=table,
-            kinds=kind or (),
-            data=source if tells else None,
-            loss=of_data["loss"],
-        )
+        by_data = {"data": source if tells else None, "loss": of_data["loss"]}
+        counts = l0prune.fit(model, budget or None, scores, **request, **by_data)
         after = _tested(model, source, **of_data) if before else {}
     target = output_path(out, str(path), ".fit.pt")
     info = with_step(info, path, source, table=table, data=spec if source is not None else None)

@@ -93,12 +93,9 @@ def fit(
             axis is of these kinds; or there is data without scores, or with kinds.
         DataError: the data is empty or does not fit the model.
     """
-    if round_to != "auto":
-        check_whole("round_to", round_to)
     gates = gates_of(model)
     gates.make_whole()
-    sources = () if latency is None else (latency,)
-    wanted = bounds(gates.plan, () if budget is None else limits(budget), sources)
+    wanted = _wanted(gates.plan, budget, round_to, latency)
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
@@ -106,8 +103,8 @@ def fit(
         scores = score(model, "magnitude")
     worth = gates.log_alpha.detach() if scores is None else scores
     _check_scores(worth, gates.plan.size)
-    if not asked and scores is not None:
-        asked = sorted({axis.kind for axis in gates.plan.axes} - {KIND})
+    if scores is not None:
+        asked = asked or _scored(gates.plan)
     blocks = partial(blocks_for, gates.plan, wanted, round_to, latency)
     movable: Movable | None
     movable = widths = _movable(gates.plan, open_, asked)
@@ -129,6 +126,51 @@ def fit(
         )
     with stage("fitting to the budget"):
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+
+
+def check_request(
+    model: nn.Module,
+    budget: LimitsLike | None,
+    *,
+    round_to: Widths,
+    latency: Source | None,
+    kinds: Sequence[str],
+    scored: bool,
+    data: bool,
+) -> None:
+    """Refuse what ``fit`` refuses whatever the scores are, before these are computed.
+
+    Args:
+        model: see ``fit``, as for the next four.
+        budget: what is asked for.
+        round_to: blocks of slots.
+        latency: a table of times.
+        kinds: of axes.
+        scored: whether there are scores.
+        data: whether data tells how many branches go.
+
+    Raises:
+        UsageError: see ``fit``.
+    """
+    gates = gates_of(model)
+    wanted = _wanted(gates.plan, budget, round_to, latency)
+    asked = kinds or (_scored(gates.plan) if scored else ())
+    movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
+    blocks_for(gates.plan, wanted, round_to, latency, movable)
+
+
+def _wanted(
+    plan: Plan, budget: LimitsLike | None, round_to: Widths, latency: Source | None
+) -> tuple[Bound, ...]:
+    if round_to != "auto":
+        check_whole("round_to", round_to)
+    sources = () if latency is None else (latency,)
+    return bounds(plan, () if budget is None else limits(budget), sources)
+
+
+def _scored(plan: Plan) -> list[str]:
+    """Kinds of axes whose scores compare with each other: all but branches, or these alone."""
+    return sorted({axis.kind for axis in plan.axes} - {KIND})
 
 
 def _are_unlearned(

@@ -351,6 +351,23 @@ def test_a_budget_that_cannot_be_met(command, tmp_path):
         assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget", "latency=0.5"], "needs the times of this network"),
+        (["--budget", "params=0.0001"], "cannot be met"),
+        (["--budget", "params=0.0001", "--score", "fisher"], "cannot be met"),
+        (["--budget", "params=0.5", "--kind", "head"], "is of the kind 'head'"),
+    ],
+)
+def test_what_a_fit_cannot_do_is_said_before_data_is_read(command, tmp_path, options, message):
+    torch.save(network(), tmp_path / "model.pt")
+    assert command(*GATE)[0] == 0
+    code, out, err = command("fit", "--data", "missing.py:load", *options)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
 def test_where_results_go_is_looked_at_before_training(command, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     assert command(*GATE)[0] == 0
