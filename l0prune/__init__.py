@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from l0prune.files.smaller_model import from_pretrained, resize
     from l0prune.gating.bank import Gates
     from l0prune.gating.gate import gate, gates, ungate
+    from l0prune.gating.kinds import distributions
     from l0prune.gating.kinds.base import Gate
     from l0prune.gating.kinds.binary_concrete import BinaryConcrete
     from l0prune.gating.kinds.continuous_sparsification import ContinuousSparsification
@@ -61,6 +62,7 @@ _HOMES = {
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
+    "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
     "finetune": "report.live",
@@ -108,6 +110,7 @@ __all__ = [
     "Survey",
     "Task",
     "__version__",
+    "distributions",
     "evaluate",
     "export",
     "finetune",

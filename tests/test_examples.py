@@ -14,10 +14,11 @@ LEARNS = {"bert_classification": 0.8, "llama_generation": 0.5, "timm_lightning":
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
 
 
+NEEDS = {"timm_lightning": ("timm", "lightning"), "hard_concrete_vae": ("sklearn",)}
+
+
 def script(name):
-    for package in (
-        ("transformers", "accelerate") if name != "timm_lightning" else ("timm", "lightning")
-    ):
+    for package in NEEDS.get(name, ("transformers", "accelerate")):
         pytest.importorskip(package)
     spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
@@ -26,7 +27,7 @@ def script(name):
 
 
 def test_all_of_them_are_here():
-    assert {path.stem for path in ROOT.glob("*.py")} == LEARNS.keys()
+    assert {path.stem for path in ROOT.glob("*.py")} == {*LEARNS, "hard_concrete_vae"}
 
 
 @pytest.mark.slow
@@ -36,3 +37,15 @@ def test_an_example_runs(name, tmp_path, capsys):
     said = capsys.readouterr().out
     for words in ("Export(", "l0prune.", "ONNX"):
         assert words in said
+
+
+@pytest.mark.slow
+def test_both_variational_autoencoders_learn():
+    example = script("hard_concrete_vae")
+    x, _ = example.images()
+    p = x.mean(0)
+    apart = -(p.xlogy(p) + (1 - p).xlogy(1 - p)).sum().item()  # pixels that know nothing of others
+    for figures in example.main().values():
+        assert 0 < figures.divergence
+        assert figures.bound < 0.9 * apart
+        assert figures.binary < 0.75 * apart

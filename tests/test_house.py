@@ -23,9 +23,9 @@ NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "ContinuousSparsification", "Data", "Export",
     "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Report",
     "Settings", "Survey", "Task",
-    "__version__", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
-    "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups", "penalty",
-    "read_info", "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
+    "__version__", "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained",
+    "gate", "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups",
+    "penalty", "read_info", "resize", "save", "score", "scores", "survey", "train_dense", "ungate",
     "with_pseudo_labels",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -65,6 +65,7 @@ def test_a_former_name_still_works_and_says_the_new_one():
 def test_documented_modules_have_an_import_path():
     assert l0prune.scores is importlib.import_module("l0prune.selection.scores")
     assert l0prune.measures is importlib.import_module("l0prune.plan.measures")
+    assert l0prune.distributions is importlib.import_module("l0prune.gating.kinds.distributions")
     for name in ("errors", "infer.registry", "gating.kinds.base", "selection.scores"):
         importlib.import_module(f"l0prune.{name}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,46 @@ from torch.nn.functional import logsigmoid
 
 from l0prune.errors import UsageError
 from l0prune.gating.kinds.base import hard_sigmoid, logit, register
+
+Number = float | Tensor
+
+
+def reaches(x: Number, beta: Number, gamma: Number, zeta: Number) -> Any:
+    """``β·log((x−γ)/(ζ−x))``: the log α plus logistic noise at which s̄ of eq. 11 is x.
+
+    A number where all of them are, else a tensor.
+    """
+    odds = (x - gamma) / (zeta - x)
+    return beta * (odds.log() if isinstance(odds, Tensor) else math.log(odds))
+
+
+def divergence(log_alpha: Tensor, prior: Tensor, closed: Number, full: Number) -> Tensor:
+    """KL(q(z)‖p(z)) in nats of hard concrete variables that have β, γ and ζ in common.
+
+    By the chain rule of relative entropy over the parts of eq. 26 and 27: the atoms at 0 and 1,
+    and what lies between (eq. 28, 29). For equal β, γ and ζ all of it has a closed form. With Q and
+    P the distributions of s̄, c = α_p/α_q and v(u) = c + (1−c)·u, the densities at the point where
+    Q = u have the ratio q/p = v(u)²/c, and Q/P = v. So with the numbers ℓ = log v at s̄ = 0 and 1,
+    and h their difference,
+
+        KL = Q(0)·ℓ₀ + (1−Q(1))·(ℓ₁ − log c)
+             + (Q(1)−Q(0))·(ℓ₀ + ℓ₁ − log c + h·coth(h/2) − 2),
+
+    since log v has, over a range of v, the mean (ℓ₀+ℓ₁)/2 + (h/2)·coth(h/2) − 1.
+
+    Args:
+        log_alpha: of q; float64 where small values are to be exact.
+        prior: log α of p, of the same dtype.
+        closed: where s̄ reaches 0, as ``reaches`` gives it.
+        full: where it reaches 1.
+    """
+    zero, one = closed - log_alpha, full - log_alpha
+    low = logsigmoid(zero) - logsigmoid(closed - prior)
+    high = logsigmoid(one) - logsigmoid(full - prior)
+    log_c = prior - log_alpha
+    at_zero, at_one = torch.sigmoid(zero), torch.sigmoid(-one)
+    between = low + high - log_c + 2 * _coth_excess((high - low) / 2)
+    return at_zero * low + at_one * (high - log_c) + (1 - at_zero - at_one) * between
 
 
 @register
@@ -77,31 +117,12 @@ class HardConcrete:
     def divergence(self, log_alpha: Tensor, prior: Tensor) -> Tensor:
         """KL(q(z)‖p(z)) in nats of each gate q from the same kind of gate p at log α ``prior``.
 
-        By the chain rule of relative entropy over the parts of eq. 26 and 27: the atoms at 0 and
-        1, and what lies between (eq. 28, 29). For equal β, γ and ζ all of it has a closed form.
-        With Q and P the distributions of s̄, c = α_p/α_q and v(u) = c + (1−c)·u, the densities
-        at the point where Q = u have the ratio q/p = v(u)²/c, and Q/P = v. So with the numbers
-        ℓ = log v at s̄ = 0 and 1, and h their difference,
-
-            KL = Q(0)·ℓ₀ + (1−Q(1))·(ℓ₁ − log c)
-                 + (Q(1)−Q(0))·(ℓ₀ + ℓ₁ − log c + h·coth(h/2) − 2),
-
-        since log v has, over a range of v, the mean (ℓ₀+ℓ₁)/2 + (h/2)·coth(h/2) − 1.
-
         Args:
             log_alpha: flat, shape ``(gates,)``; float64 where small values are to be exact.
             prior: log α of p, of the same shape and dtype.
         """
-        # log α + logistic noise at which s̄ reaches 0 and 1
-        closed = self._shift
-        full = self.beta * math.log((1 - self.gamma) / (self.zeta - 1))
-        zero, one = closed - log_alpha, full - log_alpha
-        low = logsigmoid(zero) - logsigmoid(closed - prior)
-        high = logsigmoid(one) - logsigmoid(full - prior)
-        log_c = prior - log_alpha
-        at_zero, at_one = torch.sigmoid(zero), torch.sigmoid(-one)
-        between = low + high - log_c + 2 * _coth_excess((high - low) / 2)
-        return at_zero * low + at_one * (high - log_c) + (1 - at_zero - at_one) * between
+        full = reaches(1, self.beta, self.gamma, self.zeta)
+        return divergence(log_alpha, prior, self._shift, full)
 
     def initial(self, open_probability: float) -> float:
         """The log α at which P(z ≠ 0) is ``open_probability``: the inverse of eq. 12.
@@ -113,7 +134,7 @@ class HardConcrete:
 
     @property
     def _shift(self) -> float:
-        return self.beta * math.log(-self.gamma / self.zeta)
+        return float(reaches(0, self.beta, self.gamma, self.zeta))
 
 
 def _coth_excess(x: Tensor) -> Tensor:
