@@ -46,6 +46,6 @@ def test_both_variational_autoencoders_learn():
     p = x.mean(0)
     apart = -(p.xlogy(p) + (1 - p).xlogy(1 - p)).sum().item()  # pixels that know nothing of others
     for figures in example.main().values():
-        assert 0 < figures.divergence
+        assert figures.divergence > 0
         assert figures.bound < 0.9 * apart
         assert figures.binary < 0.75 * apart
