@@ -37,22 +37,33 @@ T = TypeVar("T")
 def retry_uncut(
     pruner: Pruner | None, action: Callable[[], T], undo: Callable[[], None] | None = None
 ) -> T:
-    """Run ``action``; where it fails on a cut network, run it again on the whole one, for good.
+    """Run ``action``; where only a cut network makes it fail, run it on the whole one, for good.
 
     A loss, a metric or a forward of the user's may know the network as it was. Which error that is
-    depends on what they do with it.
+    depends on what they do with it. So it is run again at the same sizes first: an error that does
+    not come again, as of a worker process that was ended, is not of the sizes, and is raised.
 
     Args:
         pruner: of the run, whose network may be cut; None where it is not to be made whole.
         action: raises what is wrong at any size, too.
         undo: undoes what it did before it failed; None where that is nothing.
     """
+
+    def fails() -> bool:
+        if undo is not None:
+            undo()
+        try:
+            action()
+        except Exception:
+            return True
+        return False
+
     try:
         return action()
     except L0pruneError:
         raise
     except Exception as error:
-        if pruner is None or pruner.compaction.cut is None:
+        if pruner is None or pruner.compaction.cut is None or not fails():
             raise
         if undo is not None:
             undo()

@@ -136,6 +136,27 @@ def test_whatever_error_it_is_that_the_sizes_make(of, error, capsys):
     assert "it has been another size" in said
 
 
+@pytest.mark.parametrize("of", ["loss", "metric"])
+def test_an_error_that_comes_once_is_not_of_the_sizes(of, capsys):
+    """Such as that of a worker process that was ended, which is raised wherever the run is."""
+    model, raised = mlp(), []
+    width = model[0].out_features
+
+    def ended(value):
+        if model[0].out_features != width and not raised:
+            raised.append(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated"))
+            raise raised[0]
+        return value
+
+    own = {of: lambda outputs, targets: ended(loss(outputs, targets))}
+    given = Task(doubled(), doubled(), **{"loss": loss, **own})
+    with pytest.raises(RuntimeError) as error:
+        l0prune.finetune(model, given, **HALF | {"progress": True})
+    assert error.value is raised[0]
+    assert "knows its own sizes" not in capsys.readouterr().err
+    assert model[0].out_features == width
+
+
 def test_a_network_within_another_module_is_trained_whole(capsys):
     around = torch.nn.Sequential(mlp())
     history = l0prune.finetune(around, task(doubled()), **HALF | {"progress": True})
