@@ -55,8 +55,9 @@ def with_pseudo_labels(
     anew, and so is for data that is augmented or never ends.
 
     Args:
-        data: what ``finetune`` takes. What it has for targets is not looked at. A batch of a
-            DataLoader may also be the inputs alone.
+        data: what ``finetune`` takes. What it has for targets is not looked at, and may be
+            missing: each part, (training, test) or training alone, may also be a tensor of
+            inputs, a dataset of them such as ``TensorDataset(inputs)``, or batches of them.
         network: returns a tensor, or has one as ``.logits``. It is left as it was found.
         batch_size: examples at a time, where the source lets us choose.
         device: where it answers; see ``Settings``.
@@ -76,15 +77,17 @@ def with_pseudo_labels(
     place = choose_device(device, network)
 
     def labelled(source: Source) -> Source:
-        batches = source.batches(batch_size) if is_split(source) else iter(source)
+        if isinstance(source, Tensor):
+            source = Tensors(source, torch.zeros(len(source)))
+        if isinstance(source, Loaded):  # whose examples may be inputs alone
+            batches = _with_answers(source, torch.zeros(len(source))).batches(batch_size)
+        else:
+            batches = source.batches(batch_size) if is_split(source) else iter(source)
         pairs = [_pseudo_labelled(network, _inputs_of(batch), place) for batch in batches]
         if isinstance(source, Tensors):
             return Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
         if isinstance(source, Loaded):
-            answers = torch.cat([answers for _, answers in pairs])
-            return Loaded(
-                _WithAnswers(source.dataset, answers), source.workers, None, _Collate(source)
-            )
+            return _with_answers(source, torch.cat([answers for _, answers in pairs]))
         return pairs
 
     with on_device(network, place), evaluating(network), precision(place, autocast):
@@ -94,6 +97,8 @@ def with_pseudo_labels(
 
 
 def _inputs_of(batch: Any) -> Any:
+    if isinstance(batch, tuple | list) and len(batch) == 1:  # as of TensorDataset(inputs)
+        (batch,) = batch
     return map_tensors(
         batch if isinstance(batch, Tensor) else without_labels(inputs_and_targets(batch)[0])
     )
@@ -108,6 +113,10 @@ def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> t
             "has as .logits, can be learned from. Put a module around it that returns one"
         )
     return inputs, answers.float().cpu()
+
+
+def _with_answers(source: Loaded, answers: Tensor) -> Loaded:
+    return Loaded(_WithAnswers(source.dataset, answers), source.workers, None, _Collate(source))
 
 
 class _WithAnswers(Dataset):

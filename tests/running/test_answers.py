@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import l0prune
 from l0prune.data.dataset import Tensors
@@ -13,6 +13,19 @@ def network():
     return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
 
 
+class Plain(Dataset):
+    """Examples that are tensors, without a target."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index]
+
+
 def sources(x):
     nothing = torch.zeros(len(x), 1)
     return {
@@ -20,6 +33,11 @@ def sources(x):
         "a dataset": TensorDataset(x, nothing),
         "batches": [(x[:5], nothing[:5]), (x[5:], nothing[5:])],
         "inputs alone": DataLoader(list(x), batch_size=4),
+        "a tensor of inputs": x,
+        "batches of inputs": [x[:5], x[5:]],
+        "a dataset of inputs": TensorDataset(x),
+        "a dataset of plain tensors": Plain(x),
+        "batches of a dataset of inputs": DataLoader(TensorDataset(x), batch_size=4),
         "mappings": [{"input": x, "labels": nothing}],
     }
 
@@ -37,7 +55,7 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
     given = sources(x)[kind]
     if kind == "a pair of tensors":
         given = Tensors(*given)
-    task = l0prune.with_pseudo_labels(l0prune.Task(given, given), model, batch_size=3)
+    task = l0prune.with_pseudo_labels((given, given), model, batch_size=3)
     assert model.training
     expected = model.eval()(x)
     for part in (task.train, task.test):
@@ -45,6 +63,18 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
         assert torch.equal(inputs, x)
         torch.testing.assert_close(targets, expected.detach())
         assert not targets.requires_grad
+    alone = l0prune.with_pseudo_labels(given, model, batch_size=3)
+    assert torch.equal(in_order(alone.train)[1], in_order(task.train)[1])
+    assert alone.test is None
+
+
+@pytest.mark.parametrize("kind", ["a tensor of inputs", "a dataset of inputs"])
+def test_inputs_alone_are_shuffled_with_their_answers(kind):
+    x = torch.randn(7, 3)
+    task = l0prune.with_pseudo_labels(sources(x)[kind], network().eval())
+    ((inputs, answers),) = task.train.batches(7, generator=torch.Generator().manual_seed(0))
+    assert not torch.equal(inputs, x)
+    torch.testing.assert_close(answers, network().eval()(inputs).detach())
 
 
 def test_a_network_learns_its_own_answers_back_without_a_label():
