@@ -51,6 +51,10 @@ Html = Annotated[
 ]
 Include = Annotated[list[str] | None, typer.Option(help="Globs of axes and branches to gate.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Globs of those to leave whole.")]
+KeepLayers = Annotated[
+    list[str] | None,
+    typer.Option("--keep", help="Paths or globs of layers to leave whole: inputs and outputs."),
+]
 OpenProbability = Annotated[float, typer.Option(help="How likely a gate is open at first.")]
 Jitter = Annotated[float, typer.Option(help="Deviation of the noise on the gates' log α at first.")]
 Kind = Annotated[
@@ -126,6 +130,7 @@ def gate(
     data_root: DataRoot = None,
     include: Include = None,
     exclude: Exclude = None,
+    keep: KeepLayers = None,
     open_probability: OpenProbability = defaults.OPEN_PROBABILITY,
     jitter: Jitter = defaults.JITTER,
     kind: Kind = defaults.KIND,
@@ -164,6 +169,7 @@ def gate(
         dynamic_shapes=free_dims(dynamic),
         include=include or defaults.INCLUDE,
         exclude=exclude or defaults.EXCLUDE,
+        keep=keep or defaults.KEEP,
         open_probability=open_probability,
         jitter=jitter,
         seed=seed,

@@ -16,7 +16,7 @@ _GROUPS = {
         "metric", "augment", "batch_size",
     ),
     "Gates": (
-        "include", "exclude", "branches", "no_branches", "keep_class", "kind", "score",
+        "include", "exclude", "keep", "branches", "no_branches", "keep_class", "kind", "score",
         "open_probability", "jitter", "learn", "gate_lr", "start",
     ),
     "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),

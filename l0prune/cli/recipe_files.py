@@ -59,6 +59,7 @@ class GateSection(_Section):
 
     include: list[str] = list(defaults.INCLUDE)
     exclude: list[str] = list(defaults.EXCLUDE)
+    keep: list[str] = list(defaults.KEEP)
     open_probability: float | dict[str, float] = defaults.OPEN_PROBABILITY
     jitter: Annotated[float, Field(ge=0, le=LARGEST)] = defaults.JITTER
     seed: Annotated[int, Field(ge=0, le=SEEDS)] = defaults.SEED

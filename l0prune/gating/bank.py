@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from l0prune.gating.multipliers import Current, GateValues, Spreader
 from l0prune.gating.products import Products, is_joined
 from l0prune.plan.layout import Layout
 from l0prune.plan.plan import Plan, Site
+from l0prune.plan.widths import with_slots
 
 # P(z ≠ 0) of a gate that is opened or closed by hand: open, but not so that it could not close.
 OPENED = 0.75
@@ -178,18 +179,26 @@ class Gates(nn.Module):
         return self.z() > 0
 
     @torch.no_grad()
-    def set_open(self, open_: Tensor) -> None:
+    def set_open(self, open_: Tensor | str, slots: Sequence[int] | None = None) -> None:
         """Open and close gates: those that stand otherwise move, all others stay as they are.
 
         Args:
-            open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``.
+            open_: which gates are to be open in eval mode; bool, shape ``(plan.size,)``. Or the
+                name of an axis, or the path of a layer that writes one: ``"layer1.0.conv1"``.
+            slots: of that axis those that are to be open, all others closed: ``[0, 3, 7]``.
 
         Raises:
-            UsageError: the model is cut, and the removed values are no longer available.
+            UsageError: the model is cut, and the removed values are no longer available; or no
+                gated axis is meant, or several are, or it has no such slots.
         """
         self.make_whole()
+        now = self.open()
+        if isinstance(open_, str):
+            if slots is None:
+                raise UsageError(f"which slots of {open_!r} are to be open? Give their numbers")
+            open_ = with_slots(self.plan, now.cpu(), open_, slots)
         asked_of.pop(self, None)
-        now, wanted = self.open(), open_.to(self.log_alpha.device)
+        wanted = open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)
             self.log_alpha.masked_fill_(moves, self.gate.initial(probability))

@@ -8,3 +8,4 @@ KEEP_CLASS = True
 BRANCHES = None  # those that are included
 INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()
+KEEP: tuple[str, ...] = ()

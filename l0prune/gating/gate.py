@@ -24,6 +24,7 @@ from l0prune.gating.defaults import (
     EXCLUDE,
     INCLUDE,
     JITTER,
+    KEEP,
     KEEP_CLASS,
     KIND,
     OPEN_PROBABILITY,
@@ -36,6 +37,7 @@ from l0prune.plan.layout import Gated, Layout, axes_of
 from l0prune.plan.numbers import SEEDS, check_number, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
+from l0prune.plan.widths import axes_to_keep
 
 KeepClass = bool | Literal["native"]
 
@@ -100,6 +102,7 @@ def gate(
     dynamic_shapes: Any = None,
     include: Globs = INCLUDE,
     exclude: Globs = EXCLUDE,
+    keep: Globs = KEEP,
     open_probability: float | Mapping[str, float] = OPEN_PROBABILITY,
     jitter: float = JITTER,
     seed: int = SEED,
@@ -125,6 +128,8 @@ def gate(
         include: names of axes and branches (``survey(model, args).axes``, ``.branches``) to gate,
             or globs over them; one text, or several.
         exclude: the same of those to leave whole, even if included.
+        keep: paths of layers, or globs over them, to leave whole on all sides, inputs and outputs,
+            even if included; a module's path means all layers in it.
         open_probability: P(z ≠ 0) to start from, or a mapping from globs of axis names to it:
             the first glob that matches an axis counts, and 0.99 where none does.
         jitter: standard deviation of the normal noise added to the initial log α (paper: 0.01),
@@ -172,7 +177,7 @@ def gate(
                 "layer that torch does not have (SkippedModule)"
             )
         branches = False
-    plan = _selected(for_class(found.plan, model, keep_class), include, exclude, branches)
+    plan = _selected(for_class(found.plan, model, keep_class), include, exclude, keep, branches)
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)
@@ -216,7 +221,9 @@ def gates(model: nn.Module) -> Gates:
     return gates_of(model)
 
 
-def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs | None) -> Plan:
+def _selected(
+    plan: Plan, include: Globs, exclude: Globs, keep: Globs, branches: bool | Globs | None
+) -> Plan:
     """The part of the plan that the user wants gated, and switches on branches."""
     of_plan = [branch.name for branch in plan.branches]
     if not plan.axes and (not of_plan or branches is False):
@@ -233,11 +240,13 @@ def _selected(plan: Plan, include: Globs, exclude: Globs, branches: bool | Globs
         wanted.update(of_plan if branches else ())
     elif branches is not None:
         wanted.update(named(of_plan, branches, "branches", "branch of this model"))
+    wanted -= axes_to_keep(plan, keep)
     with_switches = switched(plan, wanted)
     selected = with_switches.select(wanted.intersection(with_switches.names))
     if not selected.axes:
         raise NothingToPrune(
-            f"no axis is left to gate with include={include!r}, exclude={exclude!r}; "
+            f"no axis is left to gate with include={include!r}, exclude={exclude!r}, "
+            f"keep={keep!r}; "
             f"the model's axes are {listed(plan.names)}"
         )
     return selected

@@ -6,6 +6,7 @@
     macs=50%, params=0.1            both at once
     layer3.*: params=0.3            axes named layer3.…: all that goes through them, to 30 %
     layer3.*: width=0.5             half of the slots of each of these axes
+    heads=8                         eight heads in each attention
 
 A ``Bound`` is a limit on one network: the measure there, and the amount that is allowed.
 """
@@ -20,10 +21,11 @@ from math import floor
 import torch
 from torch import Tensor
 
-from l0prune.errors import UsageError
-from l0prune.plan.globs import matching
+from l0prune.errors import UsageError, warn
+from l0prune.plan.globs import listed, matching
 from l0prune.plan.measures import Measure, Source, kind_of, measure_of
 from l0prune.plan.plan import Plan
+from l0prune.plan.widths import axes_written, out_of_reach, tensors_of_layers
 
 _NUMBER = re.compile(r"(?P<value>\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*(?P<suffix>[^\W\d_]*|%)")
 _FEWEST = 10  # no network is smaller
@@ -42,9 +44,9 @@ class Limit:
             one example).
         amount: a share of the dense amount if at most 1 and without a suffix, else the amount
             itself, in the unit of the measure.
-        glob: names of the axes that are meant: only what some of their slots can take away is
-            counted, and only they are closed for it. ``"*"`` is the whole network, with the
-            part that no gate can remove.
+        glob: names of the axes that are meant, or paths of the layers that write them: only what
+            some of their slots can take away is counted, and only they are closed for it. ``"*"``
+            is the whole network, with the part that no gate can remove.
         suffix: that of the measure's unit, where the amount is written with it.
     """
 
@@ -85,11 +87,23 @@ class Limit:
         """Numbers of the axes that are meant; None for the whole network.
 
         Raises:
-            UsageError: no gated axis has such a name.
+            UsageError: no gated axis has such a name, and no layer of such a path writes one.
         """
         if self.glob == "*":
             return None
-        return frozenset(matching(plan.names, self.glob, f"the budget {self}"))
+        try:
+            return frozenset(matching(plan.names, self.glob, f"the budget {self}"))
+        except UsageError as error:
+            tensors = tensors_of_layers(plan, self.glob)
+            if found := axes_written(plan, tensors):
+                return found
+            pins = [p for p in plan.pins if p.where.partition(" ")[0] in tensors]
+            if not pins:
+                raise
+            raise UsageError(
+                f"the budget {self} limits nothing: no axis is gated there. {pins[0].where} is "
+                f"pinned, {pins[0].reason}"
+            ) from error
 
 
 LimitsLike = str | Limit | Mapping[str, float | str] | Iterable[str | Limit]
@@ -225,9 +239,12 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """These limits on a network with this plan.
 
+    Where a glob asks for a width that an axis of several cannot have, what comes closest is its
+    bound, and a warning says why.
+
     Raises:
         UsageError: one of them makes no sense there, or its measure takes a source that is not
-            among ``sources``.
+            among ``sources``; or an axis that is named cannot have the width that is asked for.
     """
     names = dict.fromkeys(limit.measure for limit in wanted)
     measures = {name: measure_of(plan, name, sources) for name in names}
@@ -239,7 +256,28 @@ def bounds(
             key = limit.measure, bound.through
             if key not in found or not measure.each_axis or bound.most < found[key].most:
                 found[key] = bound
+    _set_within_reach(plan, [bound for bound in found.values() if bound.measure.each_axis], wanted)
     return tuple(found.values())
+
+
+def _set_within_reach(plan: Plan, of_axes: Sequence[Bound], wanted: Sequence[Limit]) -> None:
+    """Make the bounds of single axes what these can come to; see ``bounds``."""
+    by_axis = {number: bound for bound in of_axes for number in bound.through or ()}
+    asked = {number: round(bound.most) for number, bound in by_axis.items()}
+    missed = out_of_reach(plan, asked)
+    texts: dict[str, list[str]] = {}
+    for number, (left, why) in missed.items():
+        name, size, bound = plan.axes[number].name, plan.axes[number].size, by_axis[number]
+        text = f"{name} keeps {left} of {size} {bound.measure.label}, not {asked[number]}"
+        if left > asked[number] and any(limit.glob == name for limit in wanted):
+            raise UsageError(f"the budget {bound.limit} cannot be met: {text}: {why}")
+        bound.most = float(left)
+        bound.share = min(1.0, left / bound.dense)
+        texts.setdefault(why, []).append(text)
+    if texts:
+        each = [f"{listed(names, most=3)}: {why}" for why, names in texts.items()]
+        more = f"; and {len(each) - 3} more reasons" if len(each) > 3 else ""
+        warn(f"not every width can be as asked: {'; '.join(each[:3])}{more}")
 
 
 def _by_axis(limit: Limit, measure: Measure) -> Iterator[Limit]:

@@ -18,7 +18,7 @@ from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
 from l0prune.plan.cost import Amounts, Axes, CostModel, cost_of
 from l0prune.plan.layout import Slots
-from l0prune.plan.plan import Cost, Plan
+from l0prune.plan.plan import Axis, Cost, Plan
 
 
 class Measure(ABC):
@@ -323,9 +323,36 @@ class Width(Count):
         slots = (
             Cost(axis.name, self.name, 1.0, (Slots(number, 0, axis.size),))
             for number, axis in enumerate(plan.axes)
-            if axis.kind != KIND
+            if self.counts(axis)
         )
         super().__init__(plan, CostModel(plan, [*slots]))
+        self._left: tuple[bytes, Tensor] = b"", torch.zeros(0)
+
+    def actual(self, open_: Tensor, through: Axes = None) -> int:
+        """The slots that an export with these open gates has."""
+        key = open_.cpu().numpy().tobytes()  # each bound of an axis asks for the same gates
+        if self._left[0] != key:
+            self._left = key, self.plan.kept(open_)
+        kept = self._left[1]
+        axes = self.axes if through is None else self.axes & through
+        return sum(int(kept[self.plan.axes[number].slice].sum()) for number in axes)
+
+    @staticmethod
+    def counts(axis: Axis) -> bool:
+        """Return whether the slots of an axis count."""
+        return axis.kind != KIND
+
+
+@register
+class Heads(Width):
+    """Heads of each attention; groups of them, where some share keys and values."""
+
+    name, label = "heads", "heads"
+
+    @staticmethod
+    def counts(axis: Axis) -> bool:
+        """Return whether the slots of an axis are heads."""
+        return axis.kind == "head"
 
 
 @register
@@ -352,6 +379,7 @@ class Latency(SumOfTerms):
 __all__ = [
     "Amounts",
     "Count",
+    "Heads",
     "Latency",
     "Macs",
     "Measure",

@@ -95,8 +95,14 @@ class Fitting:
         self.most = {bound: bound.most for bound in wanted}
 
     def least(self, bound: Bound) -> Tensor:
-        """Open gates when a bound has closed all that it may: one block, the best, an axis."""
-        return self._rounded((self._best_of_each() | ~bound.gates()) & self._moves | self._held)
+        """Open gates when a bound has closed all that it may: one block, the best, an axis.
+
+        Those of single axes close together: an axis may have to be as wide as another.
+        """
+        together = [each for each in self._bounds if each.measure.each_axis]
+        closing = together if bound.measure.each_axis else [bound]
+        stays = ~torch.stack([each.gates() for each in closing]).any(0)
+        return self._rounded((self._best_of_each() | stays) & self._moves | self._held)
 
     def choose(self, open_: Tensor, *, fill: bool = True) -> SlotChoice:
         """Choose the gates to open, starting from those that are open.
@@ -117,7 +123,7 @@ class Fitting:
 
         Where amounts go in steps, what closes for one may be more for another: they take turns.
         """
-        chosen = start
+        chosen = self._cut_to_widths(start)
         for _ in range(_TURNS * len(self._bounds)):
             unmet = [bound for bound in self._bounds if not self._meets(bound, chosen)]
             if not unmet:
@@ -127,6 +133,20 @@ class Fitting:
             if not self._meets(bound, chosen):
                 raise self._refusal(bound)
         return chosen
+
+    def _cut_to_widths(self, start: SlotChoice) -> SlotChoice:
+        """Close gates for the bounds of single axes, all at once: as many as each has too many."""
+        fewer = start.open_.clone()
+        for bound in self._bounds:
+            if not bound.measure.each_axis:
+                continue
+            (number,) = bound.through or ()
+            block, most = self._blocks[number], int(self.most[bound])
+            most = max(block, most // block * block)
+            order = self._ascending(start.open_ & bound.gates())
+            moves = order[self._moves[order]]
+            fewer[moves[: max(0, len(order) - most)]] = False
+        return SlotChoice(self._rounded(fewer), start.asked & fewer)
 
     def _meets(self, bound: Bound, chosen: SlotChoice) -> bool:
         return bound.actual(chosen.open_) <= self.most[bound]

@@ -35,7 +35,7 @@ class OfTerms(SumOfTerms):
 
 
 def test_params_and_macs_are_there_first():
-    assert names()[:4] == ("params", "macs", "width", "latency")
+    assert names()[:5] == ("params", "macs", "width", "heads", "latency")
     assert isinstance(measure_of(PLAN, "params"), Params)
     assert isinstance(measure_of(PLAN, "macs"), Macs)
 

@@ -1,0 +1,156 @@
+"""Widths that are asked for: of which axes, and what stands in the way of a number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from l0prune.errors import UsageError
+from l0prune.plan.branch import KIND
+from l0prune.plan.globs import Globs, listed, matching, named
+from l0prune.plan.layout import Layout, Prod, axes_of, constant_positions, show
+from l0prune.plan.plan import Plan
+
+
+def tensors_of_layers(plan: Plan, glob: str) -> list[str]:
+    """Return the tensors of the layers that a path, or a glob over paths, means.
+
+    They are those of modules with such a path, and of all modules within, tied ones included; none
+    where no module is called so.
+    """
+    owners = {name: set(_above(name)) for name in (*plan.tensors, *plan.aliases)}
+    paths = set().union(*owners.values())
+    meant = {glob} if glob in paths else {path for path in paths if fnmatchcase(path, glob)}
+    found = (plan.aliases.get(name, name) for name, of in owners.items() if of & meant)
+    return list(dict.fromkeys(found))
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield a tensor's own name, and the paths of the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
+def axes_written(plan: Plan, tensors: Collection[str]) -> frozenset[int]:
+    """Return the numbers of the axes on the output side of the layers with these tensors."""
+    written = (
+        dim
+        for name in tensors
+        for dim, role in zip(plan.tensors[name], plan.roles.get(name, ()), strict=False)
+        if role == "write"
+    )
+    return frozenset().union(*map(axes_of, written))
+
+
+def axes_met(plan: Plan, tensors: Collection[str]) -> frozenset[int]:
+    """Return the numbers of the axes on any side of the layers with these tensors."""
+    return frozenset().union(*(axes_of(dim) for name in tensors for dim in plan.tensors[name]))
+
+
+def with_slots(plan: Plan, open_: Tensor, name: str, slots: Sequence[int]) -> Tensor:
+    """Return the open gates with these slots of one axis open, and all others of it closed.
+
+    Args:
+        plan: of the network.
+        open_: the gates that are open now; bool, shape ``(plan.size,)``.
+        name: of the axis, or the path of the layer that writes it.
+        slots: their numbers within the axis, from 0 on.
+
+    Raises:
+        UsageError: no gated axis is meant, or several are, or it has no such slots.
+    """
+    numbers = [number for number, each in enumerate(plan.names) if each == name]
+    numbers = numbers or sorted(axes_written(plan, tensors_of_layers(plan, name)))
+    numbers = numbers or matching(plan.names, name, "set_open")
+    if len(numbers) > 1:
+        of = listed([plan.names[number] for number in numbers])
+        raise UsageError(f"{name} has several axes: {of}. Give the name of one")
+    (axis,) = (plan.axes[number] for number in numbers)
+    wanted = [int(slot) for slot in slots]
+    strange = [slot for slot in wanted if not 0 <= slot < axis.size]
+    if strange or not (wanted or axis.kind == KIND):
+        raise UsageError(
+            f"{axis.name} has the slots 0 to {axis.size - 1}, of which one at least stays open, "
+            f"not {strange or 'none'}"
+        )
+    result = open_.clone()
+    result[axis.slice] = False
+    result[torch.tensor(wanted, dtype=torch.int64) + axis.start] = True
+    return result
+
+
+def axes_to_keep(plan: Plan, layers: Globs) -> set[str]:
+    """Return the names of the axes and branches that take something away of these layers.
+
+    Args:
+        plan: of the network.
+        layers: their paths, or globs over them; what is no layer's path is the name of an axis.
+
+    Raises:
+        UsageError: a glob matches no layer and no axis.
+    """
+    found: set[str] = set()
+    for glob in (layers,) if isinstance(layers, str) else layers:
+        tensors = tensors_of_layers(plan, glob)
+        if not tensors:
+            what = "layer and no axis of this model"
+            found.update(named(plan.names, glob, "keep", what))
+        found.update(plan.names[number] for number in axes_met(plan, tensors))
+        owners = {name.rpartition(".")[0] for name in tensors}
+        found.update(each.name for each in plan.branches if not owners.isdisjoint(each.modules))
+    return found
+
+
+def out_of_reach(plan: Plan, asked: Mapping[int, int]) -> dict[int, tuple[int, str]]:
+    """Return what else comes of widths that cannot be as asked: how many slots, and why.
+
+    Args:
+        plan: of the network.
+        asked: the number of slots of some axes, by the number of the axis, from 1 on.
+    """
+    open_ = torch.ones(plan.size, dtype=torch.bool)
+    for number, count in asked.items():
+        axis = plan.axes[number]
+        open_[axis.start + count : axis.start + axis.size] = False
+    kept = plan.kept(open_)
+    left = {number: int(kept[plan.axes[number].slice].sum()) for number in asked}
+    return {
+        number: (left[number], _reason(plan, number, count))
+        for number, count in asked.items()
+        if left[number] != count
+    }
+
+
+def _reason(plan: Plan, number: int, count: int) -> str:
+    """Say why an axis does not come to ``count`` slots."""
+    if count > plan.axes[number].size:
+        return "it has no more"
+    for dims in plan.alike:
+        mine = [dim for dim in dims if number in axes_of(dim)]
+        others = [dim for dim in dims if number not in axes_of(dim)]
+        if mine and others:
+            whole = max(others, key=constant_positions)
+            one, other = show(mine[0], plan.names), show(whole, plan.names)
+            return (
+                f"the code has one size for {one} and for {other}{_pinned(plan, whole)}; "
+                "keep_class=False lets them differ"
+            )
+    return "what reads it takes no fewer, or none of what it reads is left"
+
+
+def _pinned(plan: Plan, whole: Layout) -> str:
+    """Say why a dim stays whole, in parentheses; empty where it does not."""
+    if not constant_positions(whole):
+        return ""
+    of_one = {whole, *(whole.factors if isinstance(whole, Prod) else ())}
+    places = {
+        f"{name} dim {number}"
+        for name, dims in plan.tensors.items()
+        for number, dim in enumerate(dims)
+        if dim in of_one
+    }
+    return next((f" ({p.where} is pinned, {p.reason})" for p in plan.pins if p.where in places), "")
