@@ -138,9 +138,9 @@ class Fitting:
         """Close gates for the bounds of single axes, all at once: as many as each has too many."""
         fewer = start.open_.clone()
         for bound in self._bounds:
-            if not bound.measure.each_axis:
+            if not bound.measure.each_axis or bound.through is None:
                 continue
-            (number,) = bound.through or ()
+            (number,) = bound.through
             block, most = self._blocks[number], int(self.most[bound])
             most = max(block, most // block * block)
             order = self._ascending(start.open_ & bound.gates())
