@@ -24,10 +24,11 @@ _HELP = """\
 Learn which parts of a trained PyTorch network can go, and cut them out, exactly.
 
 \b
-    l0prune gate model.pt --input 1x3x224x224
-    l0prune finetune --data imagefolder:DIR --budget macs=0.5
+    l0prune gate model.pt
+    l0prune finetune --lambda 0.1/N
     l0prune export --onnx
 
+That takes a folder with a model and images; each command has options for the rest.
 Or all of it on embedded data: l0prune run digits-lenet
 """
 

@@ -103,7 +103,7 @@ def export(
     if code and not pretrained:
         raise UsageError("--code writes a file into a folder: name that with --pretrained DIR.")
     kinds = "*.tuned.pt", "*.fit.pt", "*.gated.pt"
-    path = file or newest(*kinds, command="l0prune gate MODEL --input …")
+    path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
     built_by = _builder(info, path, trust_pickle)

@@ -48,7 +48,8 @@ Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.tun
 
 _NO_DATA = (
     "no data is named: give --data mnist, imagefolder:DIR or file.py:function here, at "
-    '`l0prune gate`, or as data = "…" in l0prune.toml.'
+    '`l0prune gate`, or as data = "…" in l0prune.toml; or put a folder of images here, in it a '
+    "folder for each class."
 )
 
 
@@ -87,7 +88,7 @@ def finetune(
     of_project = current_names(defaults().get("finetune", {}))
     inherited = {k: v for k, v in of_project.items() if k not in given}
     training_settings = {**inherited, **given}
-    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
     check_writable(target)

@@ -90,13 +90,13 @@ def fit(
     """
     from l0prune.selection.fit import check_request  # loads torch
 
-    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     info = l0prune.read_info(path)
     of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
     asked = GateSettings.of(settings)
     if not budget and not asked.rounds and latency is None:
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
-    spec, root = recorded_data(data, data_root, info, path, trust_pickle)
+    spec, root = recorded_data(data, data_root, info, path, trust_pickle, is_needed=False)
     model = l0prune.load(path, trust_pickle=trust_pickle)
     table = latency_table(latency, path, budget)
     tells = score == _AUTO and spec is not None and bool(budget) and not kind  # which branches go

@@ -103,14 +103,15 @@ def survey(
     The model stays as it is.
 
     Examples:
-        l0prune survey torchvision:resnet18 --input 1x3x224x224
+        l0prune survey model.pt
         l0prune survey net.py:build --weights net.pt --input 2x16:int64
         l0prune survey model.pt --data imagefolder:DIR --html survey.html
     """
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
     source = load_data(spec, chosen(data_root, "data_root"))
-    example, shapes = example_inputs(input, source), free_dims(dynamic)
+    shapes = free_dims(dynamic)
+    _, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
     result = found.to_dict()
     if html is not None:
@@ -148,7 +149,7 @@ def gate(
     Freshly gated the model gives the same answers as before.
 
     Examples:
-        l0prune gate model.pt --input 1x3x224x224
+        l0prune gate model.pt
         l0prune gate net.py:build --weights net.pt --data imagefolder:DIR
         l0prune gate model.pt --input 1x3x224x224 --exclude 'layer1.*' --no-branches
     """
@@ -161,7 +162,7 @@ def gate(
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
     source = load_data(data_spec, root)
-    example = example_inputs(input, source)
+    text, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
         module,
@@ -178,8 +179,8 @@ def gate(
         gate=chosen_gate,
         survey=found,
     )
-    given = {"model": spec, "data": data_spec, "data_root": root, "input": chosen(input, "input")}
-    info = with_step({"data": data_spec}, source=source, **given)
+    given = {"model": spec, "data": data_spec, "data_root": root, "input": text}
+    info = with_step({"data": data_spec, "input": text}, source=source, **given)
     if is_rebuildable(spec):
         info["model"] = spec
     if data_root:

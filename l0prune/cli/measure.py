@@ -76,7 +76,7 @@ def measure(
         raise UsageError(
             "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"
         )
-    path = file or newest("*.gated.pt", command="l0prune gate MODEL --input …")
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:
         _write_bundle(model, bundle, batch, samples, seed, json)

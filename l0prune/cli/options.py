@@ -11,6 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -18,7 +19,7 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import say
-from l0prune.cli.project import chosen, output_path
+from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
 from l0prune.errors import FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent
 from l0prune.training.fields import summary, types
@@ -30,7 +31,10 @@ MODEL_HELP = (
     "transformers:NAME."
 )
 
-Model = Annotated[str | None, typer.Argument(help=MODEL_HELP, show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Argument(help=f"{MODEL_HELP} Default: the one *.pt here.", show_default=False),
+]
 ModelOption = Annotated[
     str | None, typer.Option("--model", help="The same as MODEL, for use with --weights.")
 ]
@@ -44,7 +48,8 @@ Input = Annotated[
     str | None,
     typer.Option(
         help="Example input, batch first: 1x3x224x224; several by comma; 2x16:int64; by name "
-        "input_ids=2x16:int64,attention_mask=2x16:int64."
+        "input_ids=2x16:int64,attention_mask=2x16:int64. Without it and without data one is "
+        "guessed from the model."
     ),
 ]
 Dynamic = Annotated[
@@ -96,9 +101,11 @@ def open_model(
     """
     if model and option and model != option:
         raise UsageError(f"two models are named: {model} and {option}.")
-    spec = chosen(model or option, "model")
+    spec = chosen(model or option, "model") or only_model()
     if spec is None:
         raise UsageError(f"no model is named. MODEL is one of: {MODEL_HELP}")
+    if not (model or option):
+        say(f"the model is {spec}")
     text = str(weights) if weights else None
     module = l0prune.load_model(spec, text, trust_pickle=trust_pickle)
     if said := _about_named(spec, module, text):
@@ -127,34 +134,45 @@ def _outputs(layer: Any) -> int:
     return int(getattr(layer, "out_features", 0) or getattr(layer, "out_channels", 0))
 
 
-def example_inputs(text: str | None, data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return example inputs from ``--input``, else from the first two examples of the data.
+def example_inputs(
+    text: str | None, data: Any, model: Any
+) -> tuple[str | None, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return example inputs from ``--input``, else the first two of the data, else a guess.
 
-    They are positional and keyword arguments. A batch of one is doubled: torch.export takes a size
-    of one for a constant.
+    They are positional and keyword arguments, after the text of them if they are made from one. A
+    batch of one is doubled: torch.export takes a size of one for a constant.
 
     Raises:
-        UsageError: there is neither.
+        UsageError: no input that the model runs on could be guessed.
     """
+    from l0prune.files.model_sources import parse_input  # loads torch, as do the next ones
+
     text = chosen(text, "input")
-    if text is not None:
-        from l0prune.files.model_sources import parse_input  # loads torch
+    if text is None and data is not None:
+        from l0prune.data.dataset import as_arguments
+        from l0prune.running.batches import example_inputs
+        from l0prune.running.task import Task
 
-        args, kwargs = parse_input(text)
-        if all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
-            args = tuple(map(_doubled, args))
-            kwargs = {name: _doubled(tensor) for name, tensor in kwargs.items()}
-        return args, kwargs
-    if data is None:
-        raise UsageError(
-            "an example input is needed to look at the model: --input 1x3x224x224 (batch first), "
-            "or --data NAME."
-        )
-    from l0prune.data.dataset import as_arguments  # loads torch, as do the next ones
-    from l0prune.running.batches import example_inputs
-    from l0prune.running.task import Task
+        return None, as_arguments(example_inputs(Task.of(data), 2))
+    if text is None:
+        from l0prune.files.example_guess import guess_example
 
-    return as_arguments(example_inputs(Task.of(data), 2))
+        text, origin = guess_example(model, _sides())
+        say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
+    args, kwargs = parse_input(text)
+    if all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
+        args = tuple(map(_doubled, args))
+        kwargs = {name: _doubled(tensor) for name, tensor in kwargs.items()}
+    return text, (args, kwargs)
+
+
+def _sides() -> list[int]:
+    """Return the side of the images that lie here, if they are squares of one size."""
+    with suppress(UsageError):  # several folders of images are none
+        folder = image_folder()
+        if folder is not None and (side := side_of_images(folder)):
+            return [side]
+    return []
 
 
 def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | None) -> Any:
@@ -212,10 +230,11 @@ def recorded_data(
     path: Path,
     trust_pickle: bool,
 ) -> tuple[str | None, Path | None]:
-    """Return the data and their root: as given, else of the file, else of the project.
+    """Return the data and their root: as given, of the file, of the project, or images here.
 
     Raises:
         FileError: the file names code or a folder of its own choice.
+        UsageError: no data is named, and there are several folders of images.
     """
     asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
     if given is None and "data" in asked and not trust_pickle:
@@ -223,7 +242,21 @@ def recorded_data(
     if root is None and "data_root" in asked and not trust_pickle:
         check_root_consent(asked["data_root"], path)
     spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
+    if spec is None and (spec := _images_here(info)) is not None:
+        say(f"no data is named, so it is the images here: --data {spec}")
     return None if spec is None else str(spec), None if folder is None else Path(folder)
+
+
+def _images_here(info: dict[str, Any]) -> str | None:
+    """Return the spec of the images in this folder, of the size that a model takes.
+
+    None where there are none, or where the file says that the model takes no squares of colours.
+    """
+    text = info.get("input")
+    takes = re.fullmatch(r"\d+x3x(\d+)x\1", str(text))
+    if (text is not None and takes is None) or (folder := image_folder()) is None:
+        return None
+    return f"imagefolder:{folder}:{224 if takes is None else takes[1]}"
 
 
 def load_data(spec: str | None, root: Path | None) -> Any:

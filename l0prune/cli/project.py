@@ -1,7 +1,10 @@
-"""Defaults of a folder in ``l0prune.toml``, and the names of its files."""
+"""What a folder says: defaults in ``l0prune.toml``, its models, its images, names of its files."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,11 @@ from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
 
 DEFAULTS_FILE = "l0prune.toml"
+OURS = (".gated.pt", ".tuned.pt", ".fit.pt", ".state.pt")
+_IMAGES = {
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+}  # what torchvision reads
+_SAMPLE = 8  # images that are looked at for their size
 _TEXTS = ("model", "input", "data", "data_root")
 _SETTINGS = "finetune"
 
@@ -57,6 +65,73 @@ def newest(*patterns: str, command: str) -> Path:
             f"no file is named and there is no {' or '.join(patterns)} here; `{command}` makes one."
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns)
+
+
+def only_model() -> str | None:
+    """Return the one model file in this folder that no command has written; None without any.
+
+    Raises:
+        UsageError: there are several.
+    """
+    paths = (path for ending in ("pt", "pth") for path in Path().glob(f"*.{ending}"))
+    found = sorted(str(path) for path in paths if not str(path).endswith(OURS))
+    if len(found) > 1:
+        raise UsageError(
+            f"no model is named, and there are {len(found)} model files here: {', '.join(found)}. "
+            f"Name one: l0prune gate {found[0]}"
+        )
+    return found[0] if found else None
+
+
+def image_folder() -> Path | None:
+    """Return the one folder of images here; this folder where it has train and test itself.
+
+    Such a folder has train and test (or val), or else at least two folders of images, one for
+    each class.
+
+    Raises:
+        UsageError: there are several.
+    """
+    here = Path()
+    if _has_parts(here):
+        return here
+    folders = (path for path in here.iterdir() if path.is_dir() and path.name[0] != ".")
+    found = sorted(path for path in folders if _has_parts(path) or _has_classes(path))
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise UsageError(
+            f"no data is named, and there are {len(found)} folders of images here: {names}. Name "
+            f"one: --data imagefolder:{found[0]}"
+        )
+    return found[0] if found else None
+
+
+def _has_parts(folder: Path) -> bool:
+    tests = (folder / part for part in ("test", "val"))
+    return _has_classes(folder / "train") and any(map(_has_classes, tests))
+
+
+def _has_classes(folder: Path) -> bool:
+    """Return whether at least two folders in this one hold images."""
+    return folder.is_dir() and sum(any(_images(each)) for each in folder.iterdir()) > 1
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in folder.iterdir() if path.suffix.lower() in _IMAGES)
+
+
+def side_of_images(folder: Path) -> int | None:
+    """Return the side of the images in a folder where they are squares of one size."""
+    from PIL import Image
+
+    sizes = set()
+    paths = (path for path in folder.rglob("*") if path.suffix.lower() in _IMAGES)
+    for path in islice(paths, _SAMPLE):
+        with suppress(OSError), Image.open(path) as image:
+            sizes.add(image.size)
+    sides = {side for size in sizes for side in size}
+    return sides.pop() if len(sides) == 1 else None
 
 
 def output_path(out: Path | None, source: str, suffix: str) -> Path:

@@ -239,14 +239,14 @@ def _read(path: PathLike) -> Content:
     if not is_tensor_file(path):
         check_whole(Path(path))
         raise FileError(
-            f"{path} holds no gated model. `l0prune gate {path} --input …` makes one of a "
+            f"{path} holds no gated model. `l0prune gate {path}` makes one of a "
             "pickled module. (Gated models from before version 0.1.0 have to be made anew.)"
         )
     text = read_texts(path).get(GATED)
     if text is None:
         raise FileError(
             f"{path} holds tensors, but no gated model. `l0prune gate --model path.py:factory "
-            f"--weights {path} --input …` makes one."
+            f"--weights {path}` makes one."
         )
     return checked(text, Content, FORMAT, path)
 

@@ -1,0 +1,298 @@
+"""Guess of a model's example inputs: from what its library says, else from its first layer.
+
+A guess is a text as ``--input`` takes it. It counts if the model's forward runs on it; one whose
+examples leave each other alone comes first, so that dim 0 is the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from itertools import chain, islice, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.compat import pytree
+from l0prune.capture.kept_state import restore_attributes
+from l0prune.capture.model_checks import evaluating, same_draws
+from l0prune.capture.threads import muted
+from l0prune.errors import UsageError, first_line
+from l0prune.files.model_sources import parse_input
+
+_BATCH, _LENGTH = 2, 16  # examples; tokens, or steps of a sequence
+_SIDES = (224, 256, 32, 28, 64, 128, 96, 299, 384, 512, 160, 192, 48, 16, 8)
+# Sizes beside the channels, in the order in which they are tried.
+_USUAL: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: tuple((length,) for length in (1024, 16000, 3000, 256, 128, 64, 32)),
+    2: tuple((side, side) for side in _SIDES),
+    3: ((16, 112, 112), (16, 224, 224), (32, 224, 224), (64, 64, 64), (32, 32, 32)),
+}
+_Layer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear | nn.RNNBase | nn.Embedding
+_MOST_CHOICES, _MOST_SHOWN = 64, 12
+_PROBES = ("2x3x224x224", f"2x{_LENGTH}:int64", f"2x{_LENGTH}x64", "2x64")
+
+
+class Guess(NamedTuple):
+    """Example inputs that a model's forward runs on.
+
+    Attributes:
+        text: as ``--input`` takes it.
+        origin: what they were taken from, for people.
+    """
+
+    text: str
+    origin: str
+
+
+def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
+    """Return example inputs that the model's forward runs on; the model stays as it is.
+
+    Args:
+        model: whose own metadata counts first: Lightning's ``example_input_array``, transformers'
+            ``dummy_inputs`` and configuration, timm's data configuration, the transforms of
+            torchvision's weights.
+        sides: of square images that are at hand; tried after what the library says of sizes.
+
+    Raises:
+        UsageError: none was found; the text says what was tried.
+    """
+    tried: dict[str, str] = {}
+    first: Guess | None = None
+    with evaluating(model), restore_attributes(model), muted():
+        layers = _first_layers(model)
+        for found in _candidates(model, layers, sides):
+            if found.text in tried:
+                continue
+            tried[found.text], is_apart = _tried(model, found.text)
+            if is_apart:
+                return found
+            first = first or (None if tried[found.text] else found)
+    if first is None:
+        raise UsageError(_no_guess(layers, tried))
+    return first
+
+
+def _candidates(
+    model: nn.Module, layers: Mapping[str, _Layer], sides: Sequence[int]
+) -> Iterator[Guess]:
+    """Yield what to try, the likeliest first."""
+    for origin, given in _examples_said(model):
+        yield Guess(_text_of(given), origin)
+    names, after = _required(model), _decoder_text(model)
+    said = [*_sizes_said(model), *(("the images in this folder", (side, side)) for side in sides)]
+
+    def text(each: Iterable[str]) -> str:
+        inputs = (f"{name}{one}" for name, one in zip(names, each, strict=True))
+        return ",".join((*inputs, *after))
+
+    for path, layer in layers.items():
+        for origin, one in _inputs_of(layer, said):
+            yield Guess(text([one] * len(names)), origin or f"its first layer{_named(path)}")
+    listed = [each for each in model.modules() if isinstance(each, _Layer)][: len(names)]
+    if len(listed) == len(names) > 1:
+        choices = product(*([one for _, one in _inputs_of(each, said)] for each in listed))
+        for each in islice(choices, _MOST_CHOICES):
+            yield Guess(text(each), f"its first {len(names)} layers")
+
+
+def _examples_said(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield whole examples that the model has as an attribute, with where they are from."""
+    for name in ("example_input_array", "dummy_inputs"):
+        with suppress(Exception):  # a property computes what it likes
+            given = getattr(model, name, None)
+            leaves = pytree.tree_leaves(given)
+            if leaves and all(isinstance(leaf, Tensor) for leaf in leaves):
+                yield f"its {name}", given
+
+
+def _text_of(given: Any) -> str:
+    """Return an example as ``--input`` takes it."""
+    named = given.items() if isinstance(given, Mapping) else None
+    plain = given if isinstance(given, tuple | list) else (given,)
+    pairs = [(f"{name}=", each) for name, each in named] if named else [("", t) for t in plain]
+    texts = (
+        f"{name}{'x'.join(map(str, each.shape))}" + _dtype_text(each.dtype) for name, each in pairs
+    )
+    return ",".join(texts)
+
+
+def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield heights and widths of images that a library says, with where it does."""
+    for name in ("pretrained_cfg", "default_cfg"):  # timm
+        found = getattr(model, name, None)
+        if isinstance(found, Mapping) and found.get("input_size"):
+            yield f"its {name} (timm)", tuple(found["input_size"][-2:])
+    config = getattr(model, "config", None)  # transformers
+    for part in (config, getattr(config, "vision_config", None)):
+        if (side := getattr(part, "image_size", None)) is not None:
+            sides = (side, side) if isinstance(side, int) else tuple(side)
+            yield "its configuration (transformers)", sides[-2:]
+    weights = [each for each in _published(model) if hasattr(each, "transforms")]
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if weights:  # those of the nearest size are of this network
+        nearest = min(weights, key=lambda each: abs(each.meta.get("num_params", 0) - size))
+        found = nearest.transforms()
+        side = getattr(found, "crop_size", None) or getattr(found, "resize_size", None)
+        if side:
+            yield f"the transforms of its weights {nearest} (torchvision)", (side[0], side[-1])
+
+
+def _published(model: nn.Module) -> Iterator[Any]:
+    """Yield the weights that torchvision publishes beside the model's class."""
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith("torchvision.models."):
+            for value in vars(sys.modules[kind.__module__]).values():
+                if isinstance(value, type) and issubclass(value, Enum):
+                    yield from (each for each in value if hasattr(each, "meta"))
+
+
+def _required(model: nn.Module) -> list[str]:
+    """Return a prefix for each input without which no forward runs: empty, or ``name=``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty]
+    placed = ["" for p in needed if p.kind in by_place]
+    named = [f"{p.name}=" for p in needed if p.kind is p.KEYWORD_ONLY]
+    return [*placed, *named] or [""]
+
+
+def _decoder_text(model: nn.Module) -> tuple[str, ...]:
+    """Return the tokens of a decoder that transformers puts behind the first input."""
+    config = getattr(model, "config", None)
+    has_decoder = getattr(config, "is_encoder_decoder", False) is True
+    takes_tokens = "decoder_input_ids" in inspect.signature(model.forward).parameters
+    return (f"decoder_input_ids={_BATCH}x5:int64",) if has_decoder and takes_tokens else ()
+
+
+class _Reached(Exception):
+    """A forward has come to a layer; its path is the text."""
+
+
+def _first_layers(model: nn.Module) -> dict[str, _Layer]:
+    """Return the layers that a forward comes to first, by path; last the one that is listed first.
+
+    A forward comes to its first layer whatever the sizes, often also of inputs of another kind.
+    """
+    layers = {path: each for path, each in model.named_modules() if isinstance(each, _Layer)}
+
+    def stop_at(path: str) -> Any:
+        def stop(*_: Any) -> None:
+            raise _Reached(path)
+
+        return stop
+
+    parts = _required(model)
+    handles = [each.register_forward_pre_hook(stop_at(path)) for path, each in layers.items()]
+    reached: list[str] = []
+    try:
+        for probe in _PROBES:
+            try:
+                args, kwargs = parse_input(",".join(name + probe for name in parts))
+                model(*args, **kwargs)
+            except _Reached as stop:
+                reached.append(str(stop))
+            except Exception:  # no input of this kind
+                continue
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {path: layers[path] for path in (*reached, *list(layers)[:1])}
+
+
+def _inputs_of(
+    layer: _Layer, said: Sequence[tuple[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, str]]:
+    """Yield texts of inputs that the layer can read, with who says the size, if anybody does."""
+    dtype = _dtype_text(
+        torch.int64 if isinstance(layer, nn.Embedding) else next(layer.parameters()).dtype
+    )
+    for origin, sizes in _sizes_of(layer, said):
+        yield origin, "x".join(map(str, (_BATCH, *sizes))) + dtype
+
+
+def _sizes_of(
+    layer: _Layer, said: Sequence[tuple[str, tuple[int, ...]]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield sizes of one example that the layer can read, with who says so, if anybody does."""
+    if isinstance(layer, nn.Embedding):
+        yield from (("", sizes) for sizes in ((_LENGTH,), ()))
+    elif isinstance(layer, nn.RNNBase):
+        yield "", (_LENGTH, layer.input_size)
+    elif isinstance(layer, nn.Linear):
+        yield from (("", sizes) for sizes in ((layer.in_features,), (_LENGTH, layer.in_features)))
+        yield from (  # an image whose patches, or whose whole, the layer reads
+            (origin, (channels, *sizes))
+            for origin, sizes in chain(said, (("", sizes) for sizes in _USUAL[2]))
+            for channels in (3, 1)
+        )
+    else:
+        places = len(layer.kernel_size)
+        usual = (("", sizes) for sizes in _USUAL[places])
+        for origin, sizes in chain(_at_places(said, places), usual):
+            yield origin, (layer.in_channels, *sizes)
+            if places == 1 and layer.in_channels == 1:
+                yield origin, sizes  # the model itself adds the channel
+
+
+def _at_places(
+    said: Sequence[tuple[str, tuple[int, ...]]], places: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the sizes of images for a layer that reads images, or videos of them."""
+    for origin, sizes in said:
+        if places > 1:
+            yield origin, (*_USUAL[3][0][:1], *sizes)[-places:]
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    """Return the end of an input's text, empty for float32."""
+    return "" if dtype == torch.float32 else f":{str(dtype).removeprefix('torch.')}"
+
+
+def _tried(model: nn.Module, text: str) -> tuple[str, bool]:
+    """Call the model on an example: why it fails, and whether examples leave each other alone.
+
+    Inputs of less than four dims are given again with another first example: a sequence without
+    a batch would change the rest. Images have only one order.
+    """
+    try:
+        args, kwargs = parse_input(text)
+        tensors = (*args, *kwargs.values())
+        outputs = []
+        for _ in range(2 if min(tensor.ndim for tensor in tensors) < 4 else 1):
+            with same_draws(model, seed=0):
+                outputs.append(pytree.tree_leaves(model(*args, **kwargs)))
+            for tensor in tensors:
+                tensor[:1] = 1 - tensor[:1].double()
+    except Exception as error:  # whatever a forward raises
+        return f"{type(error).__name__}: {first_line(error)}", False
+    pairs = zip(outputs[0], outputs[-1], strict=True)
+    return "", all(_is_rest_alike(a, b) for a, b in pairs if isinstance(a, Tensor) and a.ndim)
+
+
+def _is_rest_alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether all but the first rows are alike."""
+    rest = [each[1:].nan_to_num() for each in (a, b)]
+    return a.shape == b.shape and torch.allclose(*rest, rtol=1e-3, atol=1e-5)
+
+
+def _named(path: str) -> str:
+    return f", {path}" if path else ""
+
+
+def _no_guess(layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
+    """Say what was tried, and how to go on."""
+    need = "an example input is needed to look at the model, and none could be guessed"
+    way_on = "Name one: --input 1x3x224x224 (batch first), or data whose inputs fit: --data NAME."
+    if not tried:
+        return f"{need}: it has no layer that says what it reads. {way_on}"
+    (text, why), *rest = tried.items()
+    first = next(iter(layers.items()), None)
+    layer = "" if first is None else f" Its first layer{_named(first[0])} is {first[1]}."
+    others = ", ".join(each for each, _ in rest[:_MOST_SHOWN])
+    more = f"; nor did {others}{' …' if rest[_MOST_SHOWN:] else ''}" if rest else ""
+    return f"{need}.{layer} {text} did not work ({why}){more}. {way_on}"
