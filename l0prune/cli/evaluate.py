@@ -13,6 +13,7 @@ from rich.table import Table
 import l0prune
 from l0prune.cli.edge import emit, say
 from l0prune.cli.options import (
+    NO_DATA,
     DataRoot,
     DataSpec,
     Json,
@@ -74,10 +75,10 @@ def evaluate(
     path = Path(file or str(model_option))
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     if spec is None:
-        raise UsageError("no data is named: give --data mnist, imagefolder:DIR or file.py:function")
+        raise UsageError(NO_DATA)
     source = load_data(spec, root)
     _compare_preprocessing(preprocessing_in(info, path), source, path)
-    with _outputs_counted(module, getattr(source, "classes", 0), path):
+    with outputs_counted(module, getattr(source, "classes", 0), path):
         task = Task.of(source, settings.pop("loss", None), settings.pop("metric", None))
         found, examples = evaluate_task(module, task, batch_size, **settings)
     result = {"file": str(path), "data": spec, "examples": examples, **found}
@@ -114,7 +115,7 @@ def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
 
 
 @contextmanager
-def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
+def outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
     """Within the context, say once where a model has more outputs than the data has classes."""
     from l0prune.running.criteria import tensor_output  # loads torch
 
@@ -133,7 +134,8 @@ def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
     if seen and seen[0] > classes:
         say(
             f"warning: {path} has {seen[0]:,} outputs and the data {classes:,} classes: class "
-            "numbers may mean something else in them"
+            "numbers may mean something else in them. A model for these classes alone has a last "
+            "layer of as many outputs"
         )
 
 

@@ -26,6 +26,10 @@ from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
 
 LATENCY = ".latency.json"
+NO_DATA = (
+    'no data is named: give --data mnist, imagefolder:DIR or file.py:function, or data = "…" in '
+    "l0prune.toml, or put a folder of images here, in it a folder for each class."
+)
 MODEL_HELP = (
     "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
     "transformers:NAME."
@@ -252,7 +256,9 @@ def _images_here(info: dict[str, Any]) -> str | None:
 
     None where there are none, or where the file says that the model takes no squares of colours.
     """
-    text = info.get("input")
+    known = info.get("preprocessing")
+    sizes = known.get("input_size") if isinstance(known, dict) else None
+    text = info.get("input") if sizes is None else "x".join(map(str, (1, *sizes)))
     takes = re.fullmatch(r"\d+x3x(\d+)x\1", str(text))
     if (text is not None and takes is None) or (folder := image_folder()) is None:
         return None
