@@ -68,7 +68,7 @@ DataSpec = Annotated[
     typer.Option(
         "--data",
         help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (images of 224x224; "
-        "of 160x160: imagefolder:DIR:160) or file.py:function.",
+        "of 160x160: imagefolder:DIR:160; grey ones: imagefolder:DIR:1x160) or file.py:function.",
     ),
 ]
 DataRoot = Annotated[
@@ -254,15 +254,16 @@ def recorded_data(
 def _images_here(info: dict[str, Any]) -> str | None:
     """Return the spec of the images in this folder, of the size that a model takes.
 
-    None where there are none, or where the file says that the model takes no squares of colours.
+    None where there are none, or where the file says that the model takes no square images.
     """
     known = info.get("preprocessing")
     sizes = known.get("input_size") if isinstance(known, dict) else None
     text = info.get("input") if sizes is None else "x".join(map(str, (1, *sizes)))
-    takes = re.fullmatch(r"\d+x3x(\d+)x\1", str(text))
+    takes = re.fullmatch(r"\d+x([13])x(\d+)x\2", str(text))
     if (text is not None and takes is None) or (folder := image_folder()) is None:
         return None
-    return f"imagefolder:{folder}:{224 if takes is None else takes[1]}"
+    channels = "1x" if takes is not None and takes[1] == "1" else ""
+    return f"imagefolder:{folder}:{channels}{224 if takes is None else takes[2]}"
 
 
 def load_data(spec: str | None, root: Path | None) -> Any:

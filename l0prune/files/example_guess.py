@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from enum import Enum
 from itertools import chain, islice, product
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
     """
     tried: dict[str, str] = {}
     first: Guess | None = None
-    with evaluating(model), restore_attributes(model), muted():
+    with evaluating(model), restore_attributes(model), _same_buffers(model), muted():
         layers = _first_layers(model)
         for found in _candidates(model, layers, sides):
             if found.text in tried:
@@ -75,6 +75,17 @@ def guess_example(model: nn.Module, sides: Sequence[int] = ()) -> Guess:
     if first is None:
         raise UsageError(_no_guess(layers, tried))
     return first
+
+
+@contextmanager
+def _same_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards every buffer has the values that it had."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.copy_(values)
 
 
 def _candidates(
@@ -292,7 +303,7 @@ def _no_guess(layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
         return f"{need}: it has no layer that says what it reads. {way_on}"
     (text, why), *rest = tried.items()
     first = next(iter(layers.items()), None)
-    layer = "" if first is None else f" Its first layer{_named(first[0])} is {first[1]}."
+    layer = "" if first is None else f" Its first layer, {first[0] or 'itself'}, is {first[1]}."
     others = ", ".join(each for each, _ in rest[:_MOST_SHOWN])
     more = f"; nor did {others}{' …' if rest[_MOST_SHOWN:] else ''}" if rest else ""
     return f"{need}.{layer} {text} did not work ({why}){more}. {way_on}"

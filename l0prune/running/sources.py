@@ -30,6 +30,7 @@ from l0prune.data.dataset import (
     to_device,
     without_labels,
 )
+from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
 from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
@@ -141,91 +142,6 @@ class _Collate:
     def __call__(self, examples: list[tuple[Any, Tensor]]) -> tuple[Any, Tensor]:
         given, answers = zip(*examples, strict=True)
         return _inputs_of(self._collate(list(given))), torch.stack(answers)
-
-
-_SIZE = 224
-_BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
-_MOST_WORKERS = 8
-
-
-def _image_folder(spec: str, rest: str) -> Data:
-    """Return the images of ``DIR`` or ``DIR:PIXELS``, in ``train`` and ``test`` or ``val``.
-
-    Images become squares of that size (224 where none is given) as torchvision's networks take
-    them: the shorter side is resized to 256/224 of it, and the middle is cut out; see
-    ``Preprocessing``. Augmented, training images are random parts of the originals, resized to
-    it, mirrored or not.
-
-    Raises:
-        DataError: a folder is missing or empty, or the parts hold different classes.
-    """
-    name, _, pixels = rest.rpartition(":")
-    folder, size = (Path(name), int(pixels)) if name and pixels.isdigit() else (Path(rest), _SIZE)
-    train_folder, test_folder = _parts(folder)
-    preprocessing = _imagenet_preprocessing(max(size, 1))
-    train, test = (_read(part, preprocessing.transform()) for part in (train_folder, test_folder))
-    if train.classes != test.classes:
-        raise DataError(
-            f"{folder}: train and {test_folder.name} hold different classes "
-            f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
-        )
-    workers = min(_usable_cpus(), _MOST_WORKERS)
-    augmented = _read(train_folder, _random_crops(preprocessing))
-    return Data(
-        spec,
-        Loaded(train, workers, augmented),
-        Loaded(test, workers),
-        len(train.classes),
-        preprocessing,
-    )
-
-
-def _parts(folder: Path) -> tuple[Path, Path]:
-    if not folder.is_dir():
-        raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
-    tests = [folder / part for part in ("test", "val") if (folder / part).is_dir()]
-    if not (folder / "train").is_dir() or not tests:
-        raise DataError(
-            f"{folder} needs two folders, train and test (or val), each with one folder per class."
-        )
-    return folder / "train", tests[0]
-
-
-def _imagenet_preprocessing(size: int) -> Preprocessing:
-    """Return the preprocessing that torchvision's networks were trained with, at a size."""
-    resize = round(size * _BORDER)
-    return Preprocessing(
-        input_size=[3, size, size],
-        color="RGB",
-        resize=resize,
-        interpolation="bilinear",
-        crop_pct=size / resize,
-        crop_mode="center",
-        mean=[0.485, 0.456, 0.406],
-        std=[0.229, 0.224, 0.225],
-    )
-
-
-def _random_crops(preprocessing: Preprocessing) -> Any:
-    from torchvision import transforms as T
-
-    crop = T.RandomResizedCrop(preprocessing.input_size[1])
-    return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
-
-
-def _read(folder: Path, transform: Any) -> Any:
-    from torchvision import datasets
-
-    try:
-        return datasets.ImageFolder(str(folder), transform)
-    except OSError as error:
-        raise DataError(f"{folder} needs one folder of images per class: {error}") from error
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 _WANTED = (
@@ -426,8 +342,10 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
 
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
-            ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside; inputs of 224×224
-            pixels, or as many as in ``imagefolder:DIR:64``: see ``preprocessing``), or
+            ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside, or else a folder
+            for each class, of which every fifth image is for the test; inputs of 224×224 pixels,
+            or as many as in ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
+            ``preprocessing``), or
             ``file.py:function`` that returns two datasets (train, test), a ``Data``, or a
             ``Task`` with its own loss.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
@@ -443,7 +361,7 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
         cache = Path.home() / ".cache" / "l0prune"
         return _NAMED[spec](spec, Path(root or os.environ.get("L0PRUNE_DATA") or cache))
     if kind == "imagefolder" and rest:
-        return _image_folder(spec, rest)
+        return image_folder(spec, rest)
     if is_code(spec):
         found = called(named(spec), spec)
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)

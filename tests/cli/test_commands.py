@@ -35,46 +35,6 @@ def network():
     )
 
 
-SLOW = pytest.mark.slow
-ROW = ("gate", "finetune", "export")
-
-
-@pytest.mark.parametrize("alone", [["gate"], pytest.param(ROW, marks=SLOW)])
-def test_three_commands_in_a_row(command, tmp_path, alone):
-    """Those that are named in a process of their own, the others in this one."""
-    pytest.importorskip("sklearn")
-    model = network()
-    torch.save(model, tmp_path / "model.pt")
-
-    def told(name, *arguments):
-        if name in alone:
-            code, out, err = run(name, *arguments, "--json", cwd=tmp_path)
-        else:
-            code, out, err = command(name, *arguments, "--json")
-        assert code == 0, err
-        return json.loads(out)
-
-    gated = told("gate", "model.pt", "--input", "1x1x8x8")
-    assert gated["file"] == "model.gated.pt"
-    assert gated["params"] == sum(p.numel() for p in model.parameters())
-
-    settings = ("--epochs", "4", "--set", "ema=0.9", "--gate-lr", "0.5", "--lambda", "20/N")
-    tuned = told("finetune", "--data", "digits", *settings)
-    assert tuned["file"] == "model.tuned.pt"
-    assert tuned["params"] < gated["params"]
-
-    exported = told("export", "--onnx")
-    assert exported["files"] == ["model.onnx"]
-    assert exported["params"] == tuned["params"]
-
-    x = torch.randn(7, 1, 8, 8)
-    expected = l0prune.load(tmp_path / "model.tuned.pt").eval()(x)
-    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
-    (got,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    scale = expected.abs().max().item()
-    assert (torch.from_numpy(got) - expected).abs().max().item() <= 1e-5 * scale
-
-
 @pytest.mark.slow
 def test_a_budget_and_the_classical_way_to_it(command, tmp_path):
     pytest.importorskip("sklearn")
@@ -249,9 +209,7 @@ def test_help_shows_the_main_job_a_line_each(command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["survey"], "no model is named"),
         (["survey", "torchvision:nothing"], "torchvision has no model"),
-        (["survey", "model.pt"], "example input is needed"),
         (
             ["gate", NETS, "--input", "1x8"],
             f"is code. Name what makes the model in it, a function, a class or a module: {NETS}:",
@@ -282,6 +240,12 @@ def test_wrong_use_is_exit_code_2(command, tmp_path, arguments, message):
     assert message in " ".join(err.split())
     assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_no_model_at_all(command):
+    code, out, err = command("survey")
+    assert (code, out) == (2, "")
+    assert "no model is named" in err
 
 
 def save_text(path):

@@ -53,6 +53,29 @@ def test_augmented_images_are_reproducible_and_vary(tmp_path):
     assert torch.equal(batches[3][0], batches[3][1])
 
 
+def test_a_folder_for_each_class_and_no_parts(tmp_path):
+    make(tmp_path, parts=("",), count=7)
+    data = load_data(f"imagefolder:{tmp_path}:16")
+    assert (data.classes, len(data.train), len(data.test)) == (2, 12, 2)
+    whole = load_data(f"imagefolder:{tmp_path}:16").train.dataset.dataset
+    held_back = [whole.samples[number][0] for number in data.test.dataset.indices]
+    assert held_back == [str(tmp_path / label / "4.png") for label in ("cat", "dog")]
+    assert {*data.test.dataset.indices, *data.train.dataset.indices} == {*range(14)}
+    augmented = next(data.train.batches(12, generator=torch.Generator(), augment=True))
+    assert augmented[0].shape == (12, 3, 16, 16)
+
+
+def test_grey_images(tmp_path):
+    make(tmp_path)
+    data = load_data(f"imagefolder:{tmp_path}:1x16")
+    example = data.train.example(3)
+    assert example.shape == (3, 1, 16, 16)
+    assert data.preprocessing.color == "L"
+    brightness = 0.587 * torch.tensor([0.0, 20.0, 40.0])  # of their green
+    expected = (brightness.round() / 255 - 0.449) / 0.226
+    assert torch.allclose(example[:, 0, 8, 8], expected)
+
+
 def test_an_image_that_cannot_be_read(tmp_path):
     make(tmp_path)
     (tmp_path / "val" / "cat" / "1.png").write_bytes(b"\x89PNG\r\n\x1a\n nothing more")

@@ -1,0 +1,128 @@
+"""Images in folders, one for each class, as a data source."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch.utils.data import Subset
+
+from l0prune.data.dataset import Data, Loaded
+from l0prune.data.preprocessing import Preprocessing
+from l0prune.errors import DataError
+
+_SIZE = 224
+_BORDER = 256 / 224  # shorter side of an image over the side of the square that is cut out of it
+_MOST_WORKERS = 8
+_FIFTH = 5  # one in so many images is for the test where a folder does not say
+
+
+def image_folder(spec: str, rest: str) -> Data:
+    """Return the images of ``DIR``, ``DIR:PIXELS`` or, in grey, ``DIR:1xPIXELS``.
+
+    They are in ``train`` and ``test`` or ``val``; where there is none of these, every fifth image
+    of each class is a test image. Images become squares of that size (224 where none is given) as
+    torchvision's networks take them: the shorter side is resized to 256/224 of it, and the middle
+    is cut out; see ``Preprocessing``. Augmented, training images are random parts of the
+    originals, resized to it, mirrored or not.
+
+    Raises:
+        DataError: a folder is missing or empty, or the parts hold different classes.
+    """
+    found = re.fullmatch(r"(.+?)(?::(?:([13])x)?(\d+))?", rest, re.DOTALL)
+    assert found is not None  # the rest is not empty
+    folder, size = Path(found[1]), max(int(found[3] or _SIZE), 1)
+    preprocessing = _imagenet_preprocessing(size, int(found[2] or 3))
+    read = partial(_read, color=preprocessing.color)
+    transforms = preprocessing.transform(), _random_crops(preprocessing)
+    parts = _parts(folder)
+    train, augmented = (read(parts[0], transform) for transform in transforms)
+    test = read(parts[-1], transforms[0])
+    if train.classes != test.classes:
+        raise DataError(
+            f"{folder}: train and {parts[-1].name} hold different classes "
+            f"({', '.join(sorted(set(train.classes) ^ set(test.classes))[:5])})."
+        )
+    classes = len(train.classes)
+    if len(parts) == 1:
+        learned, held_back = _every_fifth(train.targets)
+        train, augmented = Subset(train, learned), Subset(augmented, learned)
+        test = Subset(test, held_back)
+    workers = min(_usable_cpus(), _MOST_WORKERS)
+    learn, judge = Loaded(train, workers, augmented), Loaded(test, workers)
+    return Data(spec, learn, judge, classes, preprocessing)
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the folders of training and test images, or the one that is to be divided."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder. imagefolder:DIR needs DIR/train and DIR/test.")
+    train, *tests = (folder / part for part in ("train", "test", "val"))
+    there = [part for part in tests if part.is_dir()]
+    if not train.is_dir() and not there and any(each.is_dir() for each in folder.iterdir()):
+        return [folder]
+    if not train.is_dir() or not there:
+        raise DataError(
+            f"{folder} needs two folders, train and test (or val), each with one folder per class; "
+            "or neither, and one folder per class."
+        )
+    return [train, there[0]]
+
+
+def _every_fifth(targets: list[int]) -> tuple[list[int], list[int]]:
+    """Return the numbers of the examples to learn from, and of every fifth one of each class."""
+    held_back: list[int] = []
+    for label in set(targets):
+        of_class = [number for number, target in enumerate(targets) if target == label]
+        held_back += of_class[_FIFTH - 1 :: _FIFTH]
+    return sorted({*range(len(targets))} - {*held_back}), sorted(held_back)
+
+
+def _imagenet_preprocessing(size: int, channels: int) -> Preprocessing:
+    """Return the preprocessing that torchvision's networks were trained with, at a size.
+
+    Grey images take the mean of the three channels' means and deviations.
+    """
+    resize = round(size * _BORDER)
+    is_grey = channels == 1
+    return Preprocessing(
+        input_size=[channels, size, size],
+        color="L" if is_grey else "RGB",
+        resize=resize,
+        interpolation="bilinear",
+        crop_pct=size / resize,
+        crop_mode="center",
+        mean=[0.449] if is_grey else [0.485, 0.456, 0.406],
+        std=[0.226] if is_grey else [0.229, 0.224, 0.225],
+    )
+
+
+def _random_crops(preprocessing: Preprocessing) -> Any:
+    from torchvision import transforms as T
+
+    crop = T.RandomResizedCrop(preprocessing.input_size[1])
+    return T.Compose([crop, T.RandomHorizontalFlip(), *preprocessing.to_input()])
+
+
+def _opened(path: str, color: str) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert(color)
+
+
+def _read(folder: Path, transform: Any, color: str) -> Any:
+    from torchvision import datasets
+
+    try:
+        return datasets.ImageFolder(str(folder), transform, loader=partial(_opened, color=color))
+    except OSError as error:
+        raise DataError(f"{folder} needs one folder of images per class: {error}") from error
+
+
+def _usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

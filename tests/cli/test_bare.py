@@ -1,0 +1,133 @@
+"""The three commands in a folder that holds a model file and a folder of images."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from commands import run
+from PIL import Image
+from torch import nn
+
+import l0prune
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def network(channels=3, outputs=3):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(channels, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+        nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, outputs),
+    )  # fmt: skip
+
+
+def images(folder, count=16):
+    """Noise with more of one colour, in a folder for each class."""
+    draw = np.random.default_rng(0)
+    for number, label in enumerate(("ant", "bee", "cow")):
+        (folder / label).mkdir(parents=True)
+        for index in range(count):
+            pixels = draw.integers(0, 200, (16, 16, 3))
+            pixels[:, :, number] += 55
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / label / f"{index}.png")
+
+
+def difference(folder):
+    """Of the ONNX file's outputs and the tuned model's, relative to their scale."""
+    tuned = l0prune.load(folder / "model.tuned.pt").eval()
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    (given,) = session.get_inputs()
+    x = torch.randn(7, *given.shape[1:])
+    expected = tuned(x).detach()
+    (found,) = session.run(None, {given.name: x.numpy()})
+    return (torch.from_numpy(found) - expected).abs().max().item() / expected.abs().max().item()
+
+
+LONG = ("--epochs", "4", "--batch-size", "4", "--gate-lr", "0.5", "--set", "ema=0.9")
+
+
+def test_gates_close_and_each_command_says_what_it_took(command, tmp_path):
+    """The first command in a process of its own, as a user starts it."""
+    torch.save(network(), tmp_path / "model.pt")
+    images(tmp_path / "photos")
+    code, _, err = run("gate", "model.pt", cwd=tmp_path)
+    assert code == 0, err
+    assert "the example input is 2x3x16x16, from the images in this folder; to give" in err
+
+    code, _, err = command("finetune", "--lambda", "20/N", *LONG)
+    assert code == 0, err
+    assert "no data is named, so it is the images here: --data imagefolder:photos:16" in err
+    assert "39 training examples, 9 test examples, 3 classes" in err
+
+    code, _, err = command("export", "--onnx")
+    assert code == 0, err
+    assert "exporting model.tuned.pt" in err
+    assert difference(tmp_path) <= 1e-5
+    left = l0prune.read_info(tmp_path / "model.tuned.pt")["history"]["params"]
+    assert left < sum(parameter.numel() for parameter in network().parameters())
+
+
+def lines():
+    """The commands of the README's first block of its own network."""
+    section = README.read_text(encoding="utf-8").split("## Your own network, on the command line")
+    block = section[1].split("```")[1]
+    return [line.split("#")[0].split()[1:] for line in block.strip().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_readme_as_they_stand(tmp_path):
+    torch.save(network(), tmp_path / "model.pt")
+    for part in ("train", "val"):
+        images(tmp_path / "photos" / part)
+    assert [arguments[0] for arguments in lines()] == ["gate", "finetune", "export"]
+    for arguments in lines():
+        code, _, err = run(*arguments, cwd=tmp_path)
+        assert code == 0, err
+    assert difference(tmp_path) <= 1e-5
+
+
+@pytest.mark.slow
+def test_grey_images_and_no_name_at_all(command, tmp_path):
+    """In a folder that is the folder of images itself."""
+    torch.save(network(channels=1), tmp_path / "model.pt")
+    for part in ("train", "test"):
+        images(tmp_path / part)
+    code, _, err = command("gate")
+    assert code == 0, err
+    assert "the model is model.pt" in err
+    code, _, err = command("finetune", "--epochs", "2")
+    assert code == 0, err
+    assert "--data imagefolder:.:1x16" in err
+    code, _, err = command("export")
+    assert code == 0, err
+    code, _, err = command("evaluate", "model.onnx")
+    assert code == 0, err
+    assert "--data imagefolder:.:1x16" in err
+
+
+def test_what_a_folder_lacks_or_has_twice(command, tmp_path):
+    torch.save(network(outputs=5), tmp_path / "model.pt")
+    odd = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(77, 2))
+
+    def refused(*arguments):
+        code, out, err = command(*arguments)
+        assert (code, out) == (2, "")
+        assert "Traceback" not in err
+        return " ".join(err.split())
+
+    assert command("gate", "model.pt")[0] == 0
+    assert "put a folder of images here" in refused("finetune")
+    for name in ("photos", "other"):
+        images(tmp_path / name, count=5)
+    said = refused("finetune")
+    assert "2 folders of images here: other, photos. Name one: --data imagefolder:other" in said
+    torch.save(odd, tmp_path / "odd.pth")
+    assert "2 model files here: model.pt, odd.pth. Name one" in refused("survey")
+    assert re.search("2x1x224x224 did not work .*; nor did ", refused("survey", "odd.pth"))
+    named = ("--data", "imagefolder:photos:16", "--epochs", "1", "--no-report")
+    code, _, err = command("finetune", *named)
+    assert code == 0, err
+    assert "model.gated.pt has 5 outputs and the data 3 classes" in err
