@@ -11,7 +11,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -233,12 +233,13 @@ def recorded_data(
     info: dict[str, Any],
     path: Path,
     trust_pickle: bool,
+    is_needed: bool = True,
 ) -> tuple[str | None, Path | None]:
     """Return the data and their root: as given, of the file, of the project, or images here.
 
     Raises:
         FileError: the file names code or a folder of its own choice.
-        UsageError: no data is named, and there are several folders of images.
+        UsageError: data is needed, none is named, and there are several folders of images.
     """
     asked = {name: str(info[name]) for name in ("data", "data_root") if info.get(name) is not None}
     if given is None and "data" in asked and not trust_pickle:
@@ -246,13 +247,14 @@ def recorded_data(
     if root is None and "data_root" in asked and not trust_pickle:
         check_root_consent(asked["data_root"], path)
     spec, folder = chosen(given, "data", asked), chosen(root, "data_root", asked)
-    if spec is None and (spec := _images_here(info)) is not None:
-        say(f"no data is named, so it is the images here: --data {spec}")
+    if spec is None:
+        with nullcontext() if is_needed else suppress(UsageError):
+            spec = _images_here(info)
     return None if spec is None else str(spec), None if folder is None else Path(folder)
 
 
 def _images_here(info: dict[str, Any]) -> str | None:
-    """Return the spec of the images in this folder, of the size that a model takes.
+    """Return the spec of the images in this folder, of the size that a model takes, and say it.
 
     None where there are none, or where the file says that the model takes no square images.
     """
@@ -263,7 +265,9 @@ def _images_here(info: dict[str, Any]) -> str | None:
     if (text is not None and takes is None) or (folder := image_folder()) is None:
         return None
     channels = "1x" if takes is not None and takes[1] == "1" else ""
-    return f"imagefolder:{folder}:{channels}{224 if takes is None else takes[2]}"
+    spec = f"imagefolder:{folder}:{channels}{224 if takes is None else takes[2]}"
+    say(f"no data is named, so it is the images here: --data {spec}")
+    return spec
 
 
 def load_data(spec: str | None, root: Path | None) -> Any:
