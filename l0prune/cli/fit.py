@@ -88,9 +88,9 @@ def fit(
         l0prune fit --score magnitude --budget params=10k
         l0prune fit --data mnist --kind branch --score ablation --budget macs=0.7
     """
+    path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     from l0prune.selection.fit import check_request  # loads torch
 
-    path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     info = l0prune.read_info(path)
     of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
     asked = GateSettings.of(settings)
