@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
@@ -60,7 +61,9 @@ class Doctor:
         self._rate = terms.gate_lr
         self._start = _values(self._gates.log_alpha)
         self._threshold = closes_below(self._gates.gate)
-        self._way = float((self._start - self._threshold).clamp(min=0).mean())
+        ways = (self._start - self._threshold).clamp(min=0)
+        self._way = float(ways.mean())
+        self._shortest = float(ways[ways > 0].min()) if self._way else 0.0
         self._losses: list[float] = []
         self._said: set[str] = set()
         self._steppers: list[ref[Optimizer]] = []
@@ -183,22 +186,25 @@ class Doctor:
         """Complain if the gates cannot reach the point at which they close."""
         plain = any(isinstance(optimizer, SGD) for optimizer, _ in held)
         rate = max((float(group["lr"]) for _, group in held), default=self._rate)
-        # Adam's steps are no longer than its rate; plain descent goes by the gradient.
         path = torch.linspace(self._threshold, float(self._start.max()), 100)
-        pull = self._terms.pull(path) if plain else 1.0
+        pull = self._terms.pull(path) if plain else 1.0  # plain descent goes by the gradient
         if pull is None or not self._way or not self._phases.learning:
             return
-        reach = rate * pull * self._phases.learning
-        if reach < self._way and (overwritten := self._overwritten()):
+        steps = self._phases.learning
+        groups = [group for _, group in held] or [{}]
+        longest = pull if plain else max(_longest_step(group, steps) for group in groups)
+        reach = rate * longest * steps
+        if reach < self._shortest and (overwritten := self._overwritten()):
             yield "out of reach", f"the gates hardly learn: {overwritten}"
-        elif reach < self._way:
-            enough = 2 * self._way / max(pull * self._phases.learning, 1e-30)
+        elif reach < self._shortest:
+            enough = 2 * self._way / max(pull * steps, 1e-30)
             gradient = f" with gradients of {pull:.1g} at most" if plain else ""
             yield (
                 "out of reach",
-                f"no gate can close in this run: they start {self._way:.1f} above where they "
-                f"close (in log α), and {self._phases.learning} steps at gate_lr={rate:g}"
-                f"{gradient} move them by {reach:.2g} at most. Give gate_lr={enough:.1g} or more"
+                "no gate can close in this run: the nearest starts "
+                f"{self._shortest:.1f} above where it closes (in log α), and {steps} steps at "
+                f"gate_lr={rate:g}{gradient} move it by {reach:.2g} at most. Give "
+                f"gate_lr={enough:.1g} or more"
                 + (", or Adam for the gates" if plain else ", or more epochs"),
             )
 
@@ -303,6 +309,20 @@ def closes_below(gate: Gate) -> float:
         closed = not bool(gate.estimate(torch.tensor([middle], dtype=torch.float64)).any())
         low, high = (middle, high) if closed else (low, middle)
     return low
+
+
+def _longest_step(group: dict[str, Any], steps: int) -> float:
+    """Return a bound on the first so many steps of Adam with this group's betas, in learning rates.
+
+    Steps are longer than the rate where gradients grow, as those of a penalty in its warm-up. By
+    Cauchy and Schwarz (Σ β₁ᵏg)² ≤ Σ (β₁²/β₂)ᵏ · Σ β₂ᵏg².
+    """
+    first, second = group.get("betas", (0.9, 0.999))
+    ratio = first**2 / second
+    if ratio >= 1:
+        return math.inf
+    squares = (1 - ratio**steps) / (1 - ratio) * (1 - second**steps) / (1 - second)
+    return float((1 - first) / (1 - first**steps) * squares**0.5)
 
 
 def _values(log_alpha: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from small_task import FEATURES, data, gated, network
 
 import l0prune
 from l0prune.gating.kinds.hard_concrete import HardConcrete
-from l0prune.training.doctor import closes_below
+from l0prune.training.doctor import _longest_step, closes_below
 
 QUIET = {"progress": False, "batch_size": 30}
 
@@ -27,6 +27,22 @@ def test_gates_that_cannot_get_there(capsys):
     assert "gate_lr=0.001" in text
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99), (0.5, 0.9)])
+@pytest.mark.parametrize("growth", [1.0, 1.1, 1.5, 1e6])
+def test_no_step_of_adam_is_longer_than_the_longest(betas, growth):
+    """Gradients that grow give steps that are longer than the rate."""
+    at = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.Adam([at], lr=1.0, betas=betas, eps=0)
+    lengths = []
+    for step in range(30):
+        before, at.grad = at.detach().clone(), torch.ones_like(at) * growth**step
+        optimizer.step()
+        lengths.append(float((at.detach() - before).abs()))
+        assert max(lengths) <= _longest_step({"betas": betas}, step + 1) * (1 + 1e-9)
+    if growth == pytest.approx(betas[1] / betas[0], rel=0.02):
+        assert lengths[-1] > 0.99 * _longest_step({"betas": betas}, 30)
+
+
 def test_gates_that_plain_descent_cannot_move(capsys):
     def plain(groups):
         return torch.optim.SGD(groups)
@@ -42,7 +58,9 @@ def test_gates_that_have_not_moved():
 
 @pytest.mark.slow
 def test_a_lambda_that_closes_nothing():
-    found = complaints(epochs=40, lam=0, gate_lr=0.05)
+    """Of the hidden units alone, since the loss itself closes inputs that are noise."""
+    model = l0prune.gate(network(), torch.zeros(2, FEATURES), exclude=["*.in"])
+    found = complaints(model=model, epochs=40, lam=0, gate_lr=0.05)
     assert "larger λ" in found["nothing closes"]
 
 

@@ -258,7 +258,8 @@ def refused(rank, folder):
     told(lambda model: run(nn.parallel.DistributedDataParallel(model)))
     told(lambda model: run(model, distributed="fsdp", channels_last=True))
     told(lambda model: run(model, distributed="fsdp", autocast="fp16"))
-    told(lambda model: run(model, lr=1e200, optimizer="sgd", lam=0))
+    steep = Task(doubled(), loss=lambda outputs, targets: 1e300 * loss(outputs, targets))
+    told(lambda model: finetune(model, steep, **common(lr=1e12, optimizer="sgd", lam=0)))
     if rank == 0:
         (folder / "file").write_text("")
     told(lambda model: run(model, out=folder / "file"))
