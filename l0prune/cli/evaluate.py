@@ -28,6 +28,15 @@ from l0prune.cli.options import (
 )
 from l0prune.errors import UsageError
 
+Against = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.onnx",
+        help="Compare an ONNX file with another one, such as int8 with float32.",
+        show_default=False,
+    ),
+]
+
 
 @with_settings("loss", "metric", "device", "autocast")
 def evaluate(
@@ -45,6 +54,7 @@ def evaluate(
     data_root: DataRoot = None,
     *,
     settings: dict[str, Any],
+    against: Against = None,
     batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Examples at a time.")] = 100,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -56,6 +66,7 @@ def evaluate(
     Examples:
         l0prune evaluate model.onnx --data imagefolder:DIR
         l0prune evaluate model.tuned.pt --data mnist --metric accuracy
+        l0prune evaluate model.int8.onnx --against model.onnx --data mnist
         l0prune evaluate --model net.py:build --weights model.state.pt --data mnist
     """
     if (file is None) == (model_option is None):
@@ -82,7 +93,29 @@ def evaluate(
         task = Task.of(source, settings.pop("loss", None), settings.pop("metric", None))
         found, examples = evaluate_task(module, task, batch_size, **settings)
     result = {"file": str(path), "data": spec, "examples": examples, **found}
+    if against is not None:
+        result |= _comparison(path, against, task, batch_size)
     emit(result, json, _table(result))
+
+
+def _comparison(path: Path, against: Path, task: Any, batch_size: int) -> dict[str, Any]:
+    """Return how far the outputs of a file are from those of another one, on the test data.
+
+    Raises:
+        UsageError: one of them is no ONNX file.
+    """
+    from l0prune.exporting.onnx.int8 import compared_on  # loads torch and onnx
+    from l0prune.exporting.opened import ONNX, OnnxFile
+    from l0prune.files.pickles import check_exists
+
+    for each in (path, against):
+        check_exists(each)
+        if each.suffix != ONNX:
+            raise UsageError(f"--against compares two ONNX files, and {each} is none")
+    errors, agreement = compared_on(task, OnnxFile(against), OnnxFile(path), batch_size)
+    differences = {f"{name} from {against.name}": error for name, error in errors.items()}
+    same = {f"{name}: same largest score": share for name, share in agreement.items()}
+    return {name: value for name, value in (differences | same).items() if value is not None}
 
 
 def _info(file: str | None, module: Any) -> dict[str, Any]:
@@ -147,5 +180,6 @@ def _table(result: dict[str, Any]) -> Table:
         if name == "examples":
             table.add_row("test examples", f"{value:,}")
         elif isinstance(value, float):
-            table.add_row(name, format(value, ".2%" if name in IN_PERCENT else ".6g"))
+            is_share = name in IN_PERCENT or " " in name  # of outputs that are compared
+            table.add_row(name, format(value, ".2%" if is_share else ".6g"))
     return table

@@ -12,10 +12,14 @@ import l0prune
 from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import (
     LATENCY,
+    DataRoot,
+    DataSpec,
     Json,
     TrustPickle,
     WithReport,
+    load_data,
     preprocessing_in,
+    recorded_data,
     with_commands,
     with_step,
 )
@@ -46,6 +50,12 @@ Code = Annotated[
 ]
 Opset = Annotated[
     int | None, typer.Option(help="Opset of the ONNX file; default: that of torch's exporter.")
+]
+InInt8 = Annotated[
+    bool,
+    typer.Option(
+        "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
+    ),
 ]
 Timed = Annotated[
     bool, typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's.")
@@ -81,6 +91,9 @@ def export(
     pretrained: Pretrained = None,
     code: Code = False,
     opset: Opset = None,
+    int8: InInt8 = False,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
     timed: Timed = True,
     threads: Threads = 1,
     verify: Verified = Precision.FLOAT64,
@@ -98,6 +111,7 @@ def export(
     Examples:
         l0prune export
         l0prune export model.tuned.pt --onnx --out small
+        l0prune export --onnx --int8 --data imagefolder:DIR
         l0prune export --pretrained small --code
     """
     if code and not pretrained:
@@ -106,6 +120,8 @@ def export(
     path = file or newest(*kinds, command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     info = l0prune.read_info(path)
+    onnx = onnx or int8 or not (pt2 or state or pretrained)
+    examples = _examples(data, data_root, info, path, trust_pickle) if int8 else None
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
@@ -114,9 +130,14 @@ def export(
     stem = _stem(out, path)
     files: list[Path] = []
     with shown(err):
-        if onnx or not (pt2 or state or pretrained):
-            beside = model if timed else None
-            files += dense.save_onnx(f"{stem}{ONNX}", beside=beside, threads=threads, opset=opset)
+        if onnx:
+            files += dense.save_onnx(
+                f"{stem}{ONNX}",
+                beside=model if timed else None,
+                threads=threads,
+                opset=opset,
+                int8=examples,
+            )
         if pt2:
             files += dense.save(f"{stem}{PT2}", model=built_by)
         if state or dense.in_parts:  # ONNX files of parts leave out the code between them
@@ -133,6 +154,23 @@ def export(
         say("written: " + ", ".join(map(str, files)))
         if pretrained:
             say(loads)
+
+
+def _examples(
+    data: str | None, root: Path | None, info: dict[str, Any], path: Path, trust_pickle: bool
+) -> Any:
+    """Return the data source that an int8 file is calibrated with.
+
+    Raises:
+        UsageError: none is named.
+    """
+    spec, folder = recorded_data(data, root, info, path, trust_pickle)
+    if spec is None:
+        raise UsageError(
+            "--int8 needs examples to calibrate with: give --data mnist, imagefolder:DIR or "
+            "file.py:function"
+        )
+    return load_data(spec, folder)
 
 
 def _write_report(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -48,6 +48,9 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.environment import as_html
 from l0prune.running.stages import stage
+
+if TYPE_CHECKING:
+    from l0prune.exporting.onnx.int8 import Int8
 
 _FIXED = "with a free batch size torch.export finds no graph that is right for it"
 _GROUPED = "the model's forward takes so many rows together"
@@ -134,6 +137,7 @@ class Export:
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
         times: milliseconds of the ONNX file and of the dense network's, once they were taken.
+        int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
         changed: the module was found to compute something else than when it was exported, since it
             has learned on: programs and files are of what it is now.
@@ -162,6 +166,7 @@ class Export:
     _handed_out: HandedOut = field(repr=False)
     _unused: frozenset[str] = field(repr=False)
     times: Times | None = None
+    int8: Int8 | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     changed: bool = False
@@ -213,6 +218,7 @@ class Export:
             return
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
+        self.int8 = None
         self.certificate = self.certificate.without("program", "onnx")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
@@ -247,6 +253,7 @@ class Export:
         beside: nn.Module | None = None,
         threads: int = 1,
         opset: int | None = None,
+        int8: Any = None,
     ) -> tuple[Path, ...]:
         """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
 
@@ -265,6 +272,13 @@ class Export:
             threads: that a call may use when it is timed.
             opset: of the file, from 7 on; None for that which torch's exporter takes by itself.
                 Before 18 it is torch's former exporter that writes the file.
+            int8: write ``model.int8.onnx`` beside ``model.onnx``, too: weights and activations in
+                eight bits, which ONNX Runtime's quantizer makes of the file. What it is calibrated
+                with: a data source, whose training examples are taken and whose test examples are
+                tested; or a batch of inputs, as ``gate`` takes them, or an iterable of such. The
+                certificate is about the file in float32; what eight bits change is measured
+                (``int8`` of the export, which the metadata of the second file carries), and
+                warned of where it is much or where nothing is gained.
 
         Returns:
             The files written, those with weights after the others.
@@ -275,10 +289,17 @@ class Export:
             L0pruneError: an operator cannot be written in this opset; the message names the lowest
                 one that can.
             FileError: a file cannot be written.
+            UsageError: an int8 file is asked for with inputs that do not fit, that are too few or
+                not finite, or of a model in parts.
         """
         check_whole("threads", threads, most=THREADS)
         check_opset(opset)
         self._look()
+        self.int8 = None
+        if int8 is not None:
+            from l0prune.exporting.onnx import int8 as eight_bits  # loads onnx
+
+            eight_bits.check_possible(self._made.pieces, opset)
         with ExitStack() as stack:
             written, data_files, checks = {}, [], []
             for piece in self._made.pieces:
@@ -303,10 +324,19 @@ class Export:
             facts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items()}
             for unfinished in written.values():
                 onnx_file.describe(unfinished, facts)
+            if int8 is not None:
+                (file, unfinished), (piece,) = *written.items(), self._made.pieces
+                small = eight_bits.path_of(file)
+                written[small] = stack.enter_context(replacement(small))
+                self.int8 = eight_bits.write_int8(
+                    unfinished, written[small], int8, piece, facts, threads
+                )
         self.certificate = certificate
         self.files = (*written, *data_files)
-        if self.times is not None and self.times.warning:
-            warn(self.times.warning)
+        warnings = [self.times.warning] if self.times is not None else []
+        warnings += self.int8.warnings if self.int8 is not None else []
+        for text in filter(None, warnings):
+            warn(text)
         return self.files
 
     def _metadata(self, certificate: Certificate) -> dict[str, Any]:
@@ -457,6 +487,7 @@ class Export:
             "gone": list(self.gone),
             "certificate": self.certificate.to_dict(),
             "times": None if self.times is None else self.times.to_dict(),
+            "int8": None if self.int8 is None else self.int8.to_dict(),
             "changed": self.changed,
         }
 
@@ -495,6 +526,8 @@ class Export:
         yield proof
         if self.times is not None:
             yield Text(f"Time: {self.times}")
+        if self.int8 is not None:
+            yield Text(f"In int8: {self.int8}")
         if self.note:
             yield Text(self.note)
 

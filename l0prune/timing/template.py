@@ -8,7 +8,6 @@ one file that all read, since time does not depend on their values.
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from onnx import (
     numpy_helper,
 )
 
-from l0prune.capture.provenance import without_call
+from l0prune.exporting.onnx.quantizer import owner_of
 from l0prune.plan.layout import Layout
 from l0prune.timing.facts import NodeFacts, number_of
 from l0prune.timing.sizes import Numbers, Size, SizeFinder, constant
@@ -122,18 +121,9 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
     return made
 
 
-def _owner(node: NodeProto) -> str:
-    """Return the innermost module of the exporter's scopes, of which the last one is a node."""
-    for entry in node.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            scopes = ast.literal_eval(entry.value)
-            return without_call(scopes[-2]) if len(scopes) > 1 else ""
-    return ""
-
-
 def _difference(models: Sequence[ModelProto]) -> str:
     """Describe the first node that not all files have, with its module."""
-    counts = [Counter((_owner(n), n.op_type) for n in model.graph.node) for model in models]
+    counts = [Counter((owner_of(n), n.op_type) for n in model.graph.node) for model in models]
     for owner, kind in {key: None for count in counts for key in count}:
         if len({count[owner, kind] for count in counts}) > 1:
             return f": not all have the {kind} in {owner or 'the model itself'}"
@@ -267,7 +257,7 @@ def _facts(
                 monomials[tuple(sorted(layouts, key=str))] = None
         yield NodeFacts(
             node.op_type,
-            _owner(original),
+            owner_of(original),
             not wide.isdisjoint(node.input),
             max((writer[name] for name in node.input if name in writer), default=None),
             tuple(monomials),

@@ -187,11 +187,23 @@ def machine() -> dict[str, Any]:
 def processor() -> str:
     """Return the name of the processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = _cpuinfo("model name")
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def processor_flags() -> list[str]:
+    """Return the instructions that the system says the processor has; none where it is silent."""
+    try:
+        return next(iter(_cpuinfo("flags")), "").split()
+    except OSError:
+        return []
+
+
+def _cpuinfo(name: str) -> list[str]:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return [line.partition(":")[2].strip() for line in lines if line.startswith(name)]
 
 
 def digest(results: dict[str, Any]) -> str:

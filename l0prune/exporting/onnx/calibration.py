@@ -1,0 +1,141 @@
+"""Inputs that a file is calibrated with, in the form in which ONNX Runtime takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from l0prune.capture.compat import pytree
+from l0prune.capture.sizes import Inputs
+from l0prune.data import Data
+from l0prune.data.dataset import as_arguments, inputs_and_targets, without_labels
+from l0prune.errors import UsageError, warn
+from l0prune.exporting.onnx.quantizer import Feed
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.running.batches import example_inputs
+from l0prune.running.task import Task, is_split
+
+EXAMPLES = 128  # taken of a data source
+_FEW = 16
+_TOGETHER = 4  # examples in a call
+_COMPARED = 4  # one call in so many is not calibrated with, but compared
+
+
+def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed]:
+    """Return what a file is fed, of a few examples each where its batch is free.
+
+    Args:
+        given: a data source, whose training examples are taken; or a batch of inputs: a tensor, a
+            tuple of positional or a mapping of keyword arguments; or an iterable of such batches.
+        piece: of the model, which the file was made from.
+        names: of the file's inputs.
+
+    Raises:
+        UsageError: they are too few, do not fit the model, or hold numbers that are not finite.
+    """
+    if isinstance(given, Data | Task):
+        batches: Iterator[Any] = iter((_first_of(given),))
+    elif isinstance(given, Tensor | tuple | Mapping):
+        batches = iter((given,))
+    else:
+        batches = iter(given)
+    example, feeds = piece.answers[0].inputs, list[Feed]()
+    for batch in batches:
+        leaves = [torch.as_tensor(leaf) for leaf in piece.read(_arguments(batch, example))]
+        for name, leaf in zip(names, leaves, strict=True):
+            if leaf.is_floating_point() and not leaf.isfinite().all():
+                raise UsageError(
+                    f"the calibration inputs hold NaN or infinite numbers ({name}): a range of "
+                    "these is none. Leave such examples out"
+                )
+        feeds += _split(dict(zip(names, leaves, strict=True)), piece)
+    if len(feeds) < 2:
+        raise UsageError(
+            "int8 needs several examples, some to calibrate with and others to compare: one says "
+            "nothing of ranges. Give a hundred or so, such as the training data"
+        )
+    examples = rows_in(feeds, piece)
+    if examples < _FEW:
+        warn(
+            f"int8 is calibrated with {examples} examples: ranges that so few show are too narrow "
+            "for others. Give a hundred or so"
+        )
+    return feeds
+
+
+def divided(feeds: Sequence[Feed]) -> tuple[list[Feed], list[Feed]]:
+    """Return those to calibrate with, and those to compare, which are one in four."""
+    compared = {*range(_COMPARED - 1, len(feeds), _COMPARED)} or {len(feeds) - 1}
+    seen = [feed for number, feed in enumerate(feeds) if number not in compared]
+    return seen, [feeds[number] for number in sorted(compared)]
+
+
+def rows_in(feeds: Sequence[Feed], piece: ExportedPart) -> int:
+    """Count the examples of feeds."""
+    place = next((i for i, dims in enumerate(piece.sizes) if dims.get(0) == "batch"), 0)
+    return sum(len(np.atleast_1d([*feed.values()][place])) for feed in feeds)
+
+
+def first_row(feed: Feed, piece: ExportedPart) -> Feed:
+    """Return a feed of one example where their number is free, else the same."""
+    if not piece.dynamic or 1 not in piece.batches:
+        return feed
+    named = zip(feed.items(), piece.sizes, strict=True)
+    return {name: x[:1] if dims.get(0) == "batch" else x for (name, x), dims in named}
+
+
+def _first_of(source: Data | Task) -> Any:
+    """Return inputs of training examples, in any order."""
+    task = Task.of(source)
+    if not is_split(task.train):
+        return example_inputs(task, EXAMPLES)
+    generator = torch.Generator().manual_seed(0)
+    size = min(EXAMPLES, len(task.train))
+    batch = next(task.train.batches(size, generator=generator))
+    return without_labels(inputs_and_targets(task.pair(batch))[0])
+
+
+def _arguments(batch: Any, example: Inputs) -> Inputs:
+    """Return a batch as arguments of the model, in the order of its example inputs.
+
+    Raises:
+        UsageError: they are others than those of the example.
+    """
+    args, kwargs = as_arguments(batch)
+    if kwargs and set(example[1]) <= set(kwargs):
+        kwargs = {name: kwargs[name] for name in example[1]}
+    wanted, found = pytree.tree_leaves(example), pytree.tree_leaves((args, kwargs))
+    ranks = [[leaf.ndim if isinstance(leaf, Tensor) else 0 for leaf in x] for x in (wanted, found)]
+    if ranks[0] != ranks[1]:
+        raise UsageError(
+            f"the calibration inputs do not fit the model: it was gated with {_shapes(wanted)}, "
+            f"and these are {_shapes(found)}. Give batches of its inputs, without targets"
+        )
+    return args, kwargs
+
+
+def _shapes(leaves: Sequence[Any]) -> str:
+    return ", ".join(str(tuple(getattr(leaf, "shape", ()))) for leaf in leaves) or "nothing"
+
+
+def _split(batch: Mapping[str, Tensor], piece: ExportedPart) -> Iterator[Feed]:
+    """Yield calls of a few examples, or the batch as it is where the file takes no other."""
+    free = [name for name, dims in zip(batch, piece.sizes, strict=True) if dims.get(0) == "batch"]
+    length = len(batch[free[0]]) if free else 1
+    most = min(_TOGETHER, max(1, length // _COMPARED))
+    step = next(size for size in count(most) if size in piece.batches) if free else 1
+    for start in range(0, length, step):
+        if free and min(step, length - start) not in piece.batches:
+            return
+        rows = slice(start, start + step)
+        yield {k: _array(value[rows] if k in free else value) for k, value in batch.items()}
+
+
+def _array(value: Tensor) -> np.ndarray[Any, Any]:
+    value = value.detach().cpu()
+    return np.ascontiguousarray((value.float() if value.is_floating_point() else value).numpy())

@@ -1,0 +1,260 @@
+"""The int8 file of a smaller model: how it is chosen, and what eight bits change.
+
+Nothing is proven of it. It is compared with the file in float32, which is.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from l0prune.capture.example_inputs import examples_in
+from l0prune.data import Data
+from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, rows_in
+from l0prune.exporting.onnx.file import describe
+from l0prune.exporting.onnx.int8_search import (
+    Comparison,
+    Differences,
+    Outputs,
+    Search,
+    differences,
+)
+from l0prune.exporting.onnx.quantizer import (
+    FIRST_OPSET,
+    Quantizer,
+    has_dot_products,
+)
+from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.opened import OnnxFile
+from l0prune.exporting.pieces import ExportedPart
+from l0prune.running.batches import call, test_batches
+from l0prune.running.evaluate import WHOLE, evaluate_batches
+from l0prune.running.stages import stage
+from l0prune.running.task import Task
+
+_FASTER = 1.02  # less is no gain
+_LARGE = 0.1  # an error that is warned of
+_TESTED = 2000  # test examples at most
+_TOGETHER = 50  # of these
+_SECONDS = 1.0  # of all turns
+_OF_FLOAT32 = ("certificate", "changed", "times")  # facts that are not about the int8 file
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Eight bits compared with the file in float32 that an int8 file was made from.
+
+    Attributes:
+        method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error.
+        calibrated, compared: examples that the ranges are from, and others by which the two files
+            are compared.
+        errors: by output, the root mean square of the difference over that of the output; None
+            where it is of whole numbers.
+        agreement: by output, the share of examples (or places) where the largest score is the
+            same one; of whole numbers, of those that are equal.
+        kept: what stays in float32 since it would cost most: layers, and kinds of operators.
+        costly: the layers that cost most, with the error that each alone makes; empty where the
+            whole error is small.
+        times: of the two files in turns; ``dense`` are those of the one in float32.
+        metrics: loss and metric on test data, of the file in float32 and in int8.
+        tested: test examples.
+        has_vnni: whether the processor multiplies and adds bytes in one instruction.
+        bytes: size of the file.
+    """
+
+    method: str
+    calibrated: int
+    compared: int
+    errors: Mapping[str, float | None]
+    agreement: Mapping[str, float]
+    kept: tuple[str, ...]
+    costly: tuple[tuple[str, float], ...]
+    times: Times
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    tested: int = 0
+    has_vnni: bool = True
+    bytes: int = 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know before the file is served; empty where all is well."""
+        found = []
+        if self.times.share * _FASTER > 1:
+            found.append(
+                f"the int8 file is not faster than the one in float32: {self.times}. The usual "
+                "cause is narrow layers, or operators that ONNX Runtime has in float32 only: serve "
+                "the one in float32, or choose widths by the times of int8 files "
+                '(measure(runtime="onnxruntime-int8"))'
+            )
+        if not self.has_vnni:
+            found.append(
+                "this processor has no VNNI instructions, so that weights have 7 bits and little "
+                "time is saved: make the int8 file on a machine like the one that will serve it"
+            )
+        worst = max((e for e in self.errors.values() if e is not None), default=0.0)
+        if worst > _LARGE:
+            names = ", ".join(f"{name} ({error:.0%})" for name, error in self.costly)
+            found.append(
+                f"eight bits change the outputs by {worst:.0%}. The layers that cost most: {names}"
+                ". The usual causes are calibration examples unlike those of use, and layers whose "
+                "channels have very unlike sizes: compare the metric before it is served"
+            )
+        return found
+
+    def __str__(self) -> str:
+        parts = []
+        for name, error in self.errors.items():
+            said = [] if error is None else [f"{error:.2%} from float32"]
+            if name in self.agreement:
+                same = "equal values" if error is None else "the same largest score"
+                said.append(f"{same} in {self.agreement[name]:.1%}")
+            parts.append(f"{name} {', '.join(said)}")
+        parts += [f"{k} {a:.4g} → {b:.4g}" for k, (a, b) in self.metrics.items()]
+        kept = f"; in float32: {', '.join(self.kept)}" if self.kept else ""
+        return f"{'; '.join(parts)} ({self.compared} examples, {self.method}){kept}; {self.times}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return asdict(self)
+
+
+def path_of(path: Path) -> Path:
+    """Return the path of the int8 file beside a file: ``model.int8.onnx``."""
+    return path.with_name(f"{path.stem}.int8{path.suffix}")
+
+
+def check_possible(pieces: Sequence[ExportedPart], opset: int | None) -> None:
+    """Refuse a model or an opset of which there is no int8 file.
+
+    Raises:
+        UsageError: it is captured in parts, or the opset is too old.
+    """
+    if len(pieces) != 1 or pieces[0].path:
+        raise UsageError(
+            f"this model becomes {len(pieces)} ONNX files, since it could only be captured in "
+            "parts, and an int8 file is made of one: quantize the files of the parts with what "
+            "each is given (onnxruntime.quantization.quantize_static)"
+        )
+    if opset is not None and opset < FIRST_OPSET:
+        raise UsageError(
+            f"an int8 file has a scale for each output of a layer, which opset {opset} cannot say: "
+            f"give {FIRST_OPSET} or more, or leave opset out"
+        )
+
+
+def write_int8(
+    path: Path,
+    target: Path,
+    given: Any,
+    piece: ExportedPart,
+    facts: Mapping[str, str],
+    threads: int,
+) -> Int8:
+    """Write the int8 file of a file in float32, and compare the two.
+
+    Args:
+        path: of the file in float32.
+        target: of the int8 file.
+        given: what it is calibrated with, as ``calibration.feeds_of`` takes it.
+        piece: that the file was made from.
+        facts: metadata of the file in float32, of which the int8 file gets all; the certificate
+            as that of the other file.
+        threads: that a call may use when it is timed.
+
+    Raises:
+        UsageError: the weights lie beside the file; the inputs are not such as it takes, or few.
+        L0pruneError: ONNX Runtime cannot quantize it.
+    """
+    _check_single(path)
+    network = collect.Network(path, threads, collect.CPU)
+    names = [each.name for each in network.session.get_inputs()]
+    seen, unseen = divided(feeds_of(given, piece, names))
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(network, unseen)
+        with stage("calibrating the int8 file"):
+            quantizer = Quantizer.of(path, seen, Path(folder))
+        with stage("choosing what of it stays in float32"):
+            search = Search(quantizer, comparison, Path(folder) / "tried.onnx")
+            search.run()
+        target.write_bytes(search.made().SerializeToString())
+        found = collect.Network(target, threads, collect.CPU)
+        errors, agreement = comparison.with_outputs(comparison.outputs(found))
+        one = first_row(unseen[0], piece)
+        with stage("timing the int8 file beside the one in float32"):
+            turns = collect.networks_turns(found, network, one, _SECONDS)
+    metrics, tested = _metrics((path, target), given, piece)
+    made = Int8(
+        method=search.method,
+        calibrated=rows_in(seen, piece),
+        compared=rows_in(unseen, piece),
+        errors=errors,
+        agreement=agreement,
+        kept=tuple(search.kept),
+        costly=tuple(search.costly),
+        times=Times(
+            tuple(turns["dense"]),
+            tuple(turns["own"]),
+            threads,
+            rows_in([one], piece),
+            f"onnxruntime {collect.version()}",
+            collect.processor(),
+        ),
+        metrics=metrics,
+        tested=tested,
+        has_vnni=has_dot_products(),
+        bytes=target.stat().st_size,
+    )
+    own = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
+    about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
+    describe(target, {**own, **about, "batch": piece.takes, "int8": json.dumps(made.to_dict())})
+    return made
+
+
+def _check_single(path: Path) -> None:
+    graph = onnx.load(str(path), load_external_data=False).graph
+    if any(tensor.external_data for tensor in graph.initializer):
+        raise UsageError(
+            "this network is too large for an int8 file: weights of more than 2 GB lie beside "
+            "their file, and ONNX Runtime's quantizer is given files in one piece only"
+        )
+
+
+def compared_on(task: Task, first: OnnxFile, second: OnnxFile, batch_size: int) -> Differences:
+    """Return what ``differences`` says of two files on the test data."""
+    answers: tuple[list[Outputs], list[Outputs]] = ([], [])
+    names: list[str] = []
+    for batch in test_batches(task, batch_size, torch.device("cpu"), WHOLE):
+        for file, kept in zip((first, second), answers, strict=True):
+            found = call(file, batch.inputs)
+            named = found if isinstance(found, Mapping) else {"output": found}
+            names = names or list(named)
+            kept.append([value.numpy() for value in named.values()])
+    return differences(names, *answers)
+
+
+def _metrics(
+    paths: tuple[Path, Path], given: Any, piece: ExportedPart
+) -> tuple[dict[str, tuple[float, float]], int]:
+    """Return loss and metric of two files on test data, if there is some, and its examples."""
+    if not isinstance(given, Data | Task):
+        return {}, 0
+    task, cpu = Task.of(given), torch.device("cpu")
+    size = examples_in(piece.answers[0].inputs)
+    if piece.dynamic:
+        size = next(each for each in count(_TOGETHER) if each in piece.batches)
+    batches = list(islice(test_batches(task, size, cpu, WHOLE), max(1, _TESTED // size)))
+    if not batches:
+        return {}, 0
+    with stage("testing both files"):
+        first, second = (evaluate_batches(OnnxFile(p), batches, task, cpu) for p in paths)
+    return {name: (first[name], second[name]) for name in first}, sum(b.examples for b in batches)

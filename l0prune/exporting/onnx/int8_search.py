@@ -1,0 +1,190 @@
+"""Search for the calibration of an int8 file and for what stays in float32, by measured error."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.quantizer import METHODS, MULTIPLYING, Feed, Quantizer
+
+_SMALL = 0.05  # an error that needs no search for what makes it
+_WORTH = 0.8  # share of the error that is left by what is worth to stay in float32
+_TRIED = 2  # calls by which layers are tried one by one
+_MOST = 4  # one layer in so many may stay in float32
+_NAMED = 3
+
+Outputs = list[np.ndarray[Any, Any]]
+Differences = tuple[dict[str, float | None], dict[str, float]]
+
+
+class Comparison:
+    """Comparison of files with the outputs of one in float32.
+
+    Args:
+        network: the latter.
+        feeds: what both are given.
+
+    Raises:
+        UsageError: the file does not take them.
+    """
+
+    def __init__(self, network: collect.Network, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
+        self._names = [each.name for each in network.session.get_outputs()]
+        self._expected = self.outputs(network)
+
+    def outputs(self, network: collect.Network, calls: int | None = None) -> list[Outputs]:
+        """Return what a file answers to the first so many feeds, or to all."""
+        try:
+            return [network.session.run(None, feed) for feed in self._feeds[:calls]]
+        except Exception as error:  # of classes of its own
+            raise UsageError(f"the file does not take the calibration inputs: {error}") from error
+
+    def with_outputs(self, found: Sequence[Outputs]) -> Differences:
+        """Return the error of each output, and the agreement."""
+        return differences(self._names, self._expected, found)
+
+    def worst(self, network: collect.Network, calls: int | None = None) -> float:
+        """Return the largest error of a file; of whole numbers, the share that differs."""
+        errors, agreement = self.with_outputs(self.outputs(network, calls))
+        known = [1 - agreement[n] if error is None else error for n, error in errors.items()]
+        return max(known, default=0.0)
+
+
+def differences(
+    names: Sequence[str], expected: Sequence[Outputs], found: Sequence[Outputs]
+) -> Differences:
+    """Return the error of each output and the agreement, as ``Int8`` has them."""
+    errors: dict[str, float | None] = {}
+    agreement: dict[str, float] = {}
+    for number, name in enumerate(names):
+        pairs = [(a[number], b[number]) for a, b in zip(expected, found, strict=False)]
+        is_whole = pairs[0][0].dtype.kind != "f"
+        errors[name] = None if is_whole else relative_error(pairs)
+        share = _equal(pairs) if is_whole else _same_largest(pairs)
+        if share is not None:
+            agreement[name] = share
+    return errors, agreement
+
+
+Pairs = Sequence[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+
+
+def relative_error(pairs: Pairs) -> float:
+    """Return the root mean square of the differences over that of the first of each pair.
+
+    Where the first is not finite, such as a mask of −∞, it is left out.
+    """
+    difference = size = 0.0
+    for expected, found in pairs:
+        counts = np.isfinite(expected)
+        a, b = expected[counts].astype(np.float64), found[counts].astype(np.float64)
+        difference += float(((a - b) ** 2).sum())
+        size += float((a**2).sum())
+    if not np.isfinite(difference):
+        return float("inf")
+    return float(np.sqrt(difference / size)) if size else float(difference > 0)
+
+
+def _equal(pairs: Pairs) -> float:
+    equal = sum(int((a == b).sum()) for a, b in pairs)
+    return equal / max(1, sum(a.size for a, _ in pairs))
+
+
+def _same_largest(pairs: Pairs) -> float | None:
+    """Share of rows whose largest score is at the same place: of dim 1, or the last of three.
+
+    None where there is one score only.
+    """
+    first = pairs[0][0]
+    dim = 2 if first.ndim == 3 else 1
+    if first.ndim < 2 or first.shape[dim] < 2:
+        return None
+    return _equal([(a.argmax(dim), b.argmax(dim)) for a, b in pairs])
+
+
+class Search:
+    """Search for the method of calibration, and for what stays in float32, by the least error.
+
+    First kinds of operators that do not multiply are tried, such as the sums of a residual stream,
+    then layers one by one.
+
+    Attributes:
+        method: of calibration.
+        kept: what stays in float32, in words.
+        costly: the layers that cost most, with the error of each alone.
+    """
+
+    def __init__(self, quantizer: Quantizer, comparison: Comparison, path: Path) -> None:
+        self._quantizer, self._comparison, self._path = quantizer, comparison, path
+        self._nodes: list[str] = []
+        self.method = METHODS[0]
+        self.kept: list[str] = []
+        self.costly: list[tuple[str, float]] = []
+
+    def made(self) -> Any:
+        """Return the file that was chosen."""
+        return self._quantizer.quantized(self.method, self._nodes)
+
+    def run(self) -> None:
+        """Search."""
+        error = self._choose_method()
+        error = self._keep_operators(error)
+        if error > _SMALL:
+            self._keep_layers(error)
+
+    def _error(self, nodes: Collection[str], method: str = "", calls: int | None = None) -> float:
+        model = self._quantizer.quantized(method or self.method, nodes)
+        self._path.write_bytes(model.SerializeToString())
+        return self._comparison.worst(collect.Network(self._path, 0, collect.CPU), calls)
+
+    def _choose_method(self) -> float:
+        errors = {method: self._error(self._nodes, method) for method in METHODS}
+        self.method = min(errors, key=errors.__getitem__)
+        return errors[self.method]
+
+    def _keep_operators(self, error: float) -> float:
+        """Leave kinds of operators in float32 where that is worth it; return the error then.
+
+        A value that several read is quantized unless all of them are in float32, so that kinds
+        are left together, and then put back one by one.
+        """
+        kinds = {k: v for k, v in self._quantizer.nodes.items() if k not in MULTIPLYING}
+        least = self._error(_names(kinds)) if error > _SMALL and kinds else error
+        if least > _WORTH * error:
+            return error
+        enough = max(_SMALL, least / _WORTH)
+        for kind in list(kinds):
+            names = kinds.pop(kind)
+            if self._error(_names(kinds)) > enough:
+                kinds[kind] = names
+        self._nodes, self.kept = _names(kinds), sorted(kinds)
+        return self._choose_method()
+
+    def _keep_layers(self, error: float) -> None:
+        every = _names(self._quantizer.nodes)
+        layers = [n for kind in MULTIPLYING for n in self._quantizer.nodes.get(kind, ())]
+        alone = {
+            name: self._error([each for each in every if each != name], calls=_TRIED)
+            for name in layers
+        }
+        ranked = sorted(layers, key=alone.__getitem__, reverse=True)
+        named = [(self._quantizer.layer_of(name), alone[name]) for name in ranked]
+        self.costly = named[:_NAMED]
+        least, chosen, number = error, 0, 1
+        while number * _MOST <= len(layers) and least > _SMALL:
+            left = self._error([*self._nodes, *ranked[:number]])
+            if left < _WORTH * least:
+                least, chosen = left, number
+            number *= 2
+        self._nodes += ranked[:chosen]
+        self.kept += [layer for layer, _ in named[:chosen]]
+
+
+def _names(kinds: Mapping[str, Sequence[str]]) -> list[str]:
+    return [name for names in kinds.values() for name in names]
