@@ -65,7 +65,6 @@ def evaluate(
 
     Examples:
         l0prune evaluate model.onnx --data imagefolder:DIR
-        l0prune evaluate model.tuned.pt --data mnist --metric accuracy
         l0prune evaluate model.int8.onnx --against model.onnx --data mnist
         l0prune evaluate --model net.py:build --weights model.state.pt --data mnist
     """

@@ -109,9 +109,8 @@ def export(
     ONNX file for each and a state for its own class.
 
     Examples:
-        l0prune export
-        l0prune export model.tuned.pt --onnx --out small
-        l0prune export --onnx --int8 --data imagefolder:DIR
+        l0prune export --out small
+        l0prune export model.tuned.pt --int8 --data imagefolder:DIR
         l0prune export --pretrained small --code
     """
     if code and not pretrained:
@@ -213,5 +212,5 @@ def _stem(out: Path | None, path: Path) -> Path:
     if out is None:
         return own
     ending = next((each for each in ENDINGS if out.name.endswith(each)), "")
-    stem = out.with_name(out.name.removesuffix(ending))
+    stem = out.with_name(out.name.removesuffix(ending)) if ending else out
     return stem / own.name if stem.is_dir() else stem

@@ -13,7 +13,7 @@ _EXAMPLES = "\n\nExamples:\n"  # what follows in a command's docstring has a lin
 _GROUPS = {
     "Model and data": (
         "model_option", "weights", "input", "dynamic", "data", "data_root", "batches", "loss",
-        "metric", "augment", "batch_size",
+        "metric", "augment", "batch_size", "against",
     ),
     "Gates": (
         "include", "exclude", "keep", "branches", "no_branches", "keep_class", "kind", "score",
@@ -26,7 +26,7 @@ _GROUPS = {
         "distributed", "threads", "batch", "runtime", "provider", "samples", "results",
     ),
     "Output": (
-        "onnx", "pt2", "state", "pretrained", "code", "opset", "timed", "bundle", "html", "run",
+        "onnx", "pt2", "state", "pretrained", "code", "opset", "int8", "timed", "bundle", "html", "run",
         "folder", "out", "report", "json",
     ),
     "Other": (),

@@ -18,6 +18,7 @@ import torch
 
 from l0prune.capture.example_inputs import examples_in
 from l0prune.data import Data
+from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, rows_in
@@ -38,7 +39,7 @@ from l0prune.exporting.onnx.times import Times
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.running.batches import call, test_batches
-from l0prune.running.evaluate import WHOLE, evaluate_batches
+from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 

@@ -176,6 +176,10 @@ def pool_means(model: ModelProto) -> None:
         ):
             del node.input[1:], node.attribute[:]
             node.op_type = "GlobalAveragePool"
+    read = {name for node in model.graph.node for name in node.input}
+    read |= {output.name for output in model.graph.output}
+    for name in tensors.keys() - read:
+        model.graph.initializer.remove(tensors[name])
 
 
 def _dims(model: ModelProto) -> dict[str, int]:
