@@ -83,6 +83,7 @@ Branches = Annotated[
 NoBranches = Annotated[
     bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
 ]
+Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
 
 
@@ -140,6 +141,7 @@ def gate(
     keep_class: Keep = KeepClass.YES,
     branches: Branches = None,
     no_branches: NoBranches = False,
+    uniform: Uniform = defaults.UNIFORM,
     out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -176,6 +178,7 @@ def gate(
         seed=seed,
         keep_class=keep_class.setting,
         branches=False if no_branches else branches or defaults.BRANCHES,
+        uniform=uniform,
         gate=chosen_gate,
         survey=found,
     )

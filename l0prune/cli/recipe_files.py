@@ -65,6 +65,7 @@ class GateSection(_Section):
     seed: Annotated[int, Field(ge=0, le=SEEDS)] = defaults.SEED
     keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
     branches: bool | list[str] | None = defaults.BRANCHES
+    uniform: bool = defaults.UNIFORM
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 

@@ -9,3 +9,4 @@ BRANCHES = None  # those that are included
 INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()
 KEEP: tuple[str, ...] = ()
+UNIFORM = False

@@ -29,6 +29,7 @@ from l0prune.gating.defaults import (
     KIND,
     OPEN_PROBABILITY,
     SEED,
+    UNIFORM,
 )
 from l0prune.gating.kinds.base import Gate, gate_of
 from l0prune.infer.parts import inferred
@@ -38,6 +39,7 @@ from l0prune.plan.numbers import SEEDS, check_number, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switched
 from l0prune.plan.widths import axes_to_keep
+from l0prune.plan.widths import uniform as uniform_widths
 
 KeepClass = bool | Literal["native"]
 
@@ -108,6 +110,7 @@ def gate(
     seed: int = SEED,
     keep_class: KeepClass = KEEP_CLASS,
     branches: bool | Globs | None = BRANCHES,
+    uniform: bool = UNIFORM,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -142,6 +145,9 @@ def gate(
         branches: give whole branches a gate of their own, too, beside those of their slots: what
             is added to a stream, or one part of concatenations, and can be left out
             (``survey(model, args).branches``). True for all, or their names, or globs over them.
+        uniform: all layers keep one share of their width, and those of one size, as the blocks of a
+            stack, one width. Which share follows from the budget, which slots go from scores or
+            training. Of heads and what each has, groups and their channels the former are cut.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.
@@ -178,6 +184,8 @@ def gate(
             )
         branches = False
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude, keep, branches)
+    if uniform:
+        plan = uniform_widths(plan)
     for reason in fixed_sizes(model, found.example, free).values():
         raise UsageError(reason)
     log_alpha = _initial(plan, kind, open_probability, jitter, seed)

@@ -182,6 +182,8 @@ class Plan:
         wider: pairs of dims of which the first has to keep more positions than the second.
         alike: dims that have to keep equally many positions, since a module's code has one number
             for all of them.
+        together: groups of axes, by name, that keep one share of their slots; those of one size
+            keep equally many.
         code: what the code of the modules knows of sizes.
         activations: the values that the captured graph makes, where they are known: a model that
             was saved before they were noted has none.
@@ -201,6 +203,7 @@ class Plan:
     code: Code = field(default_factory=Code)
     activations: tuple[Activation, ...] = ()
     branches: tuple[Branch, ...] = ()
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
         """Itself: nothing in it changes, and copies of a model are made at every cut."""
@@ -247,7 +250,7 @@ class Plan:
         axis whose gates are all closed keeps its first slot, whose weights are zero, unless it is
         the switch of a branch. With the axes of ``closing`` their branch goes, open as its switch
         may be. A dim that has to stay ``wider`` than another, or than nothing, keeps closed slots,
-        too, and so does one that is to be as wide as others (``alike``).
+        too, and so does one that is to be as wide as others (``alike``, ``together``).
         """
         kept = open_.detach().to("cpu", torch.bool).clone()
         for number, sites in self._finely_read:
@@ -300,10 +303,31 @@ class Plan:
             if all(site.role == "read" and isinstance(site.layout, Gated) for site in found)
         ]
 
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the axes of each group of ``together``; those that have gates."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        found = (tuple(numbers[name] for name in of if name in numbers) for of in self.together)
+        return tuple(of for of in found if of)
+
+    @cached_property
+    def equally_wide(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the axes that keep equally many slots, as they are of one group."""
+        sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for group, numbers in enumerate(self.groups):
+            for number in numbers:
+                sizes[group, self.axes[number].size].append(number)
+        return tuple(tuple(of) for of in sizes.values() if len(of) > 1)
+
     def _align(self, kept: Tensor) -> None:
-        """Keep closed slots until dims that are ``alike`` are equally wide; in place."""
+        """Keep closed slots until what is ``alike`` or ``together`` is equally wide; in place."""
         while True:
             before = kept.clone()
+            for numbers in self.equally_wide:
+                widest = max(int(kept[self.axes[number].slice].sum()) for number in numbers)
+                for number in numbers:
+                    size = self.axes[number].size
+                    self._widen(kept, Slots(number, 0, size), min(widest, size))
             for dims in self.alike:
                 widest = max(int(self.mask(dim, kept).sum()) for dim in dims)
                 for dim in dims:
@@ -440,6 +464,7 @@ class Plan:
             "code": self.code.to_json(),
             "activations": [each.to_json() for each in self.activations],
             "branches": [list(astuple(branch)) for branch in self.branches],
+            "together": self.together,
         }
         return json.dumps(data)
 
@@ -472,6 +497,7 @@ class Plan:
                     Branch(name, tuple(tensors), size, *map(tuple, rest))
                     for name, tensors, size, *rest in data["branches"]
                 ),
+                together=tuple(map(tuple, data.get("together", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

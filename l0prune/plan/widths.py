@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from l0prune.errors import UsageError
 from l0prune.plan.branch import KIND
 from l0prune.plan.globs import Globs, listed, matching, named
-from l0prune.plan.layout import Layout, Prod, axes_of, constant_positions, show
+from l0prune.plan.layout import Layout, Prod, axes_of, children, constant_positions, show
 from l0prune.plan.plan import Plan
 
 
@@ -105,6 +106,31 @@ def axes_to_keep(plan: Plan, layers: Globs) -> set[str]:
     return found
 
 
+def uniform(plan: Plan) -> Plan:
+    """Return the plan with one share for the width of every layer.
+
+    Where a dim is a product of two axes (heads and what each has, groups and their channels) the
+    outer one takes the share and the inner ones stay whole; so do single inputs of a layer.
+    """
+    inner = {axis for dims in plan.tensors.values() for dim in dims for axis in _inner(plan, dim)}
+    cut = [
+        axis.name
+        for number, axis in enumerate(plan.axes)
+        if axis.kind == KIND or (number not in inner and axis.kind != "input")
+    ]
+    plan = plan.select(cut)
+    return replace(plan, together=(tuple(a.name for a in plan.axes if a.kind != KIND),))
+
+
+def _inner(plan: Plan, layout: Layout) -> Iterator[int]:
+    """Yield the axes of which each slot of another axis has a copy."""
+    if isinstance(layout, Prod):
+        axes = [{a for a in axes_of(f) if plan.axes[a].kind != KIND} for f in layout.factors]
+        yield from set().union(*[of for of in axes if of][1:])
+    for child in children(layout):
+        yield from _inner(plan, child)
+
+
 def out_of_reach(plan: Plan, asked: Mapping[int, int]) -> dict[int, tuple[int, str]]:
     """Return what else comes of widths that cannot be as asked: how many slots, and why.
 
@@ -129,6 +155,10 @@ def _reason(plan: Plan, number: int, count: int) -> str:
     """Say why an axis does not come to ``count`` slots."""
     if count > plan.axes[number].size:
         return "it has no more"
+    for numbers in plan.equally_wide:
+        if number in numbers:
+            other = plan.axes[next(each for each in numbers if each != number)].name
+            return f"it keeps as many as {other}: ask for one width of all that are alike"
     for dims in plan.alike:
         mine = [dim for dim in dims if number in axes_of(dim)]
         others = [dim for dim in dims if number not in axes_of(dim)]

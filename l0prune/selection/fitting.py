@@ -92,6 +92,7 @@ class Fitting:
         self._moves, self._held = movable or Movable(~none, none)
         self._plan, self._bounds, self._blocks = plan, tuple(wanted), tuple(blocks)
         self._scores = scores.detach().cpu().double().clone()
+        self._order, self._ranks = in_order(plan, self._scores)
         self.most = {bound: bound.most for bound in wanted}
 
     def least(self, bound: Bound) -> Tensor:
@@ -192,8 +193,25 @@ class Fitting:
                 break
             fitting = self._fitting(chosen, order)
             chosen = self._with(chosen, order[:fitting])
-            order = order[fitting + 1 :]
+            left = order[fitting + 1 :]
+            order = left[~self._closed_with(int(order[fitting]))[left]] if len(left) else left
         return chosen
+
+    def _closed_with(self, slot: int) -> Tensor:
+        """Return the slots that stay closed where this one does, for one share of its group.
+
+        They are those of axes of its size, and of others what is beyond the share that it makes.
+        """
+        result = torch.zeros(self._plan.size, dtype=torch.bool)
+        for numbers in self._plan.groups:
+            axes = [self._plan.axes[number] for number in numbers]
+            mine = next((a for a in axes if a.start <= slot < a.start + a.size), None)
+            if mine is not None:
+                least = self._ranks[slot] - 0.5 / mine.size
+                for axis in axes:
+                    is_beyond = self._ranks[axis.slice] < least
+                    result[axis.slice] = is_beyond | (axis.size == mine.size)
+        return result
 
     def _fitting(self, chosen: SlotChoice, order: Tensor) -> int:
         """Count the gates that can be opened, in this order, before a bound is exceeded."""
@@ -217,8 +235,7 @@ class Fitting:
         return torch.stack(full).any(0) if full else None
 
     def _ascending(self, among: Tensor) -> Tensor:
-        order = self._scores.argsort(stable=True)
-        return order[among[order]]
+        return self._order[among[self._order]]
 
     def _best_of_each(self) -> Tensor:
         best = torch.zeros(self._plan.size, dtype=torch.bool)
@@ -234,18 +251,57 @@ class Fitting:
         return axes[number].kind == KIND or is_movable
 
     def _rounded(self, open_: Tensor) -> Tensor:
-        """Return the gates with the best of the closed ones opened, up to whole blocks."""
+        """Return the gates with the best of the closed ones opened, up to whole blocks.
+
+        Axes that keep equally many slots have as many as the one that has most.
+        """
         result = open_.clone()
-        for axis, block in zip(self._plan.axes, self._blocks, strict=True):
-            if block == 1:
-                continue
-            mine = open_[axis.slice]
-            count = int(mine.sum())
-            missing = min(axis.size, block * ceil(count / block)) - count
-            if missing:
-                closed = self._scores[axis.slice].masked_fill(mine, -torch.inf)
-                result[axis.start + closed.topk(missing).indices] = True
+        for number, block in enumerate(self._blocks):
+            if block > 1:
+                count = int(open_[self._plan.axes[number].slice].sum())
+                self._open_best(result, number, block * ceil(count / block))
+        for numbers in self._plan.equally_wide:
+            slices = {number: self._plan.axes[number].slice for number in numbers}
+            counts = {number: int(result[of].sum()) for number, of in slices.items()}
+            for number in numbers:
+                if counts[number] or number not in self._plan.closing:
+                    self._open_best(result, number, max(counts.values()))
         return result
+
+    def _open_best(self, open_: Tensor, number: int, count: int) -> None:
+        """Open the best of an axis's closed slots until so many are open; in place."""
+        axis = self._plan.axes[number]
+        mine = open_[axis.slice]
+        missing = min(axis.size, count) - int(mine.sum())
+        if missing > 0:
+            closed = self._scores[axis.slice].masked_fill(mine, -torch.inf)
+            open_[axis.start + closed.topk(missing).indices] = True
+
+
+def in_order(plan: Plan, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots in ascending order of what they are worth, and the rank of each; stable.
+
+    Of axes that keep one share a slot is worth what slots of its rank are on average, and those of
+    one rank follow one another: no score tells axes of one group from each other. A rank is the
+    share of its axis that is worth less, with half of the slot; 0 in axes of no group.
+
+    Shape: scores ``(plan.size,)``; result ``(plan.size,)``, int64, and the same, float64.
+    """
+    worth, ranks = scores.clone(), torch.zeros_like(scores)
+    for numbers in plan.groups:
+        axes = [plan.axes[number] for number in numbers]
+        for axis in axes:
+            order = scores[axis.slice].argsort(stable=True)
+            places = torch.arange(axis.size, dtype=scores.dtype)
+            ranks[axis.start + order] = (places + 0.5) / axis.size
+        shares = torch.cat([ranks[axis.slice] for axis in axes]).unique()
+        each = [scores[axis.slice].sort().values for axis in axes]
+        levels = [of[(shares * len(of)).long().clamp(max=len(of) - 1)] for of in each]
+        mean = torch.stack(levels).mean(0)
+        for axis in axes:
+            worth[axis.slice] = mean[torch.searchsorted(shares, ranks[axis.slice])]
+    order = ranks.argsort(stable=True)
+    return order[worth[order].argsort(stable=True)], ranks
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:

@@ -33,7 +33,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.limits import LimitsLike, bounds, limits
 from l0prune.plan.measures import Source
-from l0prune.plan.plan import Plan
+from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import blocks_for, meet, unmet
 from l0prune.selection.fitting import Movable, Widths
@@ -89,6 +89,8 @@ class Balance:
 class BlockCoupling:
     """The blocks of all axes. A block is made of slots that matter about as much.
 
+    Those of one rank in axes that keep equally many slots are one block.
+
     Attributes:
         numbers: of the block that each slot is in, shape ``(plan.size,)``.
 
@@ -104,10 +106,15 @@ class BlockCoupling:
         numbers, axes = (torch.zeros(plan.size, dtype=torch.long) for _ in range(2))
         stays = torch.zeros(plan.size, dtype=torch.bool)
         for number, (axis, block) in enumerate(zip(plan.axes, blocks, strict=True)):
-            ranks = order[axis.slice].argsort(descending=True, stable=True).argsort()
-            numbers[axis.slice] = axis.start + ranks // block
+            numbers[axis.slice] = axis.start + _ranks(order, axis) // block
             axes[axis.slice] = number
             stays[axis.slice] = block > 1 and number not in plan.closing
+        for first, *others in plan.equally_wide:
+            start, size = plan.axes[first].start, plan.axes[first].size
+            of_rank = torch.empty(size, dtype=torch.long)
+            of_rank[_ranks(order, plan.axes[first])] = numbers[start : start + size]
+            for other in others:
+                numbers[plan.axes[other].slice] = of_rank[_ranks(order, plan.axes[other])]
         self._count = len(plan.axes)
         self.numbers, self._axes, self._stays = numbers, axes, stays
         self._sizes = numbers.bincount(minlength=plan.size)[numbers]
@@ -131,6 +138,11 @@ class BlockCoupling:
         now = p.detach()
         most = now.new_zeros(self._count).scatter_reduce(0, self._axes, now, "amax")[self._axes]
         return torch.where(self._stays & (now >= most), 1.0, p)
+
+
+def _ranks(worth: Tensor, axis: Axis) -> Tensor:
+    """Return the rank of each slot of an axis, the best first; shape ``(axis.size,)``."""
+    return worth[axis.slice].argsort(descending=True, stable=True).argsort()
 
 
 # The rate of ascent, times the steps that there are.
@@ -278,7 +290,8 @@ class Budget:
             )
         gates = self._gates
         log_alpha, gradient = gates.log_alpha, gates.log_alpha.grad
-        if self.done == 0 and max(self.blocks, default=1) > 1 and not gates.are_uniform():
+        is_coupled = max(self.blocks, default=1) > 1 or gates.plan.equally_wide
+        if self.done == 0 and is_coupled and not gates.are_uniform():
             self._block_coupling = BlockCoupling(gates.plan, self.blocks, log_alpha)
             log_alpha.copy_(self._block_coupling.mean(log_alpha))
         if gradient is not None:
