@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ from l0prune.cli.options import (
 )
 from l0prune.cli.project import newest, output_path
 from l0prune.errors import FileError, UsageError
+
+if TYPE_CHECKING:
+    from l0prune.files.onnx_network import Origin
 
 ONNX, PT2, STATE = ENDINGS = (".onnx", ".pt2", ".state.pt")
 
@@ -126,7 +129,7 @@ def export(
     with shown(err):
         dense = l0prune.export(model, verify=verify.setting)
     dense.preprocessing = preprocessing_in(info, path)
-    stem = _stem(out, path)
+    stem = _stem(out, path, dense.source)
     files: list[Path] = []
     with shown(err):
         if onnx:
@@ -206,9 +209,14 @@ def _builder(info: dict[str, Any], path: Path, trust_pickle: bool) -> str:
     return spec
 
 
-def _stem(out: Path | None, path: Path) -> Path:
-    """Return the path of the files without their endings: ``model`` for ``model.onnx``."""
+def _stem(out: Path | None, path: Path, source: Origin | None) -> Path:
+    """Return the path of the files without their endings: ``model`` for ``model.onnx``.
+
+    It is ``model.small`` where the network was made from ``model.onnx`` itself.
+    """
     own = output_path(None, str(path), "")
+    if source is not None and Path(source.file).resolve() == Path(f"{own}{ONNX}").resolve():
+        own = Path(f"{own}.small")
     if out is None:
         return own
     ending = next((each for each in ENDINGS if out.name.endswith(each)), "")

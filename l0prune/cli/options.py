@@ -31,8 +31,8 @@ NO_DATA = (
     "l0prune.toml, or put a folder of images here, in it a folder for each class."
 )
 MODEL_HELP = (
-    "A file written by torch.save(model, path), torchvision:NAME, path.py:factory, timm:NAME or "
-    "transformers:NAME."
+    "A file written by torch.save(model, path), an ONNX file, torchvision:NAME, path.py:factory, "
+    "timm:NAME or transformers:NAME."
 )
 
 Model = Annotated[
@@ -164,7 +164,8 @@ def example_inputs(
         text, origin = guess_example(model, _sides())
         say(f"the example input is {text}, from {origin}; to give another one: --input {text}")
     args, kwargs = parse_input(text)
-    if all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
+    is_fixed = getattr(model, "fixed_batch", 0) == 1
+    if not is_fixed and all(tensor.shape[0] == 1 for tensor in (*args, *kwargs.values())):
         args = tuple(map(_doubled, args))
         kwargs = {name: _doubled(tensor) for name, tensor in kwargs.items()}
     return text, (args, kwargs)
@@ -193,8 +194,8 @@ def latency_table(given: Path | None, path: Path, budget: str | Sequence[str] | 
     return None if given is None else l0prune.LatencyTable.load(given)
 
 
-def free_dims(given: list[str] | None) -> dict[str, dict[int, str]] | None:
-    """Read ``--dynamic`` into torch.export's format.
+def free_dims(given: list[str] | None, model: Any) -> dict[str, dict[int, str]] | None:
+    """Read ``--dynamic`` into torch.export's format; else what the model's own file leaves free.
 
     Raises:
         UsageError: it is not of the form input:dim=name.
@@ -205,7 +206,7 @@ def free_dims(given: list[str] | None) -> dict[str, dict[int, str]] | None:
         if match is None:
             raise UsageError(f"--dynamic takes input:dim=name, like input_ids:1=seq, not {text!r}")
         found.setdefault(match[1], {})[int(match[2])] = match[3]
-    return found or None
+    return found or getattr(model, "free", None) or None
 
 
 def _doubled(tensor: Any) -> Any:

@@ -140,7 +140,7 @@ def output_path(out: Path | None, source: str, suffix: str) -> Path:
         return out
     kind, _, name = source.rpartition(":")
     stem = name if kind and not Path(source).exists() else Path(source).name
-    for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth"):
+    for ending in (".gated.pt", ".tuned.pt", ".pt", ".pth", ".onnx"):
         if stem.endswith(ending):
             stem = stem.removesuffix(ending)
             break

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from l0prune.exporting.pieces import ExportedPart, InParts, Whole
 from l0prune.exporting.slicing.graph import DenseGraph
 from l0prune.files.atomic import atomic_write, replacement
 from l0prune.files.cut_layers import LAYERS
+from l0prune.files.onnx_network import Origin
 from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
@@ -144,6 +145,8 @@ class Export:
         plan: of the network before the cut: where its gates acted, and what stayed whole and why.
         kept: which slots of its axes stayed; bool, flat, shape ``(plan.size,)``.
         weights: the layers of the network before the cut.
+        source: the ONNX file that the network was made from, if it was; the files that are written
+            have its names of inputs and outputs.
         preprocessing: of the images that the network takes, as ``load_data`` says it of a data
             source: of those that ``finetune`` learned from; None where unknown. It is written into
             the files, and can be set before.
@@ -169,6 +172,7 @@ class Export:
     int8: Int8 | None = None
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
+    source: Origin | None = None
     changed: bool = False
 
     @property
@@ -294,6 +298,7 @@ class Export:
         """
         check_whole("threads", threads, most=THREADS)
         check_opset(opset)
+        _check_apart(path, self.source)
         self._look()
         self.int8 = None
         if int8 is not None:
@@ -308,7 +313,7 @@ class Export:
                 data = stack.enter_context(data_beside(file))
                 written[file] = stack.enter_context(replacement(file))
                 session = onnx_file.write_runnable(
-                    piece.single, written[file], data, piece.sizes, opset
+                    piece.single, written[file], data, piece.sizes, opset, self.source
                 )
                 data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})
@@ -343,6 +348,8 @@ class Export:
         """Return what the metadata of an ONNX file says but for its times."""
         sizes = {"params": self.params, "macs": self.macs, "widths": self.widths}
         facts = self._proof(certificate) | sizes
+        if self.source is not None:
+            facts["source"] = asdict(self.source)
         if self.preprocessing is not None:
             facts["preprocessing"] = self.preprocessing.model_dump_json()
         return facts
@@ -530,6 +537,15 @@ class Export:
             yield Text(f"In int8: {self.int8}")
         if self.note:
             yield Text(self.note)
+
+
+def _check_apart(path: str | os.PathLike[str], source: Origin | None) -> None:
+    """Raise UsageError for the path of the file that the network was made from."""
+    if source is not None and os.path.realpath(path) == os.path.realpath(source.file):
+        raise UsageError(
+            f"{path} is the file that this network was made from, and its gated models are built "
+            "by it: give the smaller file another name"
+        )
 
 
 def _share(after: int, before: int, unit: str) -> str:

@@ -13,7 +13,7 @@ from l0prune.capture.weights import Weight
 from l0prune.data.preprocessing import Preprocessing
 from l0prune.errors import L0pruneError
 from l0prune.exporting.capture_parts import surveyed
-from l0prune.exporting.certify.certificate import Certificate
+from l0prune.exporting.certify.certificate import Certificate, Check
 from l0prune.exporting.certify.verify import check_own_dtypes, counted_in
 from l0prune.exporting.handed_out import HandedOut, parameters_of, run_counted
 from l0prune.exporting.network import Network
@@ -25,6 +25,7 @@ from l0prune.exporting.result import Export
 from l0prune.exporting.slice import chosen_on
 from l0prune.exporting.slicing.kept_slots import KeptSlots
 from l0prune.exporting.slicing.tensors import cut_state
+from l0prune.files.onnx_network import OnnxNetwork, Origin
 from l0prune.plan.cost import cost_of
 from l0prune.plan.globs import listed
 from l0prune.plan.switches import dead_parameters
@@ -58,11 +59,12 @@ def write(
     reason = " ".join(filter(None, (each.reason for each in comparisons)))
     training = " ".join(filter(None, (each.training for each in comparisons)))
     unclear = "" if reason else _note_on_old_sizes(network)
+    origin = network.plain.origin if isinstance(network.plain, OnnxNetwork) else None
     note = note_on(network.comparisons, _numbers_of(network.plain, unused))
     return Export(
         module=network.dense,
         rebuilt=not reason,
-        certificate=Certificate(network.checks),
+        certificate=Certificate((*network.checks, *_checks_of(origin))),
         macs=macs,
         params_before=cost.dense("params"),
         macs_before=cost.dense("macs"),
@@ -85,8 +87,16 @@ def write(
         },
         _handed_out=handed_out,
         _unused=frozenset(unused),
+        source=origin,
         preprocessing=None if images is None else Preprocessing.model_validate(images),
     )
+
+
+def _checks_of(origin: Origin | None) -> tuple[Check, ...]:
+    """Comparison of the network, before any cut, with the ONNX file that it was made from."""
+    if origin is None:
+        return ()
+    return (Check("source", "float32", origin.batch, origin.error, origin.tolerance),)
 
 
 def _unused(network: Network) -> Sequence[str]:

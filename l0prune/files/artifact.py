@@ -28,6 +28,7 @@ from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
 from l0prune.files.model_sources import load_model
+from l0prune.files.onnx_network import OnnxNetwork
 from l0prune.files.pickles import check_exists, check_whole, load_bytes
 from l0prune.files.plan_check import check_plan
 from l0prune.files.smaller_model import from_pretrained, is_smaller_model, resize
@@ -52,10 +53,7 @@ from l0prune.plan.plan import Plan
 FORMAT = 2  # raised when older versions cannot read what this one writes
 
 
-_OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (
-    "l0prune_gates.log_alpha",
-    "l0prune_gates.temperature",
-)
+_LOG_ALPHA = "l0prune_gates.log_alpha"
 
 
 _OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
@@ -125,6 +123,8 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
     gates = _gates_or_none(model)
     if gates is not None:
         facts = {**gates.facts, **facts}
+    if isinstance(model, OnnxNetwork):
+        facts.setdefault("model", model.origin.file)
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -191,8 +191,7 @@ def load(
         state |= {name: decode(value, tensors) for name, value in content.extra.items()}
         if model is None:
             model = _built(content, tensors, state, path, trust_pickle)
-        ungated = {n: v for n, v in state.items() if content.gates is None or n not in _OF_GATES}
-        check_fits(ungated, model, path)
+        check_fits({name: v for name, v in state.items() if name != _LOG_ALPHA}, model, path)
         if content.gates is not None:
             attach(model, _gates(content.gates, tensors, model))
     except FileError:
@@ -292,9 +291,6 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
         raise ValueError("an example that is no arguments")
     free = FreeSizes.from_json(saved.free)
     gates = Gates(plan, gate_from_dict(saved.gate), log_alpha, (args, kwargs), free)
-    own, found = gates.temperature, tensors.get(_TEMPERATURE)
-    if (None if own is None else own.shape) != (None if found is None else found.shape):
-        raise ValueError("a temperature that is not of this kind of gates")
     gates.fixed = saved.fixed
     return gates
 

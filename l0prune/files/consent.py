@@ -23,6 +23,7 @@ RECIPES = next(p for p in (_ROOT / "recipes", _ROOT.parent / "recipes") if p.is_
 # torchvision and timm build a network of a plain name without fetching anything.
 _HARMLESS = re.compile(r"[^:]*|(torchvision|timm):[\w.\-]+|imagefolder:.*", re.ASCII | re.DOTALL)
 _DATA_ROOT = "data root"
+ONNX = ".onnx"  # how such files end
 
 
 class _Request(NamedTuple):
@@ -85,6 +86,12 @@ def _request(spec: str) -> _Request | None:
         content = hashlib.sha256(path.read_bytes()).hexdigest()
         by_hand = by_hand.removesuffix(")") + "; for data: --data)"
         return _Request(f"code {path} {content}", f"run {spec} ({path})", by_hand)
+    if spec.endswith(ONNX):
+        path = Path(spec).resolve()
+        if not path.is_file():
+            return None
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        return _Request(f"onnx {path} {content}", f"read {spec} ({path})", by_hand)
     if _HARMLESS.fullmatch(spec):
         return None
     return _Request(f"fetch {spec}", f"fetch {spec}", by_hand)

@@ -32,7 +32,7 @@ def load_model(spec: str, weights: str | None = None, *, trust_pickle: bool = Fa
     """Build the model that ``spec`` names, and load ``weights`` into it if given.
 
     Args:
-        spec: a file written by ``torch.save(model, path)``, ``torchvision:NAME``,
+        spec: a file written by ``torch.save(model, path)``, an ONNX file, ``torchvision:NAME``,
             ``file.py:factory``, ``timm:NAME`` or ``transformers:NAME``; or a smaller model: a
             folder of ``Export.save_pretrained``, a file of ``Export.save``.
         weights: a file with a state_dict, bare or in a checkpoint; for torchvision also the name

@@ -19,7 +19,7 @@ from torch import nn
 
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, L0pruneError, UsageError, first_line
-from l0prune.files.consent import is_code, remember
+from l0prune.files.consent import ONNX, is_code, remember
 from l0prune.gating.gated_class import CHILD
 
 
@@ -109,22 +109,27 @@ def _place(error: BaseException, path: str) -> str:
 
 
 def is_rebuildable(spec: str) -> bool:
-    """Return whether the spec names code (a package or a Python file), not a pickled file."""
+    """Return whether the spec names what is built anew: a package, a Python or an ONNX file."""
     kind, _, name = spec.partition(":")
-    return is_code(spec) or (kind in PACKAGES and bool(name))
+    return is_code(spec) or spec.endswith(ONNX) or (kind in PACKAGES and bool(name))
 
 
 def from_code(spec: str) -> Any:
-    """Run the code that a spec names for which ``is_rebuildable`` holds.
+    """Build what a spec names for which ``is_rebuildable`` holds.
 
     Raises:
-        FileError: there is no such file, or it fails while it runs.
+        FileError: there is no such file, or it fails while it runs or is converted.
         UsageError: it names nothing.
     """
     kind, _, name = spec.partition(":")
     if kind in PACKAGES and name:
         remember(spec)
         return PACKAGES[kind](name)
+    if spec.endswith(ONNX):
+        from l0prune.files.onnx_source import load_onnx  # loads onnx
+
+        remember(spec)
+        return load_onnx(spec)
     factory = named(spec)
     return factory if isinstance(factory, nn.Module) else called(factory, spec)
 

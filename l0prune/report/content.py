@@ -121,7 +121,8 @@ class Comparison(Section):
 
     Attributes:
         what: ``dense`` (the sliced graph), ``class`` (the user's class at the new sizes),
-            ``program`` (the exported program) or ``onnx`` (the file in ONNX Runtime).
+            ``program`` (the exported program), ``onnx`` (the file in ONNX Runtime) or
+            ``source`` (the ONNX file that the model was made from, before any cut).
         dtype: that both computed in.
         batch: examples.
         error: largest absolute difference over the largest absolute output.

@@ -33,7 +33,7 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["dense", "class", "program", "onnx"]
+Compared = Literal["dense", "class", "program", "onnx", "source"]
 MODEL: tuple[Compared, ...] = ("dense", "class")  # what the module is that is handed out
 
 
@@ -44,7 +44,7 @@ class Check:
     Attributes:
         what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes),
             ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
-            Runtime).
+            Runtime), ``source`` (the ONNX file that the model was made from, before any cut).
         dtype: ``float64`` or ``float32``.
         batch: examples in the batch.
         error: largest absolute difference over the largest absolute output on all inputs that

@@ -34,6 +34,7 @@ from l0prune.exporting.onnx.operators import (
     written_out,
 )
 from l0prune.exporting.slicing.tensors import SMALLEST
+from l0prune.files.onnx_network import Origin
 from l0prune.running.stages import stage
 
 if TYPE_CHECKING:
@@ -59,16 +60,24 @@ def output_names(program: ExportedProgram) -> list[str]:
 
 
 def rename(
-    model: onnx.ModelProto, outputs: Sequence[str], sizes: Sequence[Mapping[int, str]]
+    model: onnx.ModelProto,
+    outputs: Sequence[str],
+    sizes: Sequence[Mapping[int, str]],
+    inputs: Sequence[str] = (),
 ) -> None:
-    """Give outputs these names, and the free dims of inputs; in place.
+    """Give outputs and inputs these names, and the free dims of inputs; in place.
 
     Args:
         model: the file's content.
         outputs: a name for each output; none where they keep theirs.
         sizes: for each input the names of its free dims.
+        inputs: a name for each input; none where they keep theirs.
     """
     graph = model.graph
+    if len(inputs) == len(graph.input):
+        _free_names(graph, inputs)
+        pairs = zip(graph.input, inputs, strict=True)
+        _rename_values(graph, {value.name: name for value, name in pairs})
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
     taken |= {given.name for given in (*graph.input, *graph.initializer)}
     names: dict[str, str] = {}
@@ -101,8 +110,17 @@ def _rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _rename_values(attribute.g, names)
-    for value in (*graph.output, *graph.value_info):
+    for value in (*graph.input, *graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
+
+
+def _free_names(graph: onnx.GraphProto, names: Sequence[str]) -> None:
+    """Rename, in place, what has one of these names and is no input."""
+    own = {value.name for value in graph.input}
+    _rename_values(graph, {name: f"{name}_inside" for name in names if name not in own})
+    for array in graph.initializer:
+        if array.name in names:
+            array.name += "_inside"
 
 
 # Operators that multiply with a number or add it. Zero is as good there as what is subnormal, which
@@ -148,6 +166,7 @@ def write_runnable(
     data: Path,
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
+    source: Origin | None = None,
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
 
@@ -157,6 +176,7 @@ def write_runnable(
         data: in the same folder, where the weights lie if one file cannot hold them.
         sizes: for each input what its free dims are called.
         opset: of the file; None for the exporter's own choice.
+        source: a file whose names of inputs and outputs this one gets.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
     several clamps of one tensor): then the file is written as it is before.
@@ -166,20 +186,24 @@ def write_runnable(
             does not take it.
     """
     translate = partial(to_onnx, program, data, sizes=sizes, opset=opset)
-    _write(_named_as(program, translate(), sizes), path)
+    _write(_named_as(program, translate(), sizes, source), path)
     try:
         return Session(str(path))
     except L0pruneError:
         with contextlib.suppress(L0pruneError):
-            _write(_named_as(program, translate(optimize=False), sizes), path)
+            _write(_named_as(program, translate(optimize=False), sizes, source), path)
             return Session(str(path))
         raise
 
 
 def _named_as(
-    program: ExportedProgram, model: onnx.ModelProto, sizes: Sequence[Mapping[int, str]]
+    program: ExportedProgram,
+    model: onnx.ModelProto,
+    sizes: Sequence[Mapping[int, str]],
+    source: Origin | None,
 ) -> onnx.ModelProto:
-    rename(model, output_names(program), sizes)
+    names = output_names(program) if source is None else source.outputs
+    rename(model, names, sizes, () if source is None else source.inputs)
     return model
 
 

@@ -25,6 +25,7 @@ WHAT = {
     "class": "own class",
     "program": "exported program",
     "onnx": "ONNX file",
+    "source": "ONNX file that came in",
 }
 
 

@@ -1,0 +1,403 @@
+"""ONNX files as models: read as if somebody hostile had made them, converted, and compared.
+
+A network made of a file is compared with that file, run by ONNX Runtime, before it is handed out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from l0prune.capture.threads import muted, one_at_a_time
+from l0prune.errors import FileError, UsageError, first_line
+from l0prune.files.onnx_network import Graph, OnnxNetwork, Origin, constant, identifier, network_of
+
+if TYPE_CHECKING:
+    import onnx
+
+_OWN_DOMAINS = ("", "ai.onnx")
+_LOOPS = ("If", "Loop", "Scan", "SequenceMap")
+_QUANTIZED = re.compile(r"(Quantize|Dequantize|DynamicQuantize)Linear|QLinear\w+|\w+Integer")
+_FIRST_OPSET = 7
+_MAX_ELEMENTS = 2**31  # of any value that the graph computes
+# Sizes of free dims, tried in this order until ONNX Runtime runs the file.
+_SIZES = {"f": (224, 256, 128, 64, 32, 16, 512, 640, 16000), "i": (16, 32, 64, 128, 8, 1)}
+# Relative to the largest output; of a network that rounds more by itself, twice that much.
+_TOLERANCE, _LARGEST = 1e-5, 1e-4
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input as the file declares it: sizes, and names of those that are free."""
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[int | str, ...]
+
+
+def load_onnx(path: str) -> OnnxNetwork:
+    """Return a network that computes what the ONNX file does, with its weights.
+
+    Raises:
+        FileError: the file is missing, damaged, reaches beyond its folder, or has an operator that
+            cannot be converted; or the network does not compute what the file does.
+        UsageError: onnx2pytorch is not installed.
+    """
+    try:
+        import onnx2pytorch  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "an ONNX file is read with onnx2pytorch, which is not installed here: "
+            "pip install 'l0prune[onnx-in]'"
+        ) from error
+    model, digest = _read(Path(path))
+    session = _session(path)
+    graph, given = _graph(model, path)
+    runs = _Runs(session, given, path)
+    network, gap, allowed = _converted(graph, runs, path)
+    batch = network.fixed_batch or len(runs.example[0]) if runs.example[0].ndim else 1
+    network.origin = Origin(path, digest, graph.inputs, graph.outputs, batch, gap, allowed)
+    network.example_input_array = tuple(
+        torch.cat((x, x.flip(-1))) if not network.fixed_batch and x.ndim and len(x) == 1 else x
+        for x in runs.example
+    )
+    network.free = _free(given)
+    return network.eval()
+
+
+def _converted(graph: Graph, runs: _Runs, path: str) -> tuple[OnnxNetwork, float, float]:
+    """The network, with a free batch if it can be; its difference to the file and the tolerance."""
+    first = {x.shape[0] for x in runs.example if x.ndim}
+    batch = first.pop() if runs.is_fixed and len(first) == 1 else 0
+    if batch:
+        with suppress(FileError):
+            network = network_of(_with_free_batch(graph))
+            found = _compared(network, runs, path)
+            if _stacks(network, runs.example):
+                return network, *found
+    network = network_of(graph)
+    network.fixed_batch = batch
+    return network, *_compared(network, runs, path)
+
+
+def _read(path: Path) -> tuple[onnx.ModelProto, str]:
+    """The file's content with its weights, and its digest."""
+    import onnx.inliner
+
+    if not path.is_file():
+        raise FileError(f"{path} does not exist.")
+    content = path.read_bytes()
+    try:
+        model = onnx.load_model_from_string(content)
+    except Exception as error:  # of protobuf, which is onnx's and not ours
+        raise FileError(f"{path} is damaged, or no ONNX file: {first_line(error)}.") from error
+    if not model.graph.node:
+        raise FileError(f"{path} is damaged, or no ONNX file: its graph has no nodes.")
+    for tensor in _tensors(model.graph):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_beside(tensor, path)
+    try:
+        onnx.external_data_helper.load_external_data_for_model(model, str(path.parent))
+        if model.functions:
+            model = onnx.inliner.inline_local_functions(model)
+    except Exception as error:
+        raise FileError(f"{path} is damaged: {first_line(error)}") from error
+    opset = _opset(model)
+    for node in model.graph.node:
+        _check_operator(node, opset, str(path))
+    if opset < _FIRST_OPSET:
+        raise FileError(
+            f"{path} is of opset {opset}; l0prune reads {_FIRST_OPSET} and later. "
+            "onnx.version_converter.convert_version(model, 13) writes it anew."
+        )
+    return model, hashlib.sha256(content).hexdigest()
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    versions = {each.domain: each.version for each in model.opset_import}
+    return int(versions.get("", versions.get("ai.onnx", 0)))
+
+
+def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    """Every array of a graph and of the graphs in its nodes."""
+    yield from graph.initializer
+    for attribute in (a for node in graph.node for a in node.attribute):
+        yield from (attribute.t, *attribute.tensors)
+        for inner in (attribute.g, *attribute.graphs):
+            yield from _tensors(inner)
+
+
+def _check_beside(tensor: onnx.TensorProto, path: Path) -> None:
+    """Refuse weights outside the file's folder, or beyond the end of the file they are in."""
+    known = {entry.key: entry.value for entry in tensor.external_data}
+    location = known.get("location", "")
+    folder = path.parent.resolve()
+    place = (folder / location).resolve()
+    if not location or Path(location).is_absolute() or folder not in place.parents:
+        raise FileError(
+            f"{path} was not read: it asks for weights ({tensor.name}) at {location!r}, outside "
+            "its own folder. No exporter does that; the file is damaged, or made to do harm."
+        )
+    if not place.is_file():
+        raise FileError(f"{path} needs {location} beside it, which holds its weights.")
+    try:
+        end = int(known.get("offset", 0)) + int(known.get("length", 0))
+    except ValueError:
+        end = -1
+    if not 0 <= end <= place.stat().st_size:
+        raise FileError(f"{path} is damaged: {tensor.name} is not all in {location}.")
+
+
+def _graph(model: onnx.ModelProto, path: str) -> tuple[Graph, list[Given]]:
+    import onnx
+    import onnxscript.optimizer
+
+    with one_at_a_time(), muted():
+        onnxscript.optimizer.fold_constants(model)
+    try:
+        weights = {
+            each.name: np.array(onnx.numpy_helper.to_array(each))
+            for each in model.graph.initializer
+        }
+        constants = [node for node in model.graph.node if node.op_type == "Constant"]
+        weights |= {node.output[0]: constant(node) for node in constants}
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise FileError(f"{path} is damaged: {first_line(error)}.") from error
+    inputs = [each for each in model.graph.input if each.name not in weights]
+    given = [_given(each, path) for each in inputs]
+    outputs = tuple(each.name for each in model.graph.output)
+    ranks = _ranks(model, path)
+    return Graph(model, weights, tuple(g.name for g in given), outputs, ranks, _opset(model)), given
+
+
+def _check_operator(node: onnx.NodeProto, opset: int, path: str) -> None:
+    import onnx
+
+    what = f"the operator {node.op_type} ({node.name or ', '.join(node.output)})"
+    if node.domain not in _OWN_DOMAINS:
+        raise FileError(
+            f"{path} has {what} of the domain {node.domain}, which is not ONNX's own: only the "
+            "runtime that it is for knows it. Export the model anew without that runtime's "
+            "optimizations, or prune the model that the file was made from."
+        )
+    if _QUANTIZED.fullmatch(node.op_type):
+        raise FileError(
+            f"{path} is quantized: it has {what}. Prune first: gate the file from before the "
+            "quantization, fine-tune and export it, and quantize what is left."
+        )
+    if node.op_type in _LOOPS:
+        raise FileError(
+            f"{path} has {what}: control flow, by which the graph is another one from input to "
+            "input. Export the model so that it is gone (one branch, a fixed number of steps), or "
+            "prune the model that the file was made from."
+        )
+    if not onnx.defs.has(node.op_type, opset, ""):
+        raise FileError(
+            f"{path} is damaged: it has {what}, which ONNX does not have in opset {opset}."
+        )
+
+
+def _given(value: onnx.ValueInfoProto, path: str) -> Given:
+    import onnx
+
+    kind = value.type.WhichOneof("value")
+    of = value.type.tensor_type
+    if kind != "tensor_type" or of.elem_type == onnx.TensorProto.STRING:
+        raise FileError(f"{path} takes {value.name}, which is no tensor of numbers.")
+    dtype = torch.from_numpy(np.zeros(0, onnx.helper.tensor_dtype_to_np_dtype(of.elem_type))).dtype
+    dims = tuple(
+        dim.dim_value
+        if dim.WhichOneof("value") == "dim_value" and dim.dim_value > 0
+        else dim.dim_param or f"{value.name}_{number}"
+        for number, dim in enumerate(of.shape.dim)
+    )
+    return Given(value.name, dtype, dims)
+
+
+def _ranks(model: onnx.ModelProto, path: str) -> dict[str, int]:
+    """How many dims each value has, where shape inference finds it."""
+    import onnx
+
+    try:
+        graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    except Exception:  # of files of more than 2 GB, and of operators with odd shapes
+        return {}
+    found = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        shape = value.type.tensor_type.shape
+        if value.type.tensor_type.HasField("shape"):
+            found[value.name] = len(shape.dim)
+            sizes = [dim.dim_value for dim in shape.dim if dim.dim_value > 0]
+            if int(np.prod(sizes, dtype=object)) > _MAX_ELEMENTS:
+                raise FileError(f"{path} computes {value.name} of {sizes}, too large to be meant.")
+    return found
+
+
+def _with_free_batch(graph: Graph) -> Graph:
+    """The graph with reshapes that take any batch, where the batch comes first in them.
+
+    At the declared batch they do what they did; at others a comparison shows whether it is right.
+    """
+    shapes = {
+        node.input[1]
+        for node in graph.model.graph.node
+        if node.op_type == "Reshape" and len(node.input) > 1 and node.input[1] in graph.weights
+    }
+    weights = dict(graph.weights)
+    for name in shapes:
+        sizes = weights[name]
+        if sizes.size and (sizes > 0).all():
+            weights[name] = np.array([-1, *sizes[1:]], sizes.dtype)
+    return replace(graph, weights=weights)
+
+
+def _free(given: Sequence[Given]) -> dict[str, dict[int, str]]:
+    """Names of the free sizes beside the batch, by input."""
+    found = {
+        identifier(each.name): {
+            number: identifier(size)
+            for number, size in enumerate(each.dims)
+            if number and isinstance(size, str)
+        }
+        for each in given
+    }
+    return {name: dims for name, dims in found.items() if dims}
+
+
+def _session(path: str) -> Any:
+    """The file in ONNX Runtime, which computes it as it stands."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise FileError(
+            f"{path} is no valid ONNX file, as ONNX Runtime says: {first_line(error)}"
+        ) from error
+
+
+class _Runs:
+    """What the file computes in ONNX Runtime, with inputs that it takes, and its outputs."""
+
+    def __init__(self, session: Any, given: Sequence[Given], path: str) -> None:
+        self.is_fixed = all(isinstance(each.dims[0], int) for each in given if each.dims)
+        tried = []
+        for size in _sizes(given):
+            self.example = _example(given, size)
+            feed = {g.name: x.numpy() for g, x in zip(given, self.example, strict=True)}
+            try:
+                found = session.run(None, feed)
+            except Exception as error:
+                tried.append(f"{size}: {first_line(error)}")
+                continue
+            self.outputs = [torch.from_numpy(np.asarray(each)) for each in found]
+            return
+        raise FileError(
+            f"ONNX Runtime does not run {path} on inputs of its own shapes. Tried for its free "
+            "sizes: " + "; ".join(tried[:3])
+        )
+
+
+def _sizes(given: Sequence[Given]) -> Sequence[int]:
+    free = any(isinstance(size, str) for each in given for size in each.dims[1:])
+    kinds = "f" if any(each.dtype.is_floating_point for each in given) else "i"
+    return _SIZES[kinds] if free else (1,)
+
+
+def _example(given: Sequence[Given], size: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for each in given:
+        shape = [
+            of if isinstance(of, int) else 1 if not number else size
+            for number, of in enumerate(each.dims)
+        ]
+        if each.dtype.is_floating_point:
+            made.append(torch.randn(shape, generator=generator).to(each.dtype))
+        else:
+            made.append(torch.randint(0, 2, shape, generator=generator).to(each.dtype))
+    return tuple(made)
+
+
+@torch.no_grad()
+def _compared(network: OnnxNetwork, runs: _Runs, path: str) -> tuple[float, float]:
+    """The difference to the file's outputs, and what is allowed.
+
+    Raises:
+        FileError: it is too large.
+    """
+    network.eval()
+    try:
+        found = _outputs(network, runs.example)
+    except Exception as error:
+        raise FileError(f"{path} cannot be followed in torch: {first_line(error)}") from error
+    gap, allowed = _difference(runs.outputs, found), _TOLERANCE
+    if gap > allowed:
+        allowed = max(allowed, min(_LARGEST, 2 * _rounding(network, runs.example, found)))
+    if gap <= allowed:
+        return gap, allowed
+    raise FileError(
+        f"The network made of {path} does not compute what ONNX Runtime does with the file: they "
+        f"differ by {gap:.1e} of the output's scale. An operator of the file means something "
+        "else in torch than onnx2pytorch takes it for; prune the model that the file was made from."
+    )
+
+
+def _rounding(network: OnnxNetwork, example: tuple[Tensor, ...], found: Sequence[Tensor]) -> float:
+    """How far the network in float32 is from itself in float64."""
+    import copy
+
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        wide = tuple(x.double() if x.is_floating_point() else x for x in example)
+        return _difference(_outputs(copy.deepcopy(network).double(), wide), found)
+    except Exception:
+        return 0.0
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _outputs(network: OnnxNetwork, example: tuple[Tensor, ...]) -> list[Tensor]:
+    found = network(*example)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
+    """Largest difference over all outputs, each relative to its own largest value."""
+    worst = 0.0
+    for a, b in zip(expected, found, strict=True):
+        if a.shape != b.shape:
+            return float("inf")
+        if a.numel():
+            gap = torch.where(a == b, 0, (a.double() - b.double()).abs()).max()
+            scale = a.double().abs().max()
+            error = float(gap / scale) if scale else float(gap)
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+@torch.no_grad()
+def _stacks(network: OnnxNetwork, example: tuple[Tensor, ...]) -> bool:
+    """Check that two examples in one batch give what each gives alone."""
+    other = tuple(x.flip(-1) for x in example)
+    both = tuple(torch.cat(pair) for pair in zip(example, other, strict=True))
+    try:
+        alone = [_outputs(network, each) for each in (example, other)]
+        together = _outputs(network, both)
+        expected = [torch.cat(pair) for pair in zip(*alone, strict=True)]
+    except Exception:
+        return False
+    return _difference(expected, together) <= _TOLERANCE
