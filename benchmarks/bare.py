@@ -1,0 +1,125 @@
+"""The three commands as one would type them, on networks of torchvision and timm.
+
+    python -m benchmarks.bare
+    python -m benchmarks.bare --only resnet18 test_vit
+
+Each network lies in a folder of its own, with a folder of images beside it and nothing else: as a
+pickled module (of timm with ``--trust-pickle``, the one option that is given), or by its name.
+Weights are random, and the images noise: what counts is whether the commands find all they need.
+The error is that of the ONNX file beside the tuned model on fresh inputs, over the outputs' scale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from PIL import Image
+
+import l0prune
+
+# By file or by name.
+NETWORKS = {
+    "torchvision": {
+        "resnet18": "file", "squeezenet1_1": "file", "shufflenet_v2_x0_5": "file",
+        "efficientnet_b1": "file", "mobilenet_v3_small": "name",
+    },
+    "timm": {
+        "test_vit": "file", "mobilenetv3_small_050": "file", "convnext_atto": "file",
+        "resmlp_12_224": "file", "test_resnet": "name",
+    },
+}  # fmt: skip
+COMMANDS = ("gate", "finetune --lambda 0.1/N", "export --onnx")
+CLASSES, IMAGES, SIDES = 3, 5, (90, 120)
+SAID = {
+    "input": re.compile(r"the example input is (\S+), from (.*); to give"),
+    "data": re.compile(r"it is the images here: --data (\S+)"),
+}
+
+
+def images(folder: Path) -> None:
+    """Write noise, a folder for each class."""
+    draw = np.random.default_rng(0)
+    for label in range(CLASSES):
+        (folder / f"class{label}").mkdir(parents=True)
+        for index in range(IMAGES):
+            pixels = draw.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"class{label}" / f"{index}.png")
+
+
+def run(package: str, name: str, how: str, folder: Path) -> dict[str, str]:
+    """Run the commands in a folder, and return a row of the table."""
+    images(folder / "images")
+    spec, options = f"{package}:{name}", []
+    model = l0prune.load_model(spec)
+    if how == "file":
+        torch.save(model, folder / "model.pt")
+        spec, options = "model.pt", ["--trust-pickle"] * (package == "timm")
+    begun, said = time.perf_counter(), ""
+    for command in COMMANDS:
+        action, *given = command.split()
+        typed = [action, *([spec] if action == "gate" else ()), *given, *options]
+        done = subprocess.run(
+            [sys.executable, "-m", "l0prune", *typed], cwd=folder, capture_output=True, text=True
+        )
+        said += done.stderr
+        if done.returncode:
+            return _row(said, f"{action}: {done.stderr.splitlines()[-1]}")
+    seconds = time.perf_counter() - begun
+    (file,) = folder.glob("*.onnx")
+    tuned = l0prune.load(next(folder.glob("*.tuned.pt")), trust_pickle=True)
+    return _row(said, f"{difference(tuned, file):.0e}", f"{seconds:.0f} s")
+
+
+def _row(said: str, outcome: str, seconds: str = "") -> dict[str, str]:
+    found = {name: pattern.search(said) for name, pattern in SAID.items()}
+    text, origin = found["input"].groups() if found["input"] else ("", "")
+    data = found["data"][1] if found["data"] else ""
+    return {"input": text, "from": origin, "data": data, "error": outcome, "took": seconds}
+
+
+def difference(model: torch.nn.Module, file: Path) -> float:
+    """Return the largest difference of the file's outputs, over the scale of the model's."""
+    session = onnxruntime.InferenceSession(file)
+    (given,) = session.get_inputs()
+    x = torch.randn(3, *given.shape[1:], generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model.eval()(x)
+    (found,) = session.run(None, {given.name: x.numpy()})
+    return float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max())
+
+
+def rows(only: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield a row for each network."""
+    for package, networks in NETWORKS.items():
+        for name, how in networks.items():
+            if not only or name in only:
+                with tempfile.TemporaryDirectory() as folder:
+                    yield f"{package} `{name}`, by {how}", run(package, name, how, Path(folder))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=(), help="networks by name")
+    only = parser.parse_args(arguments).only
+    print("| network | example input | from | data | error of the ONNX file | three commands |")
+    print("|---|---|---|---|---|---|")
+    worked = total = 0
+    for name, row in rows(only):
+        print(f"| {' | '.join((name, *row.values()))} |", flush=True)
+        worked, total = worked + bool(row["took"]), total + 1
+    print(f"\n{worked} of {total}")
+
+
+if __name__ == "__main__":
+    main()
