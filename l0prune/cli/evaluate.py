@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,8 +87,9 @@ def evaluate(
     if spec is None:
         raise UsageError(NO_DATA)
     source = load_data(spec, root)
+    _compare_with_timm(module, source)
     _compare_preprocessing(preprocessing_in(info, path), source, path)
-    with outputs_counted(module, getattr(source, "classes", 0), path):
+    with _outputs_counted(module, getattr(source, "classes", 0), path):
         task = Task.of(source, settings.pop("loss", None), settings.pop("metric", None))
         found, examples = evaluate_task(module, task, batch_size, **settings)
     result = {"file": str(path), "data": spec, "examples": examples, **found}
@@ -138,6 +139,36 @@ def _info(file: str | None, module: Any) -> dict[str, Any]:
     return l0prune.read_info(file) if is_gated else {}
 
 
+def say_what_differs(model: Any, source: Any, path: Path) -> None:
+    """Warn of outputs that are more than the classes, and of images that timm prepares otherwise.
+
+    What does not fit at all is left to whoever trains on it.
+    """
+    from l0prune.capture.model_checks import evaluating, same_draws  # loads torch, as the next ones
+    from l0prune.running.batches import call, example_inputs
+    from l0prune.running.task import Task
+
+    _compare_with_timm(model, source)
+    if classes := getattr(source, "classes", 0):
+        with suppress(Exception), same_draws(model), evaluating(model):
+            example = example_inputs(Task.of(source), 1)
+            with _outputs_counted(model, classes, path):
+                call(model, example)
+
+
+def _compare_with_timm(model: Any, source: Any) -> None:
+    given, says = source.preprocessing, getattr(model, "pretrained_cfg", None)
+    if given is None or not isinstance(says, Mapping):
+        return
+    mean, std = ([*says.get(name, ())] for name in ("mean", "std"))
+    if mean and (mean, std) != (given.mean, given.std):
+        say(
+            f"warning: timm's weights of this network know images minus mean {mean}, over "
+            f"deviation {std} (its pretrained_cfg); those of the data are minus {given.mean}, over "
+            f"{given.std}. If it has such weights, prepare the images in a file.py:function"
+        )
+
+
 def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
     if None not in (known, source.preprocessing) and known != source.preprocessing:
         say(
@@ -147,7 +178,7 @@ def _compare_preprocessing(known: Any, source: Any, path: Path) -> None:
 
 
 @contextmanager
-def outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
+def _outputs_counted(module: Any, classes: int, path: Path) -> Iterator[None]:
     """Within the context, say once where a model has more outputs than the data has classes."""
     from l0prune.running.criteria import tensor_output  # loads torch
 

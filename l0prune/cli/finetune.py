@@ -11,7 +11,7 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import announced, emit, say
-from l0prune.cli.evaluate import outputs_counted
+from l0prune.cli.evaluate import say_what_differs
 from l0prune.cli.options import (
     NO_DATA,
     DataRoot,
@@ -87,11 +87,8 @@ def finetune(
     folder = run or output_path(None, str(path), ".run")
     target = output_path(out, str(path), ".tuned.pt")
     check_writable(target)
-    from l0prune.capture.model_checks import evaluating  # loads torch, as do the next ones
-    from l0prune.report.live import live_page
-    from l0prune.running.batches import call, example_inputs
+    from l0prune.report.live import live_page  # loads torch, as does the next one
     from l0prune.running.processes import process_group
-    from l0prune.running.task import Task
 
     with process_group() as world:
         info = l0prune.read_info(path)
@@ -100,9 +97,8 @@ def finetune(
             raise UsageError(NO_DATA)
         source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
-        if world.is_first and (classes := getattr(source, "classes", 0)):
-            with outputs_counted(model, classes, path), evaluating(model):
-                call(model, example_inputs(Task.of(source), 1))
+        if world.is_first:
+            say_what_differs(model, source, path)
         table = latency_table(latency, path, training_settings.get("budget"))
         training_settings |= {} if table is None else {"latency": table}
         live = live_page(folder, path.name) if report else nullcontext()

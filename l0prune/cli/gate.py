@@ -191,7 +191,8 @@ def gate(
         remember_root(data_root)
     target = output_path(out, spec, ".gated.pt")
     l0prune.save(module, target, {k: v for k, v in info.items() if v is not None})
-    result = _summary(module, found)
+    result = {"input": text} if text else {}
+    result |= _summary(module, found)
     axes, branches_gated = result["axes"], result["branches"]
     whole = f", {branches_gated} of them whole branches" if branches_gated else ""
     said = f"{target}: {result['gates']:,} gates on {axes} axes{whole}"

@@ -94,6 +94,7 @@ def _candidates(
     """Yield what to try, the likeliest first."""
     for origin, given in _examples_said(model):
         yield Guess(_text_of(given), origin)
+        yield from _with_an_image(model, Guess(_text_of(given), origin))
     names, after = _required(model), _decoder_text(model)
     said = [*_sizes_said(model), *(("the images in this folder", (side, side)) for side in sides)]
 
@@ -104,6 +105,10 @@ def _candidates(
     for path, layer in layers.items():
         for origin, one in _inputs_of(layer, said):
             yield Guess(text([one] * len(names)), origin or f"its first layer{_named(path)}")
+    if not layers:  # weights of its own, or none
+        for sizes, channels in product(_USUAL[2], (3, 1)):
+            one = "x".join(map(str, (_BATCH, channels, *sizes)))
+            yield Guess(text([one] * len(names)), "usual sizes of images")
     listed = [each for each in model.modules() if isinstance(each, _Layer)][: len(names)]
     if len(listed) == len(names) > 1:
         choices = product(*([one for _, one in _inputs_of(each, said)] for each in listed))
@@ -130,6 +135,16 @@ def _text_of(given: Any) -> str:
         f"{name}{'x'.join(map(str, each.shape))}" + _dtype_text(each.dtype) for name, each in pairs
     )
     return ",".join(texts)
+
+
+def _with_an_image(model: nn.Module, tokens: Guess) -> Iterator[Guess]:
+    """Yield tokens with an image for each text, as transformers' models of both take them."""
+    vision = getattr(getattr(model, "config", None), "vision_config", None)
+    side, channels = (getattr(vision, each, None) for each in ("image_size", "num_channels"))
+    if isinstance(side, int) and "pixel_values" in inspect.signature(model.forward).parameters:
+        batch = tokens.text.partition("=")[2].partition("x")[0]
+        image = f"pixel_values={batch}x{channels or 3}x{side}x{side}"
+        yield Guess(f"{tokens.text},{image}", f"{tokens.origin} and configuration (transformers)")
 
 
 def _sizes_said(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -300,8 +315,6 @@ def _no_guess(layers: Mapping[str, _Layer], tried: Mapping[str, str]) -> str:
     """Say what was tried, and how to go on."""
     need = "an example input is needed to look at the model, and none could be guessed"
     way_on = "Name one: --input 1x3x224x224 (batch first), or data whose inputs fit: --data NAME."
-    if not tried:
-        return f"{need}: it has no layer that says what it reads. {way_on}"
     (text, why), *rest = tried.items()
     first = next(iter(layers.items()), None)
     layer = "" if first is None else f" Its first layer, {first[0] or 'itself'}, is {first[1]}."

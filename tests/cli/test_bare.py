@@ -1,5 +1,6 @@
 """The three commands in a folder that holds a model file and a folder of images."""
 
+import json
 import re
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def test_grey_images_and_no_name_at_all(command, tmp_path):
 
 
 def test_what_a_folder_lacks_or_has_twice(command, tmp_path):
-    torch.save(network(outputs=5), tmp_path / "model.pt")
+    torch.save(network(), tmp_path / "model.pt")
     odd = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(77, 2))
 
     def refused(*arguments):
@@ -127,7 +128,17 @@ def test_what_a_folder_lacks_or_has_twice(command, tmp_path):
     torch.save(odd, tmp_path / "odd.pth")
     assert "2 model files here: model.pt, odd.pth. Name one" in refused("survey")
     assert re.search("2x1x224x224 did not work .*; nor did ", refused("survey", "odd.pth"))
-    named = ("--data", "imagefolder:photos:16", "--epochs", "1", "--no-report")
-    code, _, err = command("finetune", *named)
+
+
+def test_fewer_classes_and_other_images_than_the_model_knows(command, tmp_path):
+    model = network(outputs=5)
+    model.pretrained_cfg = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+    torch.save(model, tmp_path / "model.pt")
+    images(tmp_path / "photos", count=5)
+    code, out, err = command("gate", "model.pt", "--json")
+    assert code == 0, err
+    assert json.loads(out)["input"] == "2x3x16x16"
+    code, _, err = command("finetune", "--epochs", "1", "--no-report")
     assert code == 0, err
     assert "model.gated.pt has 5 outputs and the data 3 classes" in err
+    assert "timm's weights of this network know images minus mean [0.5, 0.5, 0.5]" in err

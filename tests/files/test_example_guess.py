@@ -184,6 +184,32 @@ def test_what_was_tried_is_said():
     assert "--input 1x3x224x224" in said
 
 
+class Refusing(nn.Module):
+    def forward(self, x):
+        raise ValueError("never")
+
+
 def test_a_model_without_layers():
-    with pytest.raises(UsageError, match="no layer that says what it reads"):
-        guess_example(nn.Identity())
+    with pytest.raises(UsageError, match=r"guessed\. 2x3x224x224 did not work \(ValueError: never"):
+        guess_example(Refusing())
+    assert guess_example(nn.MaxPool2d(2)) == ("2x3x224x224", "usual sizes of images")
+
+
+class Both(nn.Module):
+    """As a model of transformers that compares texts and images."""
+
+    dummy_inputs = {"input_ids": torch.ones(3, 5, dtype=torch.int64)}  # noqa: RUF012
+    config = SimpleNamespace(vision_config=SimpleNamespace(image_size=20, num_channels=1))
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.pixels = nn.Embedding(9, 4), nn.Linear(400, 4)
+
+    def forward(self, input_ids=None, pixel_values=None):
+        return self.words(input_ids).mean(1) @ self.pixels(pixel_values.flatten(1)).T
+
+
+def test_a_text_and_an_image():
+    found = guess_example(Both())
+    assert found.text == "input_ids=3x5:int64,pixel_values=3x1x20x20"
+    assert found.origin == "its dummy_inputs and configuration (transformers)"
