@@ -53,7 +53,10 @@ from l0prune.plan.plan import Plan
 FORMAT = 2  # raised when older versions cannot read what this one writes
 
 
-_LOG_ALPHA = "l0prune_gates.log_alpha"
+_OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (
+    "l0prune_gates.log_alpha",
+    "l0prune_gates.temperature",
+)
 
 
 _OWN = "l0prune:"  # how the names of tensors begin that are not of the state_dict
@@ -191,7 +194,8 @@ def load(
         state |= {name: decode(value, tensors) for name, value in content.extra.items()}
         if model is None:
             model = _built(content, tensors, state, path, trust_pickle)
-        check_fits({name: v for name, v in state.items() if name != _LOG_ALPHA}, model, path)
+        ungated = {n: v for n, v in state.items() if content.gates is None or n not in _OF_GATES}
+        check_fits(ungated, model, path)
         if content.gates is not None:
             attach(model, _gates(content.gates, tensors, model))
     except FileError:
@@ -291,6 +295,9 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
         raise ValueError("an example that is no arguments")
     free = FreeSizes.from_json(saved.free)
     gates = Gates(plan, gate_from_dict(saved.gate), log_alpha, (args, kwargs), free)
+    own, found = gates.temperature, tensors.get(_TEMPERATURE)
+    if (None if own is None else own.shape) != (None if found is None else found.shape):
+        raise ValueError("a temperature that is not of this kind of gates")
     gates.fixed = saved.fixed
     return gates
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError, warn_renamed
-from l0prune.gating.kinds.base import Gate
+from l0prune.gating.kinds.base import AtTemperature, Gate, LearnsTemperature
 from l0prune.gating.multipliers import Current, GateValues, Spreader
 from l0prune.gating.products import Products, is_joined
 from l0prune.plan.layout import Layout
@@ -79,6 +79,8 @@ class Gates(nn.Module):
     Attributes:
         log_alpha: the gates' parameter, shape ``(plan.size,)``; float32, or float64 in a model
             of doubles, and never less precise than that.
+        temperature: what else of the gates learns, flat, as precise; None where nothing does. See
+            ``HardConcrete(beta="learn")``.
         plan: where the gates act.
         gate: the kind of gate and its settings. To anneal one, put ``gate.at(part of the steps
             done)`` in its place between two steps; ``finetune`` does.
@@ -94,6 +96,7 @@ class Gates(nn.Module):
     """
 
     log_alpha: nn.Parameter
+    temperature: nn.Parameter | None
     kept: Tensor | None = None
     made_whole_by: Callable[[], None] | None = None
 
@@ -115,6 +118,12 @@ class Gates(nn.Module):
         self.facts: dict[str, Any] = {}
         self._given: Tensor | None = None
         self.log_alpha = nn.Parameter(log_alpha)
+        self.register_parameter("temperature", None)
+        if isinstance(gate, LearnsTemperature):
+            sizes = [axis.size for axis in plan.axes]
+            if (started := gate.temperature_start(sizes)) is not None:
+                self.temperature = nn.Parameter(started.to(log_alpha))
+                self._temperature_index = gate.temperature_index(sizes)
         self._values = {_place(plan, site): GateValues() for site in plan.sites}
         self._spread_over(None)
         self._now = Current()
@@ -148,6 +157,15 @@ class Gates(nn.Module):
             GateAxis(a.name, a.kind, a.size, a.slice, kept[a.slice]) for a in self.plan.axes
         )
 
+    @property
+    def gate_now(self) -> Gate:
+        """The kind of gate at the temperature that it has learned."""
+        if self.temperature is None or not isinstance(self.gate, LearnsTemperature):
+            return self.gate
+        if self._temperature_index.device != self.temperature.device:
+            self._temperature_index = self._temperature_index.to(self.temperature.device)
+        return self.gate.at_temperature(self.temperature, self._temperature_index)
+
     @torch.no_grad()
     def z(self) -> Tensor:
         """The multipliers of eval mode, shape ``(plan.size,)``, without gradient."""
@@ -155,7 +173,9 @@ class Gates(nn.Module):
 
     def estimated(self, log_alpha: Tensor) -> Tensor:
         """The multipliers of eval mode that gates of these values have, shape ``(plan.size,)``."""
-        return self._with_one(self.gate.estimate(log_alpha), log_alpha)
+        with nullcontext() if log_alpha.requires_grad else torch.no_grad():
+            z = self.gate_now.estimate(log_alpha)
+        return self._with_one(z, log_alpha)
 
     def _with_one(self, z: Tensor, log_alpha: Tensor) -> Tensor:
         """Multipliers of which one is 1 in each axis that ``keeps_one`` and would have none.
@@ -201,7 +221,22 @@ class Gates(nn.Module):
         wanted = open_.to(self.log_alpha.device)
         for target, probability in ((True, OPENED), (False, CLOSED)):
             moves = (wanted == target) & (now != target)
-            self.log_alpha.masked_fill_(moves, self.gate.initial(probability))
+            starts = self.initial(probability).to(self.log_alpha)
+            self.log_alpha.copy_(torch.where(moves, starts, self.log_alpha))
+
+    @torch.no_grad()
+    def initial(self, open_probability: float | Tensor) -> Tensor:
+        """The ``log_alpha`` at which each gate is open with this probability, or its own; float64.
+
+        Shape: result, and probabilities of each ``(plan.size,)``.
+        """
+        if isinstance(open_probability, Tensor):
+            found = [self.gate.initial(p) for p in open_probability.tolist()]
+        else:
+            found = [self.gate.initial(open_probability)] * self.plan.size
+        starts = torch.tensor(found, dtype=torch.float64, device=self.log_alpha.device)
+        now = self.gate_now
+        return starts + now.shift_learned if isinstance(now, AtTemperature) else starts
 
     @torch.no_grad()
     def are_uniform(self, among: Tensor | None = None) -> bool:
@@ -236,8 +271,7 @@ class Gates(nn.Module):
                 f"l0prune.score gives them; these have shape {tuple(scores.shape)}"
             )
         odds = (self._odds() + _standardised(scores).to(self.log_alpha.device)).cpu()
-        found = [self.gate.initial(p) for p in odds.sigmoid().tolist()]
-        self.log_alpha.copy_(torch.tensor(found, dtype=torch.float64))
+        self.log_alpha.copy_(self.initial(odds.sigmoid()))
 
     def put(self, open_: Tensor) -> None:
         """Call ``set_open``, by the name that it had."""
@@ -256,7 +290,7 @@ class Gates(nn.Module):
 
     def _odds(self) -> Tensor:
         """log P/(1−P) of each gate's chance to be open, float64."""
-        return self.gate.open_probability(self.log_alpha.double()).clamp(*_CHANCES).logit()
+        return self.gate_now.open_probability(self.log_alpha.double()).clamp(*_CHANCES).logit()
 
     def make_whole(self) -> None:
         """Make a model that is cut while it trains whole; a ``Pruner`` may go on with it.
@@ -282,7 +316,7 @@ class Gates(nn.Module):
 
     def open_probability(self) -> Tensor:
         """P(z ≠ 0) of each gate, shape ``(plan.size,)``, differentiable."""
-        return self.gate.open_probability(self.log_alpha)
+        return self.gate_now.open_probability(self.log_alpha)
 
     def current(self) -> Tensor:
         """The multipliers that the model uses now, shape ``(plan.size,)``."""
@@ -392,7 +426,8 @@ class Gates(nn.Module):
     def _mode(self) -> tuple[object, ...]:
         inference = torch.is_inference_mode_enabled()
         grad = torch.is_grad_enabled()
-        return (self.gate, id(self._given), self.training, self.fixed, grad, inference)
+        learned = None if self.temperature is None else version_of(self.temperature)
+        return (self.gate, learned, id(self._given), self.training, self.fixed, grad, inference)
 
     def _compute(self) -> None:
         now, value = self._now, self.log_alpha
@@ -401,11 +436,12 @@ class Gates(nn.Module):
         elif self.training and not self.fixed:
             if now.noise is None:
                 now.noise = _uniform(value)
-            now.z = self._with_one(self.gate.sample(value, now.noise), value)
+            now.z = self._with_one(self.gate_now.sample(value, now.noise), value)
         elif self.fixed:
             now.z = self.estimated(value.detach())
             if self.training and is_joined():
-                now.z = now.z + 0 * value  # DDP waits for a gradient of every parameter
+                for each in self.parameters():  # DDP waits for a gradient of every parameter
+                    now.z = now.z + 0 * each.sum()
         else:
             now.z = self.estimated(value)
         now.spread, parts = self._spreader(now.z)

@@ -127,10 +127,10 @@ class Exporter:
 
 def _disturbed(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    gates = gates_of(model).log_alpha
+    gates = {*map(id, gates_of(model).parameters())}
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.is_floating_point() and parameter is not gates:
+            if parameter.is_floating_point() and id(parameter) not in gates:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_((_NOISE * noise).to(parameter.dtype))
     return model

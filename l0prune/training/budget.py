@@ -296,7 +296,10 @@ class Budget:
             log_alpha.copy_(self._block_coupling.mean(log_alpha))
         if gradient is not None:
             self._balance.weigh(self.done, gradient / scale, self.multipliers)
-            gradient /= 1 + self.multipliers.sum() * self._balance.weight
+            smaller = 1 + self.multipliers.sum() * self._balance.weight
+            gradient /= smaller
+            if gates.temperature is not None and gates.temperature.grad is not None:
+                gates.temperature.grad /= smaller
             if self._block_coupling is not None:
                 gradient.copy_(self._block_coupling.mean(gradient))
         unit = 1 / self._balance.weight

@@ -149,7 +149,7 @@ class GateTerms:
     def _slope(self, log_alpha: Tensor) -> Tensor:
         """dP(z ≠ 0)/d log α."""
         at = log_alpha.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(self.gates.gate.open_probability(at).sum(), at)
+        (slope,) = torch.autograd.grad(self.gates.gate_now.open_probability(at).sum(), at)
         return slope
 
     def fit(self) -> None:

@@ -110,7 +110,7 @@ _taken: dict[int, ref[OwnOptimizer]] = {}  # by the parameter's id
 
 
 class OwnOptimizer:
-    """Adam for ``log_alpha``, whose gradient nobody else sees.
+    """Adam for the gates' parameters, whose gradient nobody else sees.
 
     Backward puts the gradient aside and leaves zeros, which change no norm that the weights are
     clipped by. ``hand_over`` brings it back when the step is due; after ``step`` there is none, so
@@ -118,48 +118,58 @@ class OwnOptimizer:
     a parameter counts, and none that its run has let go of.
 
     Args:
-        log_alpha: the gates.
+        parameters: of the gates.
         lr: their learning rate.
         **options: of Adam.
     """
 
-    def __init__(self, log_alpha: nn.Parameter, lr: float, **options: Any) -> None:
-        self._log_alpha = log_alpha
-        self._is_fused = _can_fuse(log_alpha)
-        self._adam = Adam([log_alpha], lr=lr, fused=self._is_fused, **options)
-        self._aside: Tensor | None = None
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> None:
+        self._parameters = list(parameters)
+        self._is_fused = all(map(_can_fuse, parameters))
+        self._adam = Adam(self._parameters, lr=lr, fused=self._is_fused, **options)
+        self._aside: dict[int, Tensor] = {}
         self._is_due = False  # what comes now is the penalty's
-        free(log_alpha)
-        self._hook = log_alpha.register_hook(_asking(ref(self)))
-        _taken[id(log_alpha)] = ref(self)
+        free(self._parameters)
+        self._hooks = [
+            each.register_hook(_asking(ref(self), id(each))) for each in self._parameters
+        ]
+        _taken.update({id(each): ref(self) for each in self._parameters})
 
-    def put_aside(self, gradient: Tensor) -> Tensor:
-        """Keep a gradient for the step, and leave zeros."""
+    def put_aside(self, of: int, gradient: Tensor) -> Tensor:
+        """Keep the gradient of the parameter with this id for the step, and leave zeros."""
         if self._is_due:
             return gradient
-        self._aside = gradient.clone() if self._aside is None else self._aside + gradient
+        known = self._aside.get(of)
+        self._aside[of] = gradient.clone() if known is None else known + gradient
         return torch.zeros_like(gradient)
 
-    def is_of(self, log_alpha: nn.Parameter) -> bool:
-        """Return whether these are the gates that it moves."""
-        return self._log_alpha is log_alpha
+    def is_of(self, parameter: nn.Parameter) -> bool:
+        """Return whether this is one that it moves."""
+        return any(each is parameter for each in self._parameters)
 
     def hand_over(self) -> None:
-        """Let ``log_alpha`` have its gradient, the mean over all processes."""
-        if self._aside is None:
-            self._aside = torch.zeros_like(self._log_alpha)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.all_reduce(self._aside)
-            self._aside /= distributed.get_world_size()
-        self._log_alpha.grad, self._aside, self._is_due = self._aside, None, True
+        """Let the parameters have their gradients, the means over all processes."""
+        for each in self._parameters:
+            gradient = self._aside.pop(id(each), None)
+            gradient = torch.zeros_like(each) if gradient is None else gradient
+            if distributed.is_available() and distributed.is_initialized():
+                distributed.all_reduce(gradient)
+                gradient /= distributed.get_world_size()
+            each.grad = gradient
+        self._is_due = True
 
     def step(self, scale: float | Tensor = 1.0) -> None:
         """Move the gates by their gradient without its scale, unless that made it overflow."""
-        gradient = self._log_alpha.grad
-        if gradient is not None:
-            self._log_alpha.grad = gradient / scale
-            self._step_where(gradient.isfinite().all())
-        self._log_alpha.grad, self._is_due = None, False
+        finite = []
+        for each in self._parameters:
+            if each.grad is not None:
+                finite.append(each.grad.isfinite().all())
+                each.grad = each.grad / scale
+        if finite:
+            self._step_where(torch.stack(finite).all())
+        for each in self._parameters:
+            each.grad = None
+        self._is_due = False
 
     def _step_where(self, is_finite: Tensor) -> None:
         """Take a step if this is true, by a kernel that asks for it without a wait for the device.
@@ -177,8 +187,9 @@ class OwnOptimizer:
             del self._adam.found_inf  # type: ignore[attr-defined]
 
     def release(self) -> None:
-        """Let backward leave the gradient where it was."""
-        self._hook.remove()
+        """Let backward leave the gradients where they were."""
+        for hook in self._hooks:
+            hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Adam's."""
@@ -189,20 +200,21 @@ class OwnOptimizer:
         self._adam.load_state_dict(state)
 
 
-def free(log_alpha: nn.Parameter) -> None:
-    """Let backward leave the gradient of these gates where it is, whoever put it aside before."""
-    known = _taken.pop(id(log_alpha), None)
-    found = None if known is None else known()
-    if found is not None and found.is_of(log_alpha):
-        found.release()
+def free(parameters: Iterable[nn.Parameter]) -> None:
+    """Let backward leave the gradients of these where they are, whoever put them aside before."""
+    for each in parameters:
+        known = _taken.pop(id(each), None)
+        found = None if known is None else known()
+        if found is not None and found.is_of(each):
+            found.release()
 
 
-def _asking(owner: ref[OwnOptimizer]) -> Callable[[Tensor], Tensor]:
+def _asking(owner: ref[OwnOptimizer], of: int) -> Callable[[Tensor], Tensor]:
     """A hook that does nothing once its optimizer is gone."""
 
     def hook(gradient: Tensor) -> Tensor:
         found = owner()
-        return gradient if found is None else found.put_aside(gradient)
+        return gradient if found is None else found.put_aside(of, gradient)
 
     return hook
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
-from l0prune.gating.kinds.base import Gate
+from l0prune.gating.kinds.base import AtTemperature, Gate
 from l0prune.plan.cost import cost_of, group_weights
 from l0prune.plan.expected import precision
 from l0prune.plan.globs import per_axis
@@ -89,6 +89,10 @@ class Divergence:
             self._priors[key] = chosen.to(device), at.to(device, precision(device))
         chosen, at = self._priors[key]
         own = log_alpha.to(at.dtype).index_select(0, chosen)
+        if isinstance(gate, AtTemperature):
+            gate = gate.among(chosen)
+            at = at + gate.shift_learned
+            assert isinstance(gate, HasDivergence)
         return gate.divergence(own, at).sum().to(log_alpha.dtype)
 
     def _worked_out(self, gate: Gate, prior: Prior) -> tuple[Tensor, Tensor]:
@@ -118,20 +122,21 @@ class ExpectedSquares:
         self._plan, self._kept = plan, kept
         self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
 
-    def total(self, root: nn.Module, gates: Tensor, p: Tensor, counting: Counting) -> Tensor:
+    def total(self, root: nn.Module, gates: Gates, p: Tensor, counting: Counting) -> Tensor:
         """Σ P(weight is there)·W² over the trainable parameters of ``root``.
 
         Args:
             root: the module that was gated.
-            gates: the gates' own parameter, which is left out.
+            gates: its bank, whose own parameters are left out.
             p: open probabilities, flat.
             counting: whose gates decide: those on all sides (``"joint"``), or those that
                 multiply the weight (``"groups"``).
         """
         padded = torch.cat([p, p.new_ones(1)])
         total = p.new_zeros(())
+        own = {id(parameter) for parameter in gates.parameters()}
         for name, parameter in root.named_parameters():
-            if parameter.requires_grad and parameter is not gates:
+            if parameter.requires_grad and id(parameter) not in own:
                 square = _numbers(parameter).to(p.device, p.dtype).square()
                 total = total + self._chance(name, counting, p.device).sum(square, padded)
         return total
@@ -266,12 +271,12 @@ def penalty(
             total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
             there = p.detach() if l2_detach else p
-            squares = prices.squares.total(root, gates.log_alpha, there, counting)
+            squares = prices.squares.total(root, gates, there, counting)
             total = total + 0.5 * l2 * squares
         if prior is not None:
             if n is None or n < 1:
                 raise UsageError(f"prior needs n, the number of training examples, not {n}")
-            nats = prices.divergence.total(gates.log_alpha, gates.gate, prior)
+            nats = prices.divergence.total(gates.log_alpha, gates.gate_now, prior)
             total = total + nats / n
     return total
 
@@ -286,11 +291,12 @@ def param_groups(
     Raises:
         NotGated: the model carries no gates.
     """
-    gates = gates_of(model).log_alpha
-    weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+    gates = [p for p in gates_of(model).parameters() if p.requires_grad]
+    own = {*map(id, gates_of(model).parameters())}
+    weights = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
     groups: list[dict[str, Any]] = [
         {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
-        {"name": "gates", "params": [gates], "lr": gate_lr, "weight_decay": 0.0},
+        {"name": "gates", "params": gates, "lr": gate_lr, "weight_decay": 0.0},
     ]
     return [group for group in groups if any(p.requires_grad for p in group["params"])]
 

@@ -165,7 +165,7 @@ class Pruner:
         self._work = 0.0  # of so many steps of the whole model
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
-        free(self.gates.log_alpha)
+        free(self.gates.parameters())
         self._followers = Followers(self.gates)
         self._pending = self._unprepared = 0  # calls of before_step, of after_step without one
         if self._drives_itself:
@@ -262,7 +262,12 @@ class Pruner:
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters that learn, without those of the gates: what is to be clipped."""
-        return [p for p in self._learning if p is not self.gates.log_alpha]
+        own = {*map(id, self.gates.parameters())}
+        return [p for p in self._learning if id(p) not in own]
+
+    @property
+    def _of_gates(self) -> list[nn.Parameter]:
+        return [p for p in self.gates.parameters() if p.requires_grad]
 
     @property
     def _learning(self) -> list[nn.Parameter]:
@@ -300,7 +305,7 @@ class Pruner:
             )
         if self._own is None:
             betas = {} if self.budget is None else {"betas": _BETAS}
-            self._own = OwnOptimizer(self.gates.log_alpha, self.gate_lr, **betas)
+            self._own = OwnOptimizer(self._of_gates, self.gate_lr, **betas)
 
     def release_gates(self) -> None:
         """Undo ``take_gates``."""
@@ -410,15 +415,15 @@ class Pruner:
         self._pending += 1
         if self._drives_itself and self._pending == _CALLS:
             self._speak({"after_step": _NO_AFTER})
-        log_alpha = self.gates.log_alpha
         if self._own is not None:
             self._own.hand_over()
         extra = self._terms.penalty(self.step)
         if extra is not None and extra.requires_grad:
             scaled = extra if isinstance(scale, float) and scale == 1 else extra * scale
-            add_gradients(scaled, self._learning if self._terms.decays else [log_alpha])
+            add_gradients(scaled, self._learning if self._terms.decays else self._of_gates)
         if self.phase == "settle":
-            log_alpha.grad = None  # so that no optimizer moves them
+            for parameter in self._of_gates:
+                parameter.grad = None  # so that no optimizer moves them
         elif self.budget is not None:
             self.budget.step(scale)
         self._decision.keep(self.step)

@@ -300,12 +300,12 @@ class Decision:
             self._gates.log_alpha[self._where()] = self._kept
         if step not in self._held:
             return
-        log_alpha, kind, where = self._gates.log_alpha, self._gates.gate, self._where()
+        log_alpha, where = self._gates.log_alpha, self._where()
         p = self._gates.open_probability()
         stays = p[where] >= 0.5 if step else self._gates.open()[where]
         if self._budget and step and step == self._held.start:
             stays = likeliest(p, where, self._budget)
-        open_, closed = kind.initial(1 - CLOSED), kind.initial(CLOSED)
+        open_, closed = (self._gates.initial(p)[where] for p in (1 - CLOSED, CLOSED))
         log_alpha[where] = torch.where(stays, open_, closed).to(log_alpha.dtype)
 
     def _where(self) -> Tensor:

@@ -232,8 +232,8 @@ class Stepper:
         self._settings, self._pruner, self.phases = settings, pruner, phases
         self._world = world
         self.teacher = teacher
-        gates = None if pruner is None else pruner.gates.log_alpha
-        self._weights = [p for p in model.parameters() if p.requires_grad and p is not gates]
+        gates = set() if pruner is None else {*map(id, pruner.gates.parameters())}
+        self._weights = [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
         self.loss_module = task.loss_module
         of_loss = () if self.loss_module is None else self.loss_module.parameters()
         self._of_loss = [p for p in of_loss if p.requires_grad]

@@ -21,6 +21,7 @@ from l0prune.capture.copying import holds_ddp
 from l0prune.errors import Interrupted, NotGated, UsageError
 from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import gates_of
+from l0prune.gating.bank import Gates
 from l0prune.gating.gated_class import original_class
 from l0prune.running.device import device_of
 from l0prune.running.processes import World, full_tensor, is_sharded
@@ -241,13 +242,14 @@ def whole_everywhere(model: nn.Module) -> list[nn.Parameter]:
     They are the gates, of which each process has its own sample, and single numbers, which
     cannot be sharded.
     """
-    gates = _log_alpha(model)
-    return [p for p in model.parameters() if p is gates or not (p.dim() or is_sharded(p))]
+    gates = _gates(model)
+    own = set() if gates is None else {*map(id, gates.parameters())}
+    return [p for p in model.parameters() if id(p) in own or not (p.dim() or is_sharded(p))]
 
 
-def _log_alpha(model: nn.Module) -> nn.Parameter | None:
+def _gates(model: nn.Module) -> Gates | None:
     try:
-        return gates_of(model).log_alpha
+        return gates_of(model)
     except NotGated:
         return None
 
@@ -288,5 +290,5 @@ def _owners(model: nn.Module) -> Counter[int]:
 def _hand_back(shards: nn.Module, model: nn.Module) -> None:
     for (_, own), (_, trained) in zip(named_tensors(model), named_tensors(shards), strict=True):
         own.copy_(full_tensor(trained))
-    if _log_alpha(model) is not None:
-        gates_of(model).gate = gates_of(shards).gate
+    if (gates := _gates(model)) is not None:
+        gates.gate = gates_of(shards).gate

@@ -134,7 +134,7 @@ def test_of_complex_weights_penalty_and_scores_count_both_parts():
     squares = {n: p.detach().abs().double().square() for n, p in model.named_parameters()}
     del squares["l0prune_gates.log_alpha"]
     always = torch.ones(plan.size, dtype=torch.float64)
-    found = ExpectedSquares(plan).total(model, bank.log_alpha, always, "joint")
+    found = ExpectedSquares(plan).total(model, bank, always, "joint")
     assert found.item() == pytest.approx(sum(map(float, (s.sum() for s in squares.values()))))
     scores = l0prune.score(model, "group-magnitude", normalise="none")
     expected = squares["mix"].sum(0) + squares["shift"] + squares["c.weight"].sum(0)

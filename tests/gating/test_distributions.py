@@ -146,8 +146,8 @@ def test_it_is_a_distribution_like_others():
 )
 def test_parameters_out_of_range_are_refused(settings, word):
     with pytest.raises(ValueError, match=word):
-        HardConcrete(0.0, **settings)
-    q = HardConcrete(torch.zeros(1))
+        HardConcrete(0.0, **settings, validate_args=True)
+    q = HardConcrete(torch.zeros(1), validate_args=True)
     for method, value in ((q.log_prob, 1.5), (q.cdf, -0.1), (q.icdf, 2.0)):
         with pytest.raises(ValueError):
             method(torch.tensor(value))

@@ -123,9 +123,9 @@ def test_a_gradient_that_overflowed_moves_no_gate_and_is_not_remembered(fused, m
 
     def after(*gradients):
         gates = nn.Parameter(torch.tensor([1.0, 2.0]))
-        own = OwnOptimizer(gates, lr=0.1)
+        own = OwnOptimizer([gates], lr=0.1)
         for gradient in gradients:
-            own.put_aside(torch.tensor(gradient))
+            own.put_aside(id(gates), torch.tensor(gradient))
             own.hand_over()
             own.step(scale=torch.tensor(8.0))
         return gates.detach()

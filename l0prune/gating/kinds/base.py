@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -61,6 +61,38 @@ class Gate(Protocol):
         A likely gate must be open in eval mode and an unlikely one closed: ``estimate`` is above
         0 at ``initial(1 - 1e-4)`` and exactly 0 at ``initial(1e-4)``.
         """
+        ...
+
+
+@runtime_checkable
+class LearnsTemperature(Protocol):
+    """A gate whose temperature may learn, too: a parameter of its own beside ``log_alpha``."""
+
+    def temperature_start(self, sizes: Sequence[int]) -> Tensor | None:
+        """Where the parameter begins, by the sizes of the axes; None where nothing but log α
+        learns."""
+        ...
+
+    def temperature_index(self, sizes: Sequence[int]) -> Tensor:
+        """For each gate the entry of the parameter that it has; int64, shape ``(gates,)``."""
+        ...
+
+    def at_temperature(self, parameter: Tensor, index: Tensor) -> AtTemperature:
+        """The gate at what the parameter has learned, differentiable in it."""
+        ...
+
+
+@runtime_checkable
+class AtTemperature(Gate, Protocol):
+    """A gate at a temperature that it has learned. ``initial`` is that of the start."""
+
+    @property
+    def shift_learned(self) -> Tensor:
+        """What is added to ``initial`` for the same P(z ≠ 0) now; shape ``(gates,)``."""
+        ...
+
+    def among(self, chosen: Tensor) -> AtTemperature:
+        """The gate for some of the slots."""
         ...
 
 
@@ -136,7 +168,7 @@ def logit(open_probability: float) -> float:
 def hard_sigmoid(
     log_alpha: Tensor,
     logistic: Tensor | None,
-    rate: float,
+    rate: float | Tensor,
     gamma: float = 0.0,
     zeta: float = 1.0,
 ) -> Tensor:
@@ -145,20 +177,17 @@ def hard_sigmoid(
     Its backward pass may run any number of times over, but cannot be differentiated; within
     transforms of torch.func (``vmap``, ``grad``) it is made of torch's own operations, and can.
 
-    Shape: log_alpha, logistic and result ``(gates,)``.
+    Shape: log_alpha, logistic, result and a rate that is a tensor ``(gates,)``.
     """
     if functorch_is_active():
         logits = log_alpha if logistic is None else log_alpha + logistic
         return torch.rsub((logits * rate).sigmoid(), gamma, alpha=gamma - zeta).clamp(0, 1)
-    if not (log_alpha.requires_grad and torch.is_grad_enabled()):
-        return _stretched(_sigmoid(log_alpha, logistic, rate), gamma, zeta)
+    learns = log_alpha.requires_grad or (isinstance(rate, Tensor) and rate.requires_grad)
+    if not (learns and torch.is_grad_enabled()):
+        logits = log_alpha if logistic is None else log_alpha + logistic
+        return _stretched((logits * rate).sigmoid_(), gamma, zeta)
     z: Tensor = _HardSigmoid.apply(log_alpha, logistic, rate, gamma, zeta)
     return z
-
-
-def _sigmoid(log_alpha: Tensor, logistic: Tensor | None, rate: float) -> Tensor:
-    logits = log_alpha if logistic is None else log_alpha + logistic
-    return (logits * rate).sigmoid_()
 
 
 def _stretched(s: Tensor, gamma: float, zeta: float) -> Tensor:
@@ -175,9 +204,16 @@ class _HardSigmoid(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_alpha: Tensor, logistic: Tensor | None, rate: float, gamma: float, zeta: float
+        ctx: Any,
+        log_alpha: Tensor,
+        logistic: Tensor | None,
+        rate: float | Tensor,
+        gamma: float,
+        zeta: float,
     ) -> Tensor:
-        ctx.s = _sigmoid(log_alpha, logistic, rate)
+        logits = log_alpha if logistic is None else log_alpha + logistic
+        ctx.logits = logits if isinstance(rate, Tensor) else None
+        ctx.s = (logits * rate).sigmoid_()
         ctx.rate, ctx.gamma, ctx.zeta = rate, gamma, zeta
         return _stretched(ctx.s, gamma, zeta)
 
@@ -189,4 +225,5 @@ class _HardSigmoid(Function):
         lower, upper = -ctx.gamma / stretch, (1 - ctx.gamma) / stretch
         inside = torch.ops.aten.hardtanh_backward(grad, ctx.s, lower, upper)
         slope = torch.ops.aten.sigmoid_backward(inside, ctx.s)
-        return slope * (ctx.rate * stretch), None, None, None, None
+        of_rate = None if ctx.logits is None else slope * ctx.logits * stretch
+        return slope * (ctx.rate * stretch), None, of_rate, None, None

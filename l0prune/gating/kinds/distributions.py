@@ -14,8 +14,8 @@ from torch.distributions.kl import register_kl
 from torch.distributions.utils import broadcast_all
 from torch.nn.functional import logsigmoid
 
+from l0prune.gating.kinds.hard_concrete import START, divergence, reaches
 from l0prune.gating.kinds.hard_concrete import HardConcrete as Gate
-from l0prune.gating.kinds.hard_concrete import divergence, reaches
 
 # Gauss-Legendre, over the logits between which z is neither 0 nor 1: 1e-12 for β up to 4 and a
 # stretch as narrow as a millionth.
@@ -53,7 +53,7 @@ class HardConcrete(Distribution):
     def __init__(
         self,
         log_alpha: Tensor | float,
-        beta: Tensor | float = _DEFAULT.beta,
+        beta: Tensor | float = START,
         gamma: Tensor | float = _DEFAULT.gamma,
         zeta: Tensor | float = _DEFAULT.zeta,
         validate_args: bool | None = None,
