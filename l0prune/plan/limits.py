@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import floor
+from math import ceil, floor
 
 import torch
 from torch import Tensor
@@ -278,6 +278,51 @@ def _set_within_reach(plan: Plan, of_axes: Sequence[Bound], wanted: Sequence[Lim
         each = [f"{listed(names, most=3)}: {why}" for why, names in texts.items()]
         more = f"; and {len(each) - 3} more reasons" if len(each) > 3 else ""
         warn(f"not every width can be as asked: {'; '.join(each[:3])}{more}")
+
+
+_LITTLE = 0.05  # of an axis' slots, or one: where half of the axes keep no more, little is left
+_WIDE = 8  # axes of fewer slots do not tell
+_HALVINGS = 12
+
+
+def warn_of_little(plan: Plan, wanted: Sequence[Bound]) -> None:
+    """Warn of bounds that leave almost nothing where slots of all axes are closed alike."""
+    for bound in wanted:
+        counted = bound.gates()
+        axes = [axis for axis in plan.axes if axis.size >= _WIDE and counted[axis.start]]
+        if bound.share > 2 * _LITTLE or bound.measure.each_axis or not axes:
+            continue
+        open_ = _alike(plan, bound)
+        kept = {axis.name: (int(open_[axis.slice].sum()), axis.size) for axis in axes}
+        little = [
+            f"{k} of {n} in {axis}" for axis, (k, n) in kept.items() if k <= max(1, _LITTLE * n)
+        ]
+        if 2 * len(little) < len(axes):
+            continue
+        tenth = bound.actual_share(_part(plan, bound, 0.1))
+        warn(
+            f"the budget {bound.limit} leaves almost nothing: with an equal share of each axis "
+            f"{listed(little, most=3)}. A tenth of the slots of each would be "
+            f"{replace(bound.limit, amount=float(f'{tenth:.2g}'), suffix='')}"
+        )
+
+
+def _alike(plan: Plan, bound: Bound) -> Tensor:
+    """Return the open gates of the largest part of each axis that meets a bound, or one slot."""
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fits = bound.actual(_part(plan, bound, middle)) <= bound.most
+        low, high = (middle, high) if fits else (low, middle)
+    return _part(plan, bound, low)
+
+
+def _part(plan: Plan, bound: Bound, part: float) -> Tensor:
+    open_, counted = torch.ones(plan.size, dtype=torch.bool), bound.gates()
+    for axis in plan.axes:
+        if counted[axis.start]:
+            open_[axis.start + max(1, ceil(part * axis.size)) : axis.start + axis.size] = False
+    return open_
 
 
 def _by_axis(limit: Limit, measure: Measure) -> Iterator[Limit]:

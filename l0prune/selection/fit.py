@@ -25,7 +25,7 @@ from l0prune.errors import UsageError, warn
 from l0prune.gating.attaching import gates_of, holder
 from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
-from l0prune.plan.limits import Bound, LimitsLike, bounds, limits
+from l0prune.plan.limits import Bound, LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Measure, Source
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
@@ -118,6 +118,7 @@ def fit(
         with stage("choosing how many branches go"):
             open_, movable = _without_branches(model, oneshot, Task.of(data, loss), widths, blocks)
     in_blocks = blocks(movable)
+    warn_of_little(gates.plan, wanted)
     if by_magnitude:
         warn(
             "the gates that this budget moves have not learned, so slots are ranked by the score "
@@ -157,6 +158,7 @@ def check_request(
     asked = kinds or (_scored(gates.plan) if scored else ())
     movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
     blocks_for(gates.plan, wanted, round_to, latency, movable)
+    warn_of_little(gates.plan, wanted)
 
 
 def _wanted(

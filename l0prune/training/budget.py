@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
-from l0prune.plan.limits import LimitsLike, bounds, limits
+from l0prune.plan.limits import LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Source
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
@@ -214,6 +214,7 @@ class Budget:
         plan = self._gates.plan
         self.bounds = bounds(plan, self.limits, () if latency is None else (latency,))
         self.blocks = blocks_for(plan, self.bounds, round_to, latency)
+        warn_of_little(plan, self.bounds)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
         open_ = self._gates.open().cpu()
         now = torch.tensor([*self.shares(open_).values()])

@@ -201,6 +201,19 @@ def test_what_makes_no_sense_is_refused(arguments, why):
         fit(gated(), **arguments)
 
 
+def test_a_budget_that_leaves_almost_nothing_is_said():
+    """With k units in each layer 20k + k² + 5k of 12,500 MACs: 2 for 62 of them, 10 for 0.028."""
+    layers = nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 5)
+    model = l0prune.gate(nn.Sequential(*layers), torch.zeros(2, 20), include=["0", "2"])
+    scores = torch.rand(200)
+    said = "macs=0.005 leaves.* 2 of 100 in 0, 2 of 100 in 2. A tenth .* would be macs=0.028$"
+    with pytest.warns(L0pruneWarning, match=said):
+        fit(model, "macs=0.005", scores)
+    with pytest.warns(L0pruneWarning, match=said):
+        l0prune.Budget(model, "macs=0.005", steps=10)
+    fit(model, "macs=0.05", scores)  # without a warning
+
+
 @pytest.mark.parametrize("budgets", [("params=37", "params=23"), ("width=5", "width=3")])
 def test_gates_that_have_not_learned_are_ranked_by_magnitude(budgets):
     """Also once a first cut has closed some: those left differ by chance alone."""
