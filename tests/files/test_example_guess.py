@@ -72,6 +72,18 @@ class Pair(nn.Module):
         return self.left(left) + self.right(right)
 
 
+class Signs(nn.Module):
+    """Its outputs are of several dtypes, one of them no number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y > 0, y.argmax(1), y / y.sign().clamp(0), torch.complex(y, y), y.mean()
+
+
 class Several(nn.Module):
     def __init__(self):
         super().__init__()
@@ -104,6 +116,7 @@ FIRST = "its first layer, 0"
         (Recurrent, "2x16x5", "its first layer, layer"),
         (Tokens, "2x16:int64", "its first layer, words"),
         (Pair, "left=2x4,right=2x6", "its first 2 layers"),
+        (Signs, "2x4", "its first layer, layer"),
         (Several, "2x1x224x224,2x1x224x224", "its first layer, layer"),
         (lambda: nn.Linear(4, 3).double(), "2x4:float64", "its first layer"),
         (lambda: WAVES, "2x4x64", FIRST),
