@@ -25,7 +25,7 @@ from l0prune.errors import UsageError, first_line
 from l0prune.files.model_sources import parse_input
 
 _BATCH, _LENGTH = 2, 16  # examples; tokens, or steps of a sequence
-_SIDES = (224, 256, 32, 28, 64, 128, 96, 299, 384, 512, 160, 192, 48, 16, 8)
+_SIDES = (224, 256, 32, 28, 64, 128, 96, 299, 384, 512, 160, 192, 48, 16, 8, *range(4, 65))
 # Sizes beside the channels, in the order in which they are tried.
 _USUAL: dict[int, tuple[tuple[int, ...], ...]] = {
     1: tuple((length,) for length in (1024, 16000, 3000, 256, 128, 64, 32)),

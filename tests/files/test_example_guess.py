@@ -121,6 +121,7 @@ FIRST = "its first layer, 0"
         (lambda: nn.Linear(4, 3).double(), "2x4:float64", "its first layer"),
         (lambda: WAVES, "2x4x64", FIRST),
         (lambda: images(1, 8), "2x1x8x8", FIRST),
+        (lambda: images(1, 50), "2x1x50x50", FIRST),
         (lambda: images(1, 20, pretrained_cfg=SMALL), "2x1x20x20", "its pretrained_cfg (timm)"),
         (lambda: images(3, 28, pretrained_cfg=SMALL), "2x3x28x28", FIRST),
         (
