@@ -2,10 +2,13 @@
 
     python -m benchmarks.bare
     python -m benchmarks.bare --only resnet18 test_vit
+    python -m benchmarks.bare --guesses torchvision timm transformers small
 
 Each network lies in a folder of its own, with a folder of images beside it and nothing else: as a
 pickled module (of timm with ``--trust-pickle``, the one option that is given), or by its name.
 Weights are random, and the images noise: what counts is whether the commands find all they need.
+``--guesses`` takes the networks of ``benchmarks.coverage``, and guesses no more than an input on
+which each one runs.
 The error is that of the ONNX file beside the tuned model on fresh inputs, over the outputs' scale.
 """
 
@@ -26,6 +29,9 @@ import torch
 from PIL import Image
 
 import l0prune
+from benchmarks import zoo
+from l0prune.errors import UsageError
+from l0prune.files.example_guess import guess_example
 
 # By file or by name.
 NETWORKS = {
@@ -107,11 +113,30 @@ def rows(only: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
                     yield f"{package} `{name}`, by {how}", run(package, name, how, Path(folder))
 
 
+def guesses(zoo_name: str) -> str:
+    """Return a row: of how many networks an example input is guessed, and of which not."""
+    names, failed = zoo.names(zoo_name), []
+    for name in names:
+        model, *_ = zoo.build(zoo_name, name)
+        try:
+            guess_example(model)
+        except UsageError:
+            failed.append(f"`{name}`")
+    return f"| {zoo_name} | {len(names) - len(failed)} of {len(names)} | {', '.join(failed)} |"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=(), help="networks by name")
-    only = parser.parse_args(arguments).only
+    parser.add_argument("--guesses", nargs="+", choices=zoo.ZOOS, help="guess inputs alone")
+    given = parser.parse_args(arguments)
+    if given.guesses:
+        print("| networks | input guessed | not of |\n|---|---|---|")
+        for name in given.guesses:
+            print(guesses(name), flush=True)
+        return
+    only = given.only
     print("| network | example input | from | data | error of the ONNX file | three commands |")
     print("|---|---|---|---|---|---|")
     worked = total = 0
