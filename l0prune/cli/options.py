@@ -150,6 +150,7 @@ def example_inputs(
         UsageError: no input that the model runs on could be guessed.
     """
     from l0prune.files.model_sources import parse_input  # loads torch, as do the next ones
+    from l0prune.files.onnx_network import OnnxNetwork
 
     text = chosen(text, "input")
     if text is None and data is not None:
@@ -158,6 +159,13 @@ def example_inputs(
         from l0prune.running.task import Task
 
         return None, as_arguments(example_inputs(Task.of(data), 2))
+    if text is None and isinstance(model, OnnxNetwork):
+        own = model.example_input_array
+        text = ",".join(
+            "x".join(map(str, x.shape)) + f":{x.dtype}".replace("torch.", "") for x in own
+        )
+        say(f"the example input is {text}, from the file; to give another one: --input {text}")
+        return text, (own, {})
     if text is None:
         from l0prune.files.example_guess import guess_example
 

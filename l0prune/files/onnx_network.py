@@ -241,6 +241,8 @@ class _Conversion:
             return
         module, takes = self._from_library(node)
         path = self._place(self._home(node), module)
+        if node.op_type == "Resize" and len(takes) > 2:
+            takes = (takes[0], "", *takes[2:])  # a region, which onnx2pytorch does not know
         while takes and not takes[-1]:
             takes = takes[:-1]
         is_sized = node.op_type in _OF_LISTS
@@ -275,10 +277,11 @@ class _Conversion:
             path, _, leaf = name.rpartition(".")
             if path and leaf in ("weight", "bias"):
                 return path
-        scope = [part for part in node.name.split("/") if part]
+        name, *_ = node.name.split(";")  # TensorFlow names what was fused by all of it
+        scope = [part for part in name.split("/") if part]
         if len(scope) > 1:
             return ".".join(scope[:-1])
-        return node.name or f"{node.op_type}_{node.output[0]}"
+        return name or f"{node.op_type}_{node.output[0]}"
 
     def _place(self, path: str, module: nn.Module) -> str:
         """Put the module at the path, or at one of nearly that name; return it."""
@@ -287,7 +290,8 @@ class _Conversion:
         number, name = 1, last
         while hasattr(at, name):
             held = at._modules.get(name)
-            if type(held) is nn.Module:  # a container of what the names begin with
+            # a container of what the names begin with
+            if type(held) is nn.Module and not any(hasattr(module, n) for n in held._modules):
                 for child, inner in list(held.named_children()):
                     module.add_module(child, inner)
                 break

@@ -15,7 +15,7 @@ def test_an_ONNX_file_is_gated_fitted_and_exported_by_bare_commands(command, tmp
     path = written(tmp_path / "model.onnx", nodes, {"w": draws(4, 16), "v": draws(16, 3)})
     code, _, err = command("gate", "model.onnx")
     assert code == 0, err
-    assert "the example input is 2x4, from its example_input_array" in err
+    assert "the example input is 2x4:float32, from the file" in err
     code, _, err = command("fit", "--score", "magnitude", "--budget", "params=0.5")
     assert code == 0, err
     code, out, err = command("export", "--no-time", "--no-report", "--json")

@@ -83,7 +83,7 @@ def test_weights_keep_their_names_and_the_batch_becomes_free(net, exported):
 def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     model = load_model(str(exported))
-    l0prune.gate(model, *model.example_input_array)
+    l0prune.gate(model, model.example_input_array)
     with torch.no_grad():
         gates = l0prune.gates(model)
         gates.log_alpha.fill_(5)
@@ -106,7 +106,7 @@ def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
 
 def test_with_all_gates_open_the_file_that_goes_out_is_the_one_that_came_in(exported, tmp_path):
     model = load_model(str(exported))
-    l0prune.gate(model, *model.example_input_array, open_probability=0.999)
+    l0prune.gate(model, model.example_input_array, open_probability=0.999)
     (file,) = l0prune.export(model, verify="float32").save_onnx(tmp_path / "whole.onnx")
     x = torch.randn(1, 3, 4, 4)
     assert torch.allclose(*_run(file, x), *_run(exported, x), atol=1e-5)
@@ -114,7 +114,7 @@ def test_with_all_gates_open_the_file_that_goes_out_is_the_one_that_came_in(expo
 
 def test_the_file_that_came_in_is_not_written_over(exported):
     model = load_model(str(exported))
-    l0prune.gate(model, *model.example_input_array)
+    l0prune.gate(model, model.example_input_array)
     with pytest.raises(UsageError, match="is the file that this network was made from"):
         l0prune.export(model, verify="float32").save_onnx(exported)
 
@@ -125,7 +125,7 @@ def test_a_gated_model_asks_before_it_reads_another_file(tmp_path, monkeypatch):
     weights = {"w": draws(4, 6), "v": draws(6, 2)}
     path = written(tmp_path / "net.onnx", nodes, weights)
     model = load_model(path)
-    l0prune.gate(model, *model.example_input_array)
+    l0prune.gate(model, model.example_input_array)
     l0prune.save(model, tmp_path / "net.gated.pt")
     written(Path(path), nodes, weights | {"v": draws(6, 2, seed=1)})
     with pytest.raises(FileError, match="you have not named this on this machine, or it has chang"):

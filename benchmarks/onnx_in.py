@@ -1,0 +1,133 @@
+"""ONNX files in, smaller ONNX files out: exports of torchvision, and files that lie in wheels.
+
+    python -m benchmarks.onnx_in
+    python -m benchmarks.onnx_in --exporter torchscript --only resnet18 vit_b_16
+
+Ten networks of torchvision with random weights, as one of torch's exporters writes them: the
+present one with a free batch, the former one (``torchscript``) as it does by default, for a batch
+of one. Then files of other exporters, from packages that are installed:
+
+    pip install --no-deps rapidocr-onnxruntime silero-vad basic-pitch magika nudenet
+
+Each is read with ``l0prune.load_model``, gated, cut by the size of its weights to a share of its
+MACs, and written again. The errors are relative to the outputs' scale: of the network beside the
+file that came in (``in``), of the smaller network beside the gated one in float64 (``cut``), of the
+file that goes out beside the gated network (``out``). A file that is refused says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+import torch
+from torch import nn
+
+import l0prune
+from benchmarks import zoo
+from l0prune.capture.threads import muted
+from l0prune.errors import L0pruneError
+
+TORCHVISION = (
+    *("resnet18", "mobilenet_v2", "densenet121", "efficientnet_b0", "shufflenet_v2_x1_0"),
+    *("squeezenet1_1", "regnet_y_400mf", "convnext_tiny", "swin_t", "vit_b_16"),
+)
+WHEELS = {
+    "rapidocr_onnxruntime": (
+        "models/ch_ppocr_mobile_v2.0_cls_infer.onnx",
+        "models/ch_PP-OCRv4_det_infer.onnx",
+        "models/ch_PP-OCRv4_rec_infer.onnx",
+    ),
+    "silero_vad": ("data/silero_vad_16k_sequence.onnx", "data/silero_vad.onnx"),
+    "basic_pitch": ("saved_models/icassp_2022/nmp.onnx",),
+    "magika": ("models/standard_v3_3/model.onnx",),
+    "nudenet": ("320n.onnx",),
+}
+SHARE = 0.7
+
+
+def files(folder: Path, exporter: str, only: list[str]) -> Iterator[Path]:
+    """Yield the files, those of torchvision as they are written."""
+    for name in TORCHVISION:
+        if not only or name in only:
+            yield exported(name, folder / f"{name}.onnx", exporter)
+    for package, paths in WHEELS.items():
+        found = importlib.util.find_spec(package)
+        for place in (found.submodule_search_locations or ()) if found else ():
+            for path in paths:
+                if (Path(place) / path).is_file() and (not only or Path(path).stem in only):
+                    yield Path(place) / path
+
+
+def exported(name: str, path: Path, exporter: str) -> Path:
+    """Write a network of torchvision; what it has of zeros becomes noise."""
+    model, ((x,), _) = zoo.build("torchvision", name)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
+    with muted():
+        if exporter == "dynamo":
+            free = ({0: torch.export.Dim("batch")},)
+            torch.onnx.export(
+                model, (x,), path, dynamo=True, dynamic_shapes=free, external_data=False
+            )
+        else:
+            torch.onnx.export(model, (x[:1],), str(path), dynamo=False)
+    return path
+
+
+def row(path: Path, folder: Path) -> str:
+    """Take one file in and out; return a row of the table."""
+    start = time.perf_counter()
+    content = onnx.load(path, load_external_data=False)
+    maker = f"{content.producer_name or 'unknown'} {content.producer_version[:8]}".strip()
+    about = f"| {path.stem} | {maker} | {len(content.graph.node)} |"
+    try:
+        model = l0prune.load_model(str(path))
+        assert hasattr(model, "origin")
+        batch = "free" if not model.fixed_batch else str(model.fixed_batch)
+        l0prune.gate(model, model.example_input_array, dynamic_shapes=model.free or None)
+        l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
+        dense = l0prune.export(model)
+        dense.save_onnx(folder / "out.onnx")
+    except L0pruneError as error:
+        return f"{about} refused: {' '.join(str(error).split())[:240]} |"
+    kinds = (("dense", "class"), "float64"), ("onnx", "float32")
+    cut, out = (dense.certificate.worst(*kind) for kind in kinds)
+    seconds = time.perf_counter() - start
+    return (
+        f"{about} {batch} | {dense.macs / dense.macs_before:.1%} | "
+        f"{dense.params / dense.params_before:.1%} | {model.origin.error:.0e} | {cut:.0e} | "
+        f"{out:.0e} | {seconds:.0f} s |"
+    )
+
+
+def main() -> None:
+    """Print the table, a row as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--exporter", choices=("dynamo", "torchscript"), default="dynamo")
+    parser.add_argument("--only", nargs="*", default=[])
+    options = parser.parse_args()
+    print("| file | written by | nodes | batch | MACs | params | in | cut | out | time |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    counts: Counter[bool] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        for path in files(Path(name), options.exporter, options.only):
+            found = row(path, Path(name))
+            counts["refused:" in found] += 1
+            print(found, flush=True)
+    print(f"\n{counts[False]} of {counts.total()} cut and certified")
+
+
+if __name__ == "__main__":
+    main()
