@@ -368,7 +368,7 @@ def put_tensors(model: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) ->
     """Put new tensors in the place of old ones, on their devices; parameters stay parameters."""
     put: dict[int, Tensor] = {}
     for old, new in pairs.values():
-        tensor = new if old.is_meta else new.to(old.device)
+        tensor = _laid_out(old, new if old.is_meta else new.to(old.device))
         if isinstance(old, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
         put.setdefault(id(old), tensor)
@@ -376,6 +376,23 @@ def put_tensors(model: nn.Module, pairs: Mapping[str, tuple[Tensor, Tensor]]) ->
         for leaf, old in list(tensors_of(module)):
             if id(old) in put:
                 setattr(module, leaf, put[id(old)])
+
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _laid_out(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new tensor with its channels last in memory where those of the old one are."""
+    memory = _FORMATS.get(old.dim())
+    if memory is None or old.layout != torch.strided:
+        return new
+    plain, last = (
+        torch.empty(old.shape, device="meta", memory_format=each)
+        for each in (torch.contiguous_format, memory)
+    )
+    if plain.stride() == old.stride() or last.stride() != old.stride():
+        return new
+    return torch.empty_like(new, memory_format=memory).copy_(new)
 
 
 Model = TypeVar("Model", bound=nn.Module)

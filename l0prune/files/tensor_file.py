@@ -253,8 +253,8 @@ def storable(tensor: Tensor) -> Tensor:
 def _noted(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
     note: dict[str, Any] = {}
     strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    if not tensor.is_contiguous() and tensor.permute(order).is_contiguous():
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], -tensor.shape[dim]))
+    if order != sorted(order) and tensor.permute(order).is_contiguous():
         note["order"] = order
         tensor = tensor.permute(order)
     if tensor.dtype not in DTYPES:

@@ -58,13 +58,19 @@ def test_dims_in_another_order_stay_in_it():
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-def test_an_export_keeps_the_memory_format(memory):
-    layers = nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3)
-    net = nn.Sequential(*layers).eval().to(memory_format=memory)
+def test_an_export_keeps_the_memory_format(memory, tmp_path):
+    def build():
+        layers = nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Conv2d(12, 6, 1), nn.ReLU(), nn.Conv2d(6, 4, 3)
+        return nn.Sequential(*layers).eval().to(memory_format=memory)
+
+    net = build()
     l0prune.gate(net, torch.randn(2, 8, 7, 7))
     with torch.no_grad():
         l0prune.gates(net).log_alpha[:5] = -20.0
-    weights = [layer.weight for layer in l0prune.export(net).module[::2]]
+    dense = l0prune.export(net)
+    dense.save_pretrained(tmp_path / "small")
+    weights = [layer.weight for layer in dense.module[::2]]
     assert weights[1].shape[1] == 7
-    for weight in weights:
+    again = [layer.weight for layer in l0prune.resize(build(), tmp_path / "small")[::2]]
+    for weight in (*weights, *again):
         assert weight.stride() == moved(weight.detach().contiguous().clone(), memory).stride()
