@@ -1,29 +1,21 @@
-"""Networks made of ONNX graphs: layers of torch.nn with the file's weights, under its names.
-
-A convolution becomes an ``nn.Conv2d``, a product with a matrix of the file an ``nn.Linear``, and
-what else an operator does is in ``onnx_operators`` or converted by onnx2pytorch.
-"""
+"""Networks made of ONNX graphs: the steps of the graph, on layers of torch.nn."""
 
 from __future__ import annotations
 
 import inspect
 import re
-import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from l0prune.errors import FileError, UsageError, first_line
-from l0prune.files.onnx_operators import LARGEST_HOST, OPERATORS, Host, numbers, tensor
+from l0prune.errors import UsageError
+from l0prune.files.onnx_operators import Host, numbers, tensor
 
 if TYPE_CHECKING:
-    import onnx
+    pass
 
 
 @dataclass(frozen=True)
@@ -83,14 +75,13 @@ class OnnxNetwork(nn.Module):
     example_input_array: tuple[Tensor, ...] = ()
     fixed_batch: int = 0
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
         super().__init__()
-        self._inputs, self._outputs = graph.inputs, graph.outputs
+        self._inputs, self._outputs = inputs, outputs
         self.free: dict[str, dict[int, str]] = {}
         self._steps: list[Step] = []
         self._hosts: dict[str, Host] = {}
         self._places: dict[str, tuple[str, str]] = {}
-        _Conversion(self, graph).run()
 
     def computed(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output for these inputs."""
@@ -142,393 +133,20 @@ def _plain(value: Any, like: Tensor | None, as_list: bool) -> Any:
     return numbers(value)[0] if value.size == 1 else tensor(value, like)
 
 
-@dataclass(frozen=True)
-class Graph:
-    """What a conversion reads of a file.
-
-    Attributes:
-        model: its content, without functions of its own.
-        weights: its arrays, by name.
-        inputs, outputs: the names of those that are given and returned.
-        ranks: how many dims values have, by name, where that is known.
-        opset: of the operators.
-    """
-
-    model: onnx.ModelProto
-    weights: dict[str, np.ndarray[Any, Any]]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    ranks: dict[str, int]
-    opset: int
-
-
-def network_of(graph: Graph) -> OnnxNetwork:
-    """Return a network whose forward has the inputs of the graph for its parameters.
-
-    Raises:
-        FileError: an operator cannot be converted.
-    """
+def class_of(inputs: Sequence[str]) -> type[OnnxNetwork]:
+    """Return a class whose forward has these inputs for its parameters."""
 
     def forward(self: OnnxNetwork, *args: Any, **kwargs: Any) -> Any:
         return self.computed(*args, **kwargs)
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = ["self", *map(identifier, graph.inputs)]
+    names = ["self", *map(identifier, inputs)]
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    made: OnnxNetwork = type("OnnxNetwork", (OnnxNetwork,), {"forward": forward})(graph)
-    return made
+    return type("OnnxNetwork", (OnnxNetwork,), {"forward": forward})
 
 
 def identifier(name: str) -> str:
     """Return the name as one that Python allows for a parameter."""
     plain = re.sub(r"\W", "_", name, flags=re.ASCII)
     return plain if plain.isidentifier() and plain not in ("self", "None") else f"input_{plain}"
-
-
-_OF_LISTS = ("Resize", "Upsample", "Pad")
-_OF_FUNCTIONS = (*_OF_LISTS, "OneHot", "TopK", "CumSum", "Clip", "Range")
-
-
-@dataclass
-class _Conversion:
-    """Makes the steps of a network, node by node."""
-
-    network: OnnxNetwork
-    graph: Graph
-    layers: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    parameters: dict[tuple[str, bool], nn.Parameter] = field(default_factory=dict)
-
-    def run(self) -> None:
-        """Convert all nodes, then keep what they read of the file's arrays.
-
-        Raises:
-            FileError: an operator cannot be converted.
-        """
-        nodes = list(self.graph.model.graph.node)
-        self.readers = Counter(name for node in nodes for name in node.input)
-        self.readers.update(self.graph.outputs)
-        self.by_input = {name: node for node in nodes for name in node.input if name}
-        self.done: set[int] = set()
-        for node in nodes:
-            if id(node) not in self.done and node.op_type != "Constant":
-                self._convert(node)
-        read = {name for step in self.network._steps for name in step.inputs}
-        for name in (*self.graph.weights, *self.graph.outputs):
-            if name in self.graph.weights and (name in read or name in self.graph.outputs):
-                self._keep(name)
-
-    def _convert(self, node: onnx.NodeProto) -> None:
-        given = attributes(node)
-        label = f"{node.op_type} ({node.name or node.output[0]})"
-        layer = _LAYERS.get(node.op_type)
-        try:
-            if layer is None or not layer(self, node, given):
-                self._as_function(node, given)
-        except (NotImplementedError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FileError(
-                f"the operator {label} cannot be converted: {first_line(error)}. {_WAY_ON}"
-            ) from error
-
-    def _as_function(self, node: onnx.NodeProto, given: dict[str, Any]) -> None:
-        label = f"{node.op_type} ({node.name or node.output[0]})"
-        inputs, outputs = tuple(node.input), tuple(node.output)
-        if node.op_type in OPERATORS:
-            if node.op_type == "Split":
-                given["outputs"] = len(outputs)
-            operation = partial(OPERATORS[node.op_type], given)
-            self.network._steps.append(Step(operation, inputs, outputs, label))
-            return
-        module, takes = self._from_library(node)
-        path = self._place(self._home(node), module)
-        if node.op_type == "Resize" and len(takes) > 2:
-            takes = (takes[0], "", *takes[2:])  # a region, which onnx2pytorch does not know
-        while takes and not takes[-1]:
-            takes = takes[:-1]
-        is_sized = node.op_type in _OF_LISTS
-        self.network._steps.append(Step(path, takes, outputs, label, is_sized))
-
-    def _from_library(self, node: onnx.NodeProto) -> tuple[nn.Module, tuple[str, ...]]:
-        """The operator as onnx2pytorch has it, and what it takes at each call."""
-        import onnx
-        from onnx2pytorch.constants import STANDARD_LAYERS
-        from onnx2pytorch.convert.operations import convert_operations
-        from torch.nn.modules.pooling import _MaxPoolNd
-
-        arrays = {name: self.graph.weights[name] for name in node.input if self._is_array(name)}
-        made = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
-        alone = onnx.helper.make_graph([node], "node", [], [], initializer=made)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ((_, _, module),) = convert_operations(alone, self.graph.opset, enable_pruning=False)
-        for each in module.modules():
-            if isinstance(each, _MaxPoolNd) and len(node.output) == 1:
-                each.return_indices = False
-        inside = any(isinstance(each, STANDARD_LAYERS) for each in module.modules())
-        takes = (n for n in node.input if not (inside and (n in arrays or not n)))
-        return module, tuple(takes)
-
-    def _is_array(self, name: str) -> bool:
-        return name in self.graph.weights
-
-    def _home(self, node: onnx.NodeProto, weights: Sequence[str] = ()) -> str:
-        """Path for the module of a node, by the names of its weights or of itself."""
-        for name in weights or [name for name in node.input if self._is_array(name)]:
-            path, _, leaf = name.rpartition(".")
-            if path and leaf in ("weight", "bias"):
-                return path
-        name, *_ = node.name.split(";")  # TensorFlow names what was fused by all of it
-        scope = [part for part in name.split("/") if part]
-        if len(scope) > 1:
-            return ".".join(scope[:-1])
-        return name or f"{node.op_type}_{node.output[0]}"
-
-    def _place(self, path: str, module: nn.Module) -> str:
-        """Put the module at the path, or at one of nearly that name; return it."""
-        *above, last = [part for part in path.split(".") if part] or ["layer"]
-        at, taken = self._container(above)
-        number, name = 1, last
-        while hasattr(at, name):
-            held = at._modules.get(name)
-            # a container of what the names begin with
-            if type(held) is nn.Module and not any(hasattr(module, n) for n in held._modules):
-                for child, inner in list(held.named_children()):
-                    module.add_module(child, inner)
-                break
-            number += 1
-            name = f"{last}_{number}"
-        at.add_module(name, module)
-        return ".".join((*taken, name))
-
-    def _keep(self, name: str) -> None:
-        """Keep an array that the steps read: sizes as they are, weights as parameters."""
-        array = self.graph.weights[name]
-        readers = {
-            node.op_type for node in self.graph.model.graph.node if name in list(node.input)[1:]
-        }
-        is_short = array.size <= LARGEST_HOST and array.ndim <= 1
-        if array.size == 1 or (is_short and array.dtype.kind in "iub"):
-            self.network._hosts[name] = array
-            return
-        if is_short and readers and readers <= set(_OF_FUNCTIONS):
-            self.network._hosts[name] = array
-            return
-        *above, leaf = name.split(".")
-        holder, taken = self._container([part for part in above if part])
-        leaf = _free_name(holder, leaf, None)
-        value = torch.from_numpy(np.array(array))
-        is_weight = value.is_floating_point() and bool(value.isfinite().all())
-        if is_weight and name in self.graph_initializers:
-            holder.register_parameter(leaf, self.parameter(name))
-        else:
-            holder.register_buffer(leaf, value)
-        self.network._places[name] = (".".join(taken), leaf)
-
-    @property
-    def graph_initializers(self) -> set[str]:
-        """Names of the arrays that are initializers, and not constants of nodes."""
-        return {each.name for each in self.graph.model.graph.initializer}
-
-    def _container(self, parts: Sequence[str]) -> tuple[nn.Module, list[str]]:
-        """The module at a path, made where there is none, and the parts of its real path."""
-        at: nn.Module = self.network
-        taken = []
-        for name in parts:
-            part = _free_name(at, name, nn.Module)
-            if part not in at._modules:
-                at.add_module(part, nn.Module())
-            at = at.get_submodule(part)
-            taken.append(part)
-        return at, taken
-
-    def parameter(self, name: str, *, turned: bool = False) -> nn.Parameter:
-        """The array as a parameter, the same one each time; ``turned``: transposed.
-
-        Of a vector it is a new one each time: exporters store equal ones, such as biases of zero,
-        under one name.
-        """
-        array = self.graph.weights[name]
-        made = nn.Parameter(torch.from_numpy(np.array(array.T if turned else array)))
-        return made if array.ndim < 2 else self.parameters.setdefault((name, turned), made)
-
-    def add_layer(
-        self, node: onnx.NodeProto, made: nn.Module, arrays: Sequence[str], read: Sequence[str]
-    ) -> None:
-        """Append a step that calls the layer with what it reads beside its arrays."""
-        key = (node.op_type, *node.input[1:], *(a.SerializeToString() for a in node.attribute))
-        if key not in self.layers:
-            self.layers[key] = self._place(self._home(node, arrays), made)
-        label = f"{node.op_type} ({node.name or node.output[0]})"
-        step = Step(self.layers[key], tuple(read), tuple(node.output)[:1], label)
-        self.network._steps.append(step)
-
-    def bias_after(self, node: onnx.NodeProto, size: int) -> tuple[str, onnx.NodeProto] | None:
-        """Return the array that the only reader of a product adds to it, and that reader."""
-        (out,) = node.output
-        after = self.by_input.get(out)
-        if self.readers[out] != 1 or after is None or after.op_type != "Add":
-            return None
-        other = after.input[0] if after.input[1] == out else after.input[1]
-        array = self.graph.weights.get(other)
-        return (other, after) if array is not None and array.shape == (size,) else None
-
-
-def _free_name(at: nn.Module, name: str, kind: type | None) -> str:
-    """Return the name, or one like it where a module has something else of that name."""
-    name = name or "value"
-    while hasattr(at, name) and not (kind and name in at._modules):
-        name += "_"
-    return name
-
-
-_WAY_ON = (
-    "Prune the model that the file was exported from, or write the file without this operator; "
-    "onnxsim and the exporter's own optimizer fold what is constant."
-)
-
-
-def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """Return a node's attributes as numbers, text and arrays."""
-    import onnx
-
-    found = {}
-    for each in node.attribute:
-        value = onnx.helper.get_attribute_value(each)
-        if isinstance(value, onnx.TensorProto):
-            value = np.array(onnx.numpy_helper.to_array(value))
-        elif isinstance(value, bytes):
-            value = value.decode()
-        found[each.name] = value
-    return found
-
-
-def constant(node: onnx.NodeProto) -> np.ndarray[Any, Any]:
-    """Return the array of a Constant node.
-
-    Raises:
-        NotImplementedError: it is none of numbers.
-    """
-    ((name, value),) = attributes(node).items()
-    kind = {"value_float": np.float32, "value_floats": np.float32}.get(name)
-    if name.startswith(("value_string", "sparse")):
-        raise NotImplementedError(f"a constant given by {name}")
-    return np.array(value, dtype=kind)
-
-
-Layer = Callable[[_Conversion, "onnx.NodeProto", dict[str, Any]], bool]
-_CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-_BATCH_NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-
-
-def _convolution(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
-    arrays = [name for name in node.input[1:] if name]
-    if not all(map(c._is_array, arrays)):
-        raise NotImplementedError("its weight is computed and not an array of the file")
-    weight = c.graph.weights[arrays[0]]
-    rank = weight.ndim - 2
-    pads = given.get("pads", [0] * 2 * rank)
-    if given.get("auto_pad", "NOTSET") not in ("NOTSET", "VALID") or rank not in _CONVOLUTIONS:
-        return _padded(c, node)
-    read = node.input[0]
-    if pads[:rank] != pads[rank:]:
-        widths = [w for dim in reversed(range(rank)) for w in (pads[dim], pads[rank + dim])]
-        read = f"{node.output[0]} padded"
-        pad = partial(nn.functional.pad, pad=widths)
-        c.network._steps.append(Step(pad, (node.input[0],), (read,), "Pad"))
-        pads = [0] * 2 * rank
-    groups = given.get("group", 1)
-    made = _CONVOLUTIONS[rank](
-        weight.shape[1] * groups,
-        weight.shape[0],
-        tuple(weight.shape[2:]),
-        tuple(given.get("strides", [1] * rank)),
-        tuple(pads[:rank]),
-        tuple(given.get("dilations", [1] * rank)),
-        groups,
-        bias=len(arrays) > 1,
-        device="meta",
-    )
-    return _filled(c, node, made, arrays, read)
-
-
-def _padded(c: _Conversion, node: onnx.NodeProto) -> bool:
-    """A convolution whose padding depends on the input's size, as onnx2pytorch makes it."""
-    module, _ = c._from_library(node)
-    arrays = [name for name in node.input[1:] if name]
-    c.add_layer(node, module, arrays, node.input[:1])
-    return True
-
-
-def _filled(
-    c: _Conversion, node: onnx.NodeProto, made: nn.Module, arrays: Sequence[str], read: str
-) -> bool:
-    for leaf, name in zip(("weight", "bias"), arrays, strict=False):
-        setattr(made, leaf, c.parameter(name))
-    c.add_layer(node, made, arrays, (read,))
-    return True
-
-
-def _linear(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
-    """A product with a matrix of the file, with the bias that is added to it alone."""
-    read, name = node.input[:2]
-    is_plain = not given.get("transA") and {given.get("alpha", 1.0), given.get("beta", 1.0)} == {1}
-    if c._is_array(read) or not c._is_array(name) or not is_plain:
-        return False
-    matrix = c.graph.weights[name]
-    if matrix.ndim != 2:
-        return False
-    turned = not given.get("transB", 0)
-    inputs, outputs = matrix.shape if turned else matrix.shape[::-1]
-    bias = node.input[2] if len(node.input) > 2 else ""
-    if bias and (not c._is_array(bias) or c.graph.weights[bias].shape != (outputs,)):
-        return False
-    after = c.bias_after(node, outputs) if node.op_type == "MatMul" else None
-    made = nn.Linear(inputs, outputs, bias=bool(bias or after), device="meta")
-    made.weight = c.parameter(name, turned=turned)
-    if after is not None:
-        bias, add = after
-        c.done.add(id(add))
-    if bias:
-        made.bias = c.parameter(bias)
-    arrays = [name, bias] if bias else [name]
-    c.add_layer(node, made, arrays, (read,))
-    if after is not None:
-        last = c.network._steps.pop()
-        step = Step(last.operation, last.inputs, tuple(add.output), last.label)
-        c.network._steps.append(step)
-    return True
-
-
-def _batch_norm(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
-    arrays = list(node.input[1:])
-    rank = c.graph.ranks.get(node.input[0])
-    if rank not in _BATCH_NORMS or not all(map(c._is_array, arrays)):
-        return False
-    size = c.graph.weights[arrays[0]].shape[0]
-    momentum = 1 - given.get("momentum", 0.9)
-    made = _BATCH_NORMS[rank](size, given.get("epsilon", 1e-5), momentum)
-    for leaf, name in zip(("running_mean", "running_var"), arrays[2:], strict=True):
-        setattr(made, leaf, torch.from_numpy(np.array(c.graph.weights[name])))
-    return _filled(c, node, made, arrays[:2], node.input[0])
-
-
-def _layer_norm(c: _Conversion, node: onnx.NodeProto, given: dict[str, Any]) -> bool:
-    arrays = [name for name in node.input[1:] if name]
-    is_known = all(map(c._is_array, arrays)) and arrays and len(node.output) == 1
-    weight = c.graph.weights.get(arrays[0]) if is_known else None
-    rank = c.graph.ranks.get(node.input[0])
-    axis = given.get("axis", -1)
-    if weight is None or rank is None or weight.ndim != rank - axis % rank:
-        return False
-    sizes = tuple(weight.shape)
-    made = nn.LayerNorm(sizes, given.get("epsilon", 1e-5), bias=len(arrays) > 1, device="meta")
-    return _filled(c, node, made, arrays, node.input[0])
-
-
-_LAYERS: dict[str, Layer] = {
-    "Conv": _convolution,
-    "Gemm": _linear,
-    "MatMul": _linear,
-    "BatchNormalization": _batch_norm,
-    "LayerNormalization": _layer_norm,
-}

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from l0prune.capture.threads import muted, one_at_a_time
 from l0prune.errors import FileError, UsageError, first_line
-from l0prune.files.onnx_network import Graph, OnnxNetwork, Origin, constant, identifier, network_of
+from l0prune.files.onnx_conversion import Graph, constant, network_of
+from l0prune.files.onnx_network import OnnxNetwork, Origin, identifier
 
 if TYPE_CHECKING:
     import onnx
