@@ -60,6 +60,10 @@ InInt8 = Annotated[
         "--int8", help="Write MODEL.int8.onnx beside the ONNX file, calibrated with --data."
     ),
 ]
+ExternalData = Annotated[
+    bool,
+    typer.Option("--external-data", help="Write the weights into a file beside the ONNX file."),
+]
 Timed = Annotated[
     bool, typer.Option("--time/--no-time", help="Time the ONNX file beside the dense network's.")
 ]
@@ -94,6 +98,7 @@ def export(
     pretrained: Pretrained = None,
     code: Code = False,
     opset: Opset = None,
+    external_data: ExternalData = False,
     int8: InInt8 = False,
     data: DataSpec = None,
     data_root: DataRoot = None,
@@ -138,6 +143,7 @@ def export(
                 beside=model if timed else None,
                 threads=threads,
                 opset=opset,
+                external_data=external_data,
                 int8=examples,
             )
         if pt2:

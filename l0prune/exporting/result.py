@@ -258,6 +258,7 @@ class Export:
         threads: int = 1,
         opset: int | None = None,
         int8: Any = None,
+        external_data: bool = False,
     ) -> tuple[Path, ...]:
         """Write the module as it is in ONNX, after ONNX Runtime has shown that it is the same.
 
@@ -283,6 +284,7 @@ class Export:
                 certificate is about the file in float32; what eight bits change is measured
                 (``int8`` of the export, which the metadata of the second file carries), and
                 warned of where it is much or where nothing is gained.
+            external_data: write the weights into the file beside it in any case.
 
         Returns:
             The files written, those with weights after the others.
@@ -313,7 +315,13 @@ class Export:
                 data = stack.enter_context(data_beside(file))
                 written[file] = stack.enter_context(replacement(file))
                 session = onnx_file.write_runnable(
-                    piece.single, written[file], data, piece.sizes, opset, self.source
+                    piece.single,
+                    written[file],
+                    data,
+                    piece.sizes,
+                    opset,
+                    self.source,
+                    apart=external_data,
                 )
                 data_files += [file.with_name(data.name)] if data.exists() else []
                 onnx_file.describe(written[file], {"batch": piece.takes})

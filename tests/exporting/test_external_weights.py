@@ -42,6 +42,16 @@ def is_of(path, dense):
     return torch.allclose(answers(path), dense.module(X), atol=1e-5)
 
 
+def test_weights_that_would_fit_lie_beside_the_file_where_that_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    path, data = exported().save_onnx(tmp_path / "model.onnx", external_data=True)
+    assert {path, data} == set(tmp_path.iterdir())
+    assert data.stat().st_size >= 4 * exported().params
+    assert is_of(path, exported())
+    (path,) = exported().save_onnx(tmp_path / "model.onnx")
+    assert {path} == set(tmp_path.iterdir())
+
+
 def test_weights_beside_the_file(tmp_path):
     dense = exported()
     path, data = dense.save_onnx(tmp_path / "model.onnx")

@@ -167,6 +167,7 @@ def write_runnable(
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
     source: Origin | None = None,
+    apart: bool = False,
 ) -> Session:
     """Write the program in ONNX, and load the file into ONNX Runtime.
 
@@ -177,6 +178,7 @@ def write_runnable(
         sizes: for each input what its free dims are called.
         opset: of the file; None for the exporter's own choice.
         source: a file whose names of inputs and outputs this one gets.
+        apart: whether weights lie in a file of their own that one file could hold.
 
     The exporter's optimizer sometimes makes a file that is none (it gives one name to the limits of
     several clamps of one tensor): then the file is written as it is before.
@@ -185,7 +187,7 @@ def write_runnable(
         L0pruneError: torch's exporter has no translation, or not in this opset, or ONNX Runtime
             does not take it.
     """
-    translate = partial(to_onnx, program, data, sizes=sizes, opset=opset)
+    translate = partial(to_onnx, program, data, sizes=sizes, opset=opset, apart=apart)
     _write(_named_as(program, translate(), sizes, source), path)
     try:
         return Session(str(path))
@@ -218,15 +220,18 @@ def to_onnx(
     optimize: bool = True,
     sizes: Sequence[Mapping[int, str]] = (),
     opset: int | None = None,
+    apart: bool = False,
 ) -> onnx.ModelProto:
     """Translate the program to ONNX, quietly. Outputs that are no tensors are left out.
 
     Args:
         program: the program.
-        data: a file that the weights are written to where they are too large for one with it.
+        data: a file that the weights are written to where they are too large for one with it, or
+            are to lie ``apart``.
         optimize: whether the exporter may.
         sizes: for each input what its free dims are called.
         opset: of the file; None for the exporter's own choice.
+        apart: whether the weights are written there in any case.
 
     Raises:
         L0pruneError: torch's exporter has no translation for an operator, or not in this opset.
@@ -254,7 +259,7 @@ def to_onnx(
         ) from error
     arrange_weights(made)
     flush_weights(made)
-    if data is not None and is_large(made):
+    if data is not None and (apart or is_large(made)):
         move_out(made, data)
     return onnx_ir.to_proto(made)
 
