@@ -2,29 +2,39 @@
 
     python -m benchmarks.widths --zoo torchvision|timm|transformers|small [--models resnet18 …]
     python -m benchmarks.widths --zoo torchvision --width 0.25 --shard 0/2 --export
+    python -m benchmarks.widths --zoo transformers --loadable [--uniform] [--models bert …]
 
 Gates on every axis, then ``fit`` with ``width=0.5``. A row says how many axes have just the slots
 that were asked for (that share, rounded down, at least one), and for each other axis how many it
 has and the reason that was given: an axis that is otherwise without one counts as a miss. What
 is pinned has its reason in the survey; its share of the MACs is in ``benchmarks.coverage``. With
-``--export`` the cut model is also written and compared with the gated one in float64. One process
-per model (``benchmarks.isolation``); rows are in ``runs/widths-ZOO.jsonl``.
+``--export`` the cut model is also written and compared with the gated one in float64.
+
+With ``--loadable`` gates are on what transformers loads by itself (``loadable_by``), and half of
+the MACs that widths reach is cut, and the first layer where it can go. The folder is loaded by
+transformers alone, and its outputs are compared with the small module's in float32. One process
+per model (``benchmarks.isolation``); rows are in ``runs/widths-ZOO.jsonl`` and
+``runs/loadable-ZOO.jsonl``.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
 from math import floor
 
 import torch
+from torch.utils import _pytree as pytree
 
 import l0prune
 from benchmarks import isolation, zoo
 from benchmarks.isolation import ROOT, Row
 from l0prune.exporting.certify.certificate import MODEL
+from l0prune.plan.branch import KIND
+from l0prune.plan.switches import switches_of
 
 
 def steps(which: str, name: str, width: float, is_exported: bool) -> Iterator[Row]:
@@ -63,6 +73,50 @@ def steps(which: str, name: str, width: float, is_exported: bool) -> Iterator[Ro
         }
 
 
+def loading_steps(which: str, name: str, uniform: bool) -> Iterator[Row]:
+    """One model of transformers that is cut so that transformers loads it by itself."""
+    import transformers
+
+    model, (args, kwargs) = zoo.build(which, name)
+    yield {"step": "gate"}
+    start = time.perf_counter()
+    l0prune.gate(model, args, kwargs, loadable_by="transformers", uniform=uniform)
+    seconds, plan = round(time.perf_counter() - start, 2), l0prune.gates(model).plan
+    yield {"axes": len(plan.axes), "groups": plan.together, "gate_s": seconds, "step": "fit"}
+    macs = l0prune.measures.measure_of(plan, "macs")
+    least = macs.actual(switches_of(plan)) / macs.dense()
+    l0prune.fit(model, f"macs={(1 + least) / 2:.3f}", l0prune.score(model, "magnitude"))
+    kinds = {axis.name: axis.kind for axis in plan.axes}
+    layer = next((group for group in plan.together if kinds[group[0]] == KIND), ())
+    for name_of_branch in layer:
+        l0prune.gates(model).set_open(name_of_branch, [])
+    yield {"reach": round(macs.reachable(), 3), "gone": layer, "step": "export"}
+    dense = l0prune.export(model)
+    with tempfile.TemporaryDirectory() as folder:
+        said = dense.save_pretrained(folder).splitlines()[-1]
+        yield {"macs": dense.macs / dense.macs_before, "said": said, "step": "load"}
+        loaded = getattr(transformers, type(model).__name__).from_pretrained(folder).eval()
+    with torch.no_grad():
+        outputs = (each(*args, **kwargs) for each in (dense.module, loaded))
+        pairs = zip(*(pytree.tree_leaves(each) for each in outputs), strict=True)
+        errors = [
+            float((a - b).abs().max() / a.abs().max())
+            for a, b in pairs
+            if isinstance(a, torch.Tensor)
+        ]
+    yield {"loaded": max(errors)}
+
+
+def loading_summary(row: Row) -> str:
+    """One line for the terminal."""
+    if "loaded" not in row:
+        return summary(row) if "crash" in row or "refused" in row else f"{row['model']:36} no"
+    return (
+        f"{row['model']:24} gates reach {row['reach']:6.1%} of the MACs, {row['macs']:6.1%} left, "
+        f"{len(row['gone'])} branches gone, loaded by transformers alone, error {row['loaded']:.0e}"
+    )
+
+
 def summary(row: Row) -> str:
     """One line for the terminal."""
     if "crash" in row or "refused" in row:
@@ -85,6 +139,8 @@ def main() -> None:
     parser.add_argument("--width", type=float, default=0.5, help="share of each axis, at most 1")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, from the i-th on")
     parser.add_argument("--export", action="store_true", help="compare what is cut, too")
+    parser.add_argument("--loadable", action="store_true", help="see above")
+    parser.add_argument("--uniform", action="store_true", help="with --loadable: one share")
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
     parser.add_argument("--total", action="store_true", help="count the rows, and no more")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -92,7 +148,20 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.one:
         which, _, name = options.one.partition(":")
-        isolation.measure(name, steps(which, name, options.width, options.export))
+        rows = steps(which, name, options.width, options.export)
+        isolation.measure(
+            name, loading_steps(which, name, options.uniform) if options.loadable else rows
+        )
+        return
+    if options.loadable:
+        also = ["--loadable", *(["--uniform"] if options.uniform else [])]
+        path = ROOT / "runs" / f"loadable-{options.zoo}{'-uniform' * options.uniform}.jsonl"
+        wanted = options.models or isolation.missing(path, zoo.names(options.zoo))
+        isolation.run(
+            "benchmarks.widths", path, options.zoo, wanted, options.limit, loading_summary, also
+        )
+        found = isolation.rows(path)
+        print(f"{sum('loaded' in row for row in found)} of {len(found)} models loaded")
         return
     path = ROOT / "runs" / f"widths-{options.zoo}.jsonl"
     if not options.total:

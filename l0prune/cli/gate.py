@@ -84,6 +84,10 @@ NoBranches = Annotated[
     bool, typer.Option("--no-branches", help="Gates on widths alone: no whole block can go.")
 ]
 Uniform = Annotated[bool, typer.Option("--uniform", help="One share for the width of every layer.")]
+LoadableBy = Annotated[
+    str | None,
+    typer.Option(help="Gate only what this program loads by itself afterwards: transformers."),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.gated.pt.")]
 
 
@@ -142,6 +146,7 @@ def gate(
     branches: Branches = None,
     no_branches: NoBranches = False,
     uniform: Uniform = defaults.UNIFORM,
+    loadable_by: LoadableBy = defaults.LOADABLE_BY,
     out: Out = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -179,6 +184,7 @@ def gate(
         keep_class=keep_class.setting,
         branches=False if no_branches else branches or defaults.BRANCHES,
         uniform=uniform,
+        loadable_by=loadable_by,
         gate=chosen_gate,
         survey=found,
     )

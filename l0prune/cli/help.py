@@ -16,8 +16,8 @@ _GROUPS = {
         "metric", "augment", "batch_size", "against",
     ),
     "Gates": (
-        "include", "exclude", "keep", "branches", "no_branches", "uniform", "keep_class",
-        "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
+        "include", "exclude", "keep", "branches", "no_branches", "uniform", "loadable_by",
+        "keep_class", "kind", "score", "open_probability", "jitter", "learn", "gate_lr", "start",
     ),
     "Budget": ("budget", "lam", "latency", "round_to", "measures", "counting"),
     "Training": ("epochs", "lr", "optimizer", "settle", "distill", "compact", "resume"),

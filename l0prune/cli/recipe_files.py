@@ -66,6 +66,7 @@ class GateSection(_Section):
     keep_class: bool | Literal["native"] = defaults.KEEP_CLASS
     branches: bool | list[str] | None = defaults.BRANCHES
     uniform: bool = defaults.UNIFORM
+    loadable_by: str | None = defaults.LOADABLE_BY
     kind: str = defaults.KIND
     settings: dict[str, Any] = Field(default_factory=dict)
 

@@ -75,7 +75,7 @@ def _captures(network: Network, frees_batch: bool) -> Iterator[Captured]:
 def _as_gated(plan: Plan, gated_by: Plan) -> Plan:
     """Give a plan the switches of the gates' plan, its groups, and no dims alike if it has none."""
     plan = switched(plan, [axis.name for axis in gated_by.axes if axis.kind == KIND])
-    plan = replace(plan, together=gated_by.together)
+    plan = replace(plan, together=gated_by.together, allowed=gated_by.allowed)
     return plan if gated_by.alike else replace(plan, alike=())
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from l0prune.capture.configurations import class_of_transformers, configured, offline
 from l0prune.capture.copying import copied
 from l0prune.errors import FileError, UsageError, first_line
 from l0prune.files.atomic import PathLike
@@ -116,20 +114,6 @@ def parsed(content: Any, where: object) -> Manifest:
 
 
 GENERATION = "generation_config.json"
-# What a configuration may make transformers fetch or run, and no saved model needs.
-_UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|use_pretrained")
-
-
-def class_of_transformers(kind: Any) -> str:
-    """Return the name of this class of models in transformers; empty for any other class."""
-    is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
-    if not is_class or not kind.__module__.startswith("transformers.models."):
-        return ""
-    transformers = importlib.import_module("transformers")
-    name = kind.__name__
-    return (
-        name if getattr(transformers, name, None) is kind and hasattr(kind, "config_class") else ""
-    )
 
 
 def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
@@ -172,48 +156,14 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
             f"{where} holds a {name}, which transformers {transformers.__version__} does not have."
         )
     try:
-        with _offline(), _without_init():
-            config = kind.config_class.from_dict(_plain(origin.config or {}))
-            made: Any = kind(config)
-        made.tie_weights()  # which belongs to drawing them
+        model = configured(kind, origin.config or {})
     # A configuration that somebody else wrote can be wrong in as many ways as there are.
     except Exception as error:
         raise FileError(
             f"{where} does not say how to build its {name}: {type(error).__name__}: "
             f"{first_line(error)}"
         ) from error
-    model: nn.Module = made
     return model
-
-
-def _plain(config: Any) -> Any:
-    """The configuration without what could fetch or run anything; sub-configurations, too."""
-    if isinstance(config, dict):
-        return {n: _plain(v) for n, v in config.items() if not _UNWANTED.search(str(n))}
-    return [_plain(each) for each in config] if isinstance(config, list) else config
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Within the context nothing is fetched from the hub: a configuration can name networks."""
-    constants: Any = importlib.import_module("huggingface_hub.constants")
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@contextmanager
-def _without_init() -> Iterator[None]:
-    """Within the context transformers draws no weights, where the installed version has a way."""
-    with ExitStack() as stack:
-        for module in ("transformers.initialization", "transformers.modeling_utils"):
-            with suppress(ImportError, AttributeError):
-                stack.enter_context(importlib.import_module(module).no_init_weights())
-                break
-        yield
 
 
 def settled(model: nn.Module, folder: PathLike) -> nn.Module:
@@ -221,7 +171,7 @@ def settled(model: nn.Module, folder: PathLike) -> nn.Module:
     if hasattr(model, "generation_config") and (Path(folder) / GENERATION).is_file():
         transformers = importlib.import_module("transformers")
         try:
-            with _offline():
+            with offline():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
         except (OSError, TypeError, ValueError) as error:
             raise FileError(f"{Path(folder) / GENERATION} is damaged: {error}") from error

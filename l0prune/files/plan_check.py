@@ -46,7 +46,7 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     names += [*plan.parts, *plan.aliases, *plan.aliases.values(), *(c.owner for c in plan.costs)]
     names += [each.owner for each in plan.activations]
     names += [axis.name for axis in plan.axes]
-    names += [name for group in plan.together for name in group]
+    names += [name for group in (*plan.together, plan.allowed) for name in group]
     if not all(type(name) is str and name.isprintable() for name in names):
         raise ValueError("a name that is no text, or holds control characters")
 

@@ -10,3 +10,4 @@ INCLUDE: tuple[str, ...] = ("*",)
 EXCLUDE: tuple[str, ...] = ()
 KEEP: tuple[str, ...] = ()
 UNIFORM = False
+LOADABLE_BY = None  # by whatever l0prune writes for

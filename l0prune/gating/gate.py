@@ -27,11 +27,13 @@ from l0prune.gating.defaults import (
     KEEP,
     KEEP_CLASS,
     KIND,
+    LOADABLE_BY,
     OPEN_PROBABILITY,
     SEED,
     UNIFORM,
 )
 from l0prune.gating.kinds.base import Gate, gate_of
+from l0prune.gating.loadable import loadable
 from l0prune.infer.parts import inferred
 from l0prune.plan.globs import Globs, listed, named, per_axis
 from l0prune.plan.layout import Gated, Layout, axes_of
@@ -111,6 +113,7 @@ def gate(
     keep_class: KeepClass = KEEP_CLASS,
     branches: bool | Globs | None = BRANCHES,
     uniform: bool = UNIFORM,
+    loadable_by: str | None = LOADABLE_BY,
     gate: Gate | None = None,
     survey: Surveyed | None = None,
 ) -> Model:
@@ -148,6 +151,10 @@ def gate(
         uniform: all layers keep one share of their width, and those of one size, as the blocks of a
             stack, one width. Which share follows from the budget, which slots go from scores or
             training. Of heads and what each has, groups and their channels the former are cut.
+        loadable_by: ``"transformers"`` gates only what a configuration of the model's class in
+            transformers can say, with one number for all layers: widths and heads alike over them,
+            and whole layers. ``save_pretrained`` then writes a folder that transformers loads by
+            itself. A warning says what stays whole for that, and why.
         gate: the kind of gate, by default ``HardConcrete()``; or ``ContinuousSparsification()``,
             ``BinaryConcrete()``, or one of your own.
         survey: what ``l0prune.survey`` returned for this model, to save doing it again.
@@ -184,6 +191,11 @@ def gate(
             )
         branches = False
     plan = _selected(for_class(found.plan, model, keep_class), include, exclude, keep, branches)
+    if loadable_by is not None:
+        if keep_class is False:
+            raise UsageError("loadable_by needs a model of its own class: give no keep_class=False")
+        ours = [*_not_native(plan, model)]
+        plan = loadable(plan, model, loadable_by, found.example, ours)
     if uniform:
         plan = uniform_widths(plan)
     for reason in fixed_sizes(model, found.example, free).values():

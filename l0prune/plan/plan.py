@@ -184,6 +184,8 @@ class Plan:
             for all of them.
         together: groups of axes, by name, that keep one share of their slots; those of one size
             keep equally many.
+        allowed: by the name of an axis the numbers of slots that it may keep, ascending; any where
+            there are none.
         code: what the code of the modules knows of sizes.
         activations: the values that the captured graph makes, where they are known: a model that
             was saved before they were noted has none.
@@ -204,6 +206,7 @@ class Plan:
     activations: tuple[Activation, ...] = ()
     branches: tuple[Branch, ...] = ()
     together: tuple[tuple[str, ...], ...] = ()
+    allowed: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __deepcopy__(self, _: dict[int, Any]) -> Plan:
         """Itself: nothing in it changes, and copies of a model are made at every cut."""
@@ -319,21 +322,35 @@ class Plan:
                 sizes[group, self.axes[number].size].append(number)
         return tuple(tuple(of) for of in sizes.values() if len(of) > 1)
 
+    def least_allowed(self, number: int, count: int) -> int:
+        """Return the smallest width that an axis may have and that is no less than this one."""
+        axis = self.axes[number]
+        widths = self.allowed.get(axis.name, ())
+        return min((width for width in widths if width >= count), default=count) if count else 0
+
     def _align(self, kept: Tensor) -> None:
         """Keep closed slots until what is ``alike`` or ``together`` is equally wide; in place."""
         while True:
             before = kept.clone()
+            for number, axis in enumerate(self.axes if self.allowed else ()):
+                least = self.least_allowed(number, int(kept[axis.slice].sum()))
+                self._open_first(kept, number, least)
             for numbers in self.equally_wide:
                 widest = max(int(kept[self.axes[number].slice].sum()) for number in numbers)
                 for number in numbers:
-                    size = self.axes[number].size
-                    self._widen(kept, Slots(number, 0, size), min(widest, size))
+                    self._open_first(kept, number, widest)
             for dims in self.alike:
                 widest = max(int(self.mask(dim, kept).sum()) for dim in dims)
                 for dim in dims:
                     self._widen(kept, dim, widest)
             if torch.equal(kept, before):
                 return
+
+    def _open_first(self, kept: Tensor, number: int, count: int) -> None:
+        """Keep the first closed slots of an axis until there are so many; in place."""
+        axis = self.axes[number]
+        closed = (~kept[axis.slice]).nonzero().flatten()
+        kept[axis.start + closed[: max(0, count - axis.size + len(closed))]] = True
 
     def _widen(self, kept: Tensor, layout: Layout, size: int) -> None:
         """Keep closed slots of a layout's first positions until it has this size; in place."""
@@ -465,6 +482,7 @@ class Plan:
             "activations": [each.to_json() for each in self.activations],
             "branches": [list(astuple(branch)) for branch in self.branches],
             "together": self.together,
+            "allowed": self.allowed,
         }
         return json.dumps(data)
 
@@ -498,6 +516,7 @@ class Plan:
                     for name, tensors, size, *rest in data["branches"]
                 ),
                 together=tuple(map(tuple, data.get("together", ()))),
+                allowed={n: tuple(map(int, of)) for n, of in data.get("allowed", {}).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

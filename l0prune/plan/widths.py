@@ -119,7 +119,9 @@ def uniform(plan: Plan) -> Plan:
         if axis.kind == KIND or (number not in inner and axis.kind != "input")
     ]
     plan = plan.select(cut)
-    return replace(plan, together=(tuple(a.name for a in plan.axes if a.kind != KIND),))
+    of_widths = tuple(axis.name for axis in plan.axes if axis.kind != KIND)
+    others = [group for group in plan.together if set(group).isdisjoint(of_widths)]
+    return replace(plan, together=(of_widths, *others))
 
 
 def _inner(plan: Plan, layout: Layout) -> Iterator[int]:
@@ -155,6 +157,8 @@ def _reason(plan: Plan, number: int, count: int) -> str:
     """Say why an axis does not come to ``count`` slots."""
     if count > plan.axes[number].size:
         return "it has no more"
+    if plan.axes[number].name in plan.allowed:
+        return "it may have no other width near that one"
     for numbers in plan.equally_wide:
         if number in numbers:
             other = plan.axes[next(each for each in numbers if each != number)].name

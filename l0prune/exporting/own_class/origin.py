@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import re
@@ -13,6 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from l0prune import __version__
+from l0prune.capture.configurations import (
+    Configured,
+    Dim,
+    Field,
+    changed,
+    class_of_transformers,
+    configuration_of,
+    numbers_in,
+)
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError, L0pruneError
 from l0prune.exporting.certify.answers import output_of
@@ -27,7 +35,6 @@ from l0prune.files.manifest import (
     Origin,
     Sizes,
     built,
-    class_of_transformers,
     parsed,
 )
 from l0prune.files.smaller_model import put_on
@@ -35,8 +42,6 @@ from l0prune.files.user_code import is_rebuildable
 from l0prune.running.device import device_of
 
 Trials = Sequence[tuple[str, Inputs]]  # a submodule's path, and what it is given
-Field = tuple[str, ...]  # the keys that lead to a number of the configuration
-Dim = tuple[str, int]  # name of a tensor, and which of its dims
 Values = dict[Field, int]
 
 _TRIES = 16  # ways to share a dim among two numbers
@@ -113,8 +118,7 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
     config: Any = getattr(module, "config", None)
     if not class_of_transformers(type(module)) or not hasattr(config, "to_json_string"):
         return None
-    data: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return data
+    return configuration_of(module)
 
 
 def _with_origin(manifest: Manifest, module: nn.Module, spec: str, trials: Trials) -> Manifest:
@@ -211,17 +215,18 @@ def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str
     cut = {name for name, each in manifest.constants.items() if each.old != each.new}
     if cut:
         return [], f"{min(cut)}, which its code makes anew, is cut"
-    found = list(_candidates(_Config(manifest), module, manifest))
+    origin = manifest.origin
+    given = Configured(_class_of(origin), origin.config or {})
+    found = list(_candidates(_Config(given, manifest), module))
+    found = found or list(_candidates(_Config(given.with_numbers(), manifest), module))
     return found, "" if found else _why_not(manifest)
 
 
-class _Config:
+class _Config(Configured):
     """A configuration, and the dims that follow from its numbers."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        origin = manifest.origin
-        assert origin.config is not None
-        self.origin, self.data = origin, origin.config
+    def __init__(self, configured: Configured, manifest: Manifest) -> None:
+        super().__init__(configured.kind, configured.data)
         self.old = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.old)}
         self.new = {(n, d): v for n, s in manifest.shapes.items() for d, v in enumerate(s.new)}
         cut = {self.old[dim] for dim in self.old if self.old[dim] != self.new[dim]}
@@ -230,63 +235,21 @@ class _Config:
             for field, value in numbers_in(self.data)
             if any(size % value == 0 for size in cut)
         }
-        self.follows: dict[Dim, list[Field]] = {}
-        for field, value in self.fields.items():
-            sizes = self.sizes({field: 2 * value}) or {}
-            for dim, size in self.old.items():
-                if sizes.get(dim) == 2 * size:
-                    self.follows.setdefault(dim, []).append(field)
-
-    def changed(self, values: Mapping[Field, Any]) -> dict[str, Any]:
-        return changed(self.data, values)
-
-    def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
-        """Return the sizes that the class has by these values; None where it cannot be built so."""
-        return _sizes(self.origin, self.changed(values))
+        self.follows = self.following(self.fields)
 
 
-def changed(data: Mapping[str, Any], values: Mapping[Field, Any]) -> dict[str, Any]:
-    """Return a configuration with these values."""
-    result = copy.deepcopy(dict(data))
-    for field, value in values.items():
-        place = result
-        for key in field[:-1]:
-            place = place[key]
-        place[field[-1]] = value
-    return result
+def _class_of(origin: Origin) -> Any:
+    return getattr(importlib.import_module("transformers"), origin.transformers)
 
 
-def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
-    """Yield the whole numbers of a configuration, which may be sizes, and the keys to them."""
-    for key, value in data.items():
-        if isinstance(value, dict):
-            yield from numbers_in(value, (*path, key))
-        elif type(value) is int and value > 0:
-            yield (*path, key), value
-
-
-def _sizes(origin: Origin, config: dict[str, Any]) -> dict[Dim, int] | None:
-    try:
-        with torch.device("meta"):
-            model = built(origin.model_copy(update={"config": config}), "the model")
-    except L0pruneError:
-        return None
-    state = model.state_dict()
-    return {(n, d): v for n, t in state.items() for d, v in enumerate(t.shape)}
-
-
-def _candidates(config: _Config, module: nn.Module, manifest: Manifest) -> Iterator[dict[str, Any]]:
+def _candidates(config: _Config, module: nn.Module) -> Iterator[dict[str, Any]]:
     small = _small_numbers(config, module)
     hints = _hints(config, module)
     for values in _solutions(config, config.old, hints, {}):
         if config.sizes(values) == config.new:
-            yield config.changed({**values, **small})
-    if hasattr(_config_class(manifest.origin), "per_layer_config"):
+            yield changed(config.data, {**values, **small})
+    if hasattr(config.kind.config_class, "per_layer_config"):
         yield from _by_layer(config, hints, small)
-
-
-def _config_class(origin: Origin) -> Any:
-    return getattr(importlib.import_module("transformers"), origin.transformers).config_class
 
 
 def _by_layer(
@@ -308,9 +271,9 @@ def _by_layer(
         own = {f[0]: value for f, value in values.items() if common.get(f) != value}
         own = {name: value for name, value in own.items() if config.fields[name,] != value}
         special |= {number: own} if own else {}
-    whole = config.changed({**common, **small, ("per_layer_config",): special})
-    if _sizes(config.origin, whole) == config.new:
-        yield whole
+    values_by_layer = {**common, **small, ("per_layer_config",): special}
+    if config.sizes(values_by_layer) == config.new:
+        yield changed(config.data, values_by_layer)
 
 
 def _solutions(

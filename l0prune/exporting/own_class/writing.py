@@ -7,10 +7,8 @@ import hashlib
 import importlib
 import inspect
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -19,14 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import attention_of, auto_classes
-from l0prune.capture.threads import muted
+from l0prune.capture.configurations import changed, numbers_in, quietly
 from l0prune.errors import L0pruneError
 from l0prune.exporting.own_class.origin import (
     Trials,
-    changed,
     configurations,
     fault_of,
-    numbers_in,
     tensors_of,
 )
 from l0prune.exporting.own_class.sizes import Changes, joined
@@ -151,7 +147,7 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
     same_attention = attention_of(module)
     options = {"attn_implementation": same_attention} if same_attention else {}
     try:
-        with _quietly(), torch.random.fork_rng(devices=[]):
+        with quietly(), torch.random.fork_rng(devices=[]):
             loaded, told = getattr(transformers, name).from_pretrained(
                 scratch, local_files_only=True, output_loading_info=True, dtype="auto", **options
             )
@@ -162,22 +158,6 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
     if left:
         return f"it has {left[0].replace('_', ' ')}"
     return fault_of(loaded, module, trials)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Keep quiet what transformers tells and shows of a trial: it is of no use to whoever saves."""
-    told = importlib.import_module("transformers.utils.logging")
-    level, shows = told.get_verbosity(), told.is_progress_bar_enabled()
-    told.set_verbosity(logging.CRITICAL)
-    told.disable_progress_bar()
-    try:
-        with muted():
-            yield
-    finally:
-        told.set_verbosity(level)
-        if shows:
-            told.enable_progress_bar()
 
 
 def shortened(

@@ -1,0 +1,177 @@
+"""Configurations of models of transformers: what is built by them, and which sizes they say."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from l0prune.capture.threads import muted
+
+Field = tuple[str, ...]  # the keys that lead to a number of the configuration
+Dim = tuple[str, int]  # name of a tensor, and which of its dims
+
+# What a configuration may make transformers fetch or run, and no saved model needs.
+_UNWANTED = re.compile(r"implementation|auto_map|quantization|use_kernels|trust|use_pretrained")
+
+
+def class_of_transformers(kind: Any) -> str:
+    """Return the name of this class of models in transformers; empty for any other class."""
+    is_class = isinstance(kind, type) and issubclass(kind, nn.Module)
+    if not is_class or not kind.__module__.startswith("transformers.models."):
+        return ""
+    transformers = importlib.import_module("transformers")
+    name = kind.__name__
+    return (
+        name if getattr(transformers, name, None) is kind and hasattr(kind, "config_class") else ""
+    )
+
+
+def configuration_of(model: Any) -> dict[str, Any]:
+    """Return the configuration of a model of transformers, as JSON data."""
+    data: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return data
+
+
+def configured(kind: Any, config: Mapping[str, Any]) -> nn.Module:
+    """Build a class of transformers by a configuration; its weights are anything."""
+    with offline(), _without_init():
+        made: Any = kind(kind.config_class.from_dict(_plain(config)))
+    made.tie_weights()  # which belongs to drawing them
+    model: nn.Module = made
+    return model
+
+
+def _plain(config: Any) -> Any:
+    """The configuration without what could fetch or run anything; sub-configurations, too."""
+    if isinstance(config, Mapping):
+        return {n: _plain(v) for n, v in config.items() if not _UNWANTED.search(str(n))}
+    return [_plain(each) for each in config] if isinstance(config, list) else config
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Within the context nothing is fetched from the hub: a configuration can name networks."""
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _without_init() -> Iterator[None]:
+    """Within the context transformers draws no weights, where the installed version has a way."""
+    with ExitStack() as stack:
+        for module in ("transformers.initialization", "transformers.modeling_utils"):
+            with suppress(ImportError, AttributeError):
+                stack.enter_context(importlib.import_module(module).no_init_weights())
+                break
+        yield
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep quiet what transformers tells and shows of a trial."""
+    told = importlib.import_module("transformers.utils.logging")
+    level, shows = told.get_verbosity(), told.is_progress_bar_enabled()
+    told.set_verbosity(logging.CRITICAL)
+    told.disable_progress_bar()
+    try:
+        with muted():
+            yield
+    finally:
+        told.set_verbosity(level)
+        if shows:
+            told.enable_progress_bar()
+
+
+def changed(data: Mapping[str, Any], values: Mapping[Field, Any]) -> dict[str, Any]:
+    """Return a configuration with these values."""
+    result = copy.deepcopy(dict(data))
+    for field, value in values.items():
+        place = result
+        for key in field[:-1]:
+            place = place[key]
+        place[field[-1]] = value
+    return result
+
+
+def numbers_in(data: Mapping[str, Any], path: Field = ()) -> Iterator[tuple[Field, int]]:
+    """Yield the whole numbers of a configuration, which may be sizes, and the keys to them."""
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value, (*path, key))
+        elif type(value) is int and value > 0:
+            yield (*path, key), value
+
+
+_PROBE = 1236  # a size that is none, and that 2, 3, 4, 6 and 12 divide
+
+
+class Configured:
+    """A class of transformers and a configuration, with what it builds on the meta device.
+
+    Attributes:
+        kind: the class.
+        data: the configuration, as JSON data.
+    """
+
+    def __init__(self, kind: Any, data: Mapping[str, Any]) -> None:
+        self.kind, self.data = kind, dict(data)
+
+    def built(self, values: Mapping[Field, Any]) -> nn.Module | None:
+        """Build the model by these values instead; None where it cannot be built so."""
+        try:
+            with quietly(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+                return configured(self.kind, changed(self.data, values))
+        # There are as many ways for a number to be wrong as there are models.
+        except Exception:
+            return None
+
+    def sizes(self, values: Mapping[Field, Any]) -> dict[Dim, int] | None:
+        """Return the sizes that the class has by these values; None where it cannot be built so."""
+        model = self.built(values)
+        return None if model is None else sizes_of(model)
+
+    def with_numbers(self) -> Configured:
+        """Return the configuration with a number wherever it leaves one to the class.
+
+        Where a class takes four times the hidden size for that of its MLP unless it is told, the
+        number that it takes is then in the configuration.
+        """
+        whole, found = self.sizes({}) or {}, dict(self.data)
+        for key in [key for key, value in self.data.items() if value is None]:
+            sizes = self.sizes({(key,): _PROBE}) or {}
+            times = {dim: sizes[dim] for dim in whole if sizes.get(dim, whole[dim]) != whole[dim]}
+            values = {whole[dim] * _PROBE // size for dim, size in times.items()}
+            if len(values) == 1 and self.sizes({(key,): min(values)}) == whole:
+                found[key] = values.pop()
+        return Configured(self.kind, found)
+
+    def following(self, fields: Mapping[Field, int]) -> dict[Dim, list[Field]]:
+        """Return the numbers that each dim follows: those with which it doubles."""
+        whole = self.sizes({}) or {}
+        found: dict[Dim, list[Field]] = {}
+        for field, value in fields.items():
+            sizes = self.sizes({field: 2 * value}) or {}
+            for dim, size in whole.items():
+                if sizes.get(dim) == 2 * size:
+                    found.setdefault(dim, []).append(field)
+        return found
+
+
+def sizes_of(model: nn.Module) -> dict[Dim, int]:
+    """Return the size of each dim of each tensor in a model's state."""
+    state = model.state_dict()
+    return {(name, dim): size for name, t in state.items() for dim, size in enumerate(t.shape)}

@@ -1,0 +1,414 @@
+"""Plans whose cuts other programs load by themselves, since a configuration can say the sizes.
+
+A configuration has one number for a size of all layers. Which number a dim follows is tried: the
+class is built without values, with one number doubled. So an axis may be cut if all dims that
+follow the same numbers are made of axes that can be cut likewise, and these keep equally many
+slots; all others stay whole, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.compat import pytree
+from l0prune.capture.configurations import (
+    Configured,
+    Dim,
+    Field,
+    class_of_transformers,
+    configuration_of,
+    numbers_in,
+    sizes_of,
+)
+from l0prune.capture.example_inputs import call
+from l0prune.capture.sizes import Inputs
+from l0prune.errors import NothingToPrune, UsageError, warn
+from l0prune.plan.branch import KIND
+from l0prune.plan.cost import CostModel
+from l0prune.plan.layout import Cat, Const, Layout, Prod, Slots, axes_of
+from l0prune.plan.plan import Plan
+from l0prune.plan.switches import dead_parameters
+
+PROGRAMS = ("transformers",)
+_MANY = 32  # slots, above which widths are tried in steps alone
+Group = tuple[int, int, str]  # the first of its axes, size and kind of all
+
+
+@dataclass
+class Loadable:
+    """Axes and branches that a configuration can say.
+
+    Attributes:
+        plan: with gates on all that is asked for.
+        configured: the model's class, by its configuration.
+        whole: why axes stay whole, by number.
+        fixed: why numbers of the configuration stay as they are.
+    """
+
+    plan: Plan
+    model: nn.Module
+    configured: Configured
+    whole: dict[int, str] = field(default_factory=dict)
+    fixed: dict[Field, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.slots = {n for n, axis in enumerate(plan.axes) if axis.kind != KIND}
+        sizes = sizes_of(self.model)
+        cut = {sizes[dim] for dim, layout in self._dims() if self._axes(layout)}
+        fields = {
+            name: value
+            for name, value in numbers_in(self.configured.data)
+            if any(size % value == 0 for size in cut)
+        }
+        follows = self.configured.following(fields)
+        self.follows = {dim: frozenset(of) for dim, of in follows.items()}
+        used = frozenset().union(*self.follows.values())
+        self.fields = {name: value for name, value in fields.items() if name in used}
+
+    def _axes(self, layout: Layout) -> frozenset[int]:
+        return axes_of(layout) & self.slots
+
+    def _dims(self) -> Iterator[tuple[Dim, Layout]]:
+        """Yield the dims of the model's state, those of tied tensors by each of their names."""
+        for name in self.model.state_dict():
+            layouts = self.plan.tensors.get(self.plan.aliases.get(name, name), ())
+            for number, layout in enumerate(layouts):
+                yield (name, number), layout
+
+    def leave_whole(self, axes: frozenset[int], why: str) -> bool:
+        """Note why axes stay whole; return whether that is new of one of them."""
+        new = [axis for axis in axes if axis not in self.whole]
+        self.whole.update(dict.fromkeys(new, why))
+        return bool(new)
+
+    def find(self, example: Inputs) -> None:
+        """Find all axes that have to stay whole, and why."""
+        state = self.model.state_dict()
+        for name, layouts in self.plan.tensors.items():
+            if name not in state and name not in self.plan.aliases.values():
+                for layout in layouts:
+                    self.leave_whole(self._axes(layout), f"its code makes {name} anew")
+        self._find_numbers_in_code(example)
+        self._find_unequal_norms()
+        for dim, layout in self._dims():
+            if dim not in self.follows:
+                why = f"no number of its configuration says the size of {_shown(dim)}"
+                self.leave_whole(self._axes(layout), why)
+        while self._find_mismatch():
+            pass
+
+    def _find_numbers_in_code(self, example: Inputs) -> None:
+        """Leave whole what numbers say that the code also computes with."""
+        fixed, outputs = _floats(self.configured.built({})), _outputs(self.model, example)
+        for name, value in self.fields.items():
+            other, text = _floats(self.configured.built({name: 2 * value})), ".".join(name)
+            differing = [each for each in fixed if other.get(each, fixed[each]) != fixed[each]]
+            why = f"{differing[0]} follows {text}" if differing else ""
+            with _other_number(self.model, name, 2 * value):
+                if not _are_same(outputs, _outputs(self.model, example)):
+                    why = f"its forward computes with {text}"
+            if why:
+                self.fixed[name] = why
+
+    def _find_unequal_norms(self) -> None:
+        """A norm over k of n slots needs an ε of its own; a configuration has one for all."""
+        over: set[frozenset[int]] = set()
+        for path, module in self.model.named_modules():
+            if any("eps" in name and type(value) is float for name, value in vars(module).items()):
+                dims = self.plan.code.averages.get(path, ())
+                over.add(self._axes(dims[-1]) if dims else frozenset())
+        if len(over) > 1:
+            why = "norms over other dims share its ε, and a configuration has one for all"
+            self.leave_whole(frozenset().union(*over), why)
+
+    def _find_mismatch(self) -> bool:
+        """Leave whole one more axis whose numbers say other dims, too; False where none is."""
+        groups, by_fields = self.groups(), self._by_fields()
+        for fields, dims in by_fields.items():
+            made_of = {dim: self._made_of(layout, groups) for dim, layout in dims.items()}
+            first, *others = dims
+            odd = next((dim for dim in others if made_of[dim] != made_of[first]), None)
+            if odd is not None or made_of[first] is None:
+                why = f"{_names(fields)} says {_shown(odd or first)}, too, which is cut otherwise"
+                if self._leave_inner_whole(dims.values(), groups, why):
+                    return True
+            if self._leave_unsaid_whole(fields, made_of[first] or (), dims.values(), groups):
+                return True
+        return False
+
+    def _leave_unsaid_whole(
+        self,
+        fields: frozenset[Field],
+        made_of: tuple[Group, ...],
+        dims: Collection[Layout],
+        groups: Mapping[int, Group],
+    ) -> bool:
+        """Leave whole what these numbers cannot say; what each head has before the heads."""
+        if self._assigned(fields, made_of) is not None:
+            return False
+        fixed = [why for name, why in self.fixed.items() if name in fields]
+        why = fixed[0] if fixed else f"{_names(fields)} does not divide into its slots"
+        return self._leave_inner_whole(dims, groups, why)
+
+    def _leave_inner_whole(
+        self, dims: Collection[Layout], groups: Mapping[int, Group], why: str
+    ) -> bool:
+        axes = frozenset().union(*map(self._axes, dims)) & groups.keys()
+        inner = frozenset(axis for axis in axes if self.plan.axes[axis].kind == "head_dim")
+        return self.leave_whole(inner or axes, why)
+
+    def _assigned(
+        self, fields: frozenset[Field], made_of: tuple[Group, ...]
+    ) -> dict[Group, Field] | None:
+        """Return for each factor of a dim the number that says it; None where one has none."""
+        if not made_of:
+            return {}
+        (first, *others), (_, size, _) = made_of, made_of[0]
+        open_ = [name for name in fields - self.fixed.keys() if self.fields[name] % size == 0]
+        for name in sorted(open_, key=lambda name: (self.fields[name] != size, name)):
+            rest = self._assigned(fields - {name}, tuple(others))
+            if rest is not None:
+                return {first: name, **rest}
+        return None
+
+    def widths(self) -> dict[Group, tuple[int, ...]]:
+        """Return the widths of each group by which the class can be built; of large axes by steps.
+
+        Where two numbers depend on each other, as code divides one by the other, those widths are
+        left out that do not go with few slots of the other group.
+        """
+        numbers = self._numbers_of_groups()
+        found = {group: self._buildable(group, numbers[group]) for group in numbers}
+        some = [group for group, widths in found.items() if len(widths) < group[1]]
+        for group in (group for group in found if group[1] <= _MANY):
+            extremes = [(g, x) for g in some if g != group for x in (found[g][0], found[g][-2:][0])]
+            found[group] = tuple(
+                width
+                for width in found[group]
+                if all(self._builds(numbers, {group: width, g: x}) for g, x in extremes)
+            )
+        return {group: of for group, of in found.items() if len(of) < group[1]}
+
+    def _numbers_of_groups(self) -> dict[Group, set[Field]]:
+        groups, found = self.groups(), defaultdict(set)
+        for fields, dims in self._by_fields().items():
+            made_of = self._made_of(next(iter(dims.values())), groups) or ()
+            for group, name in (self._assigned(fields, made_of) or {}).items():
+                found[group].add(name)
+        return dict(found)
+
+    def _buildable(self, group: Group, names: set[Field]) -> tuple[int, ...]:
+        size, numbers = group[1], {group: names}
+        if size <= _MANY:
+            widths = (w for w in range(1, size) if self._builds(numbers, {group: w}))
+            return (*widths, size)
+        steps = (step for step in range(1, size) if size % step == 0)
+        step = next(
+            (s for s in steps if all(self._builds(numbers, {group: w}) for w in (s, size - s))),
+            size,
+        )
+        return tuple(range(step, size + 1, step))
+
+    def _builds(self, numbers: Mapping[Group, set[Field]], widths: Mapping[Group, int]) -> bool:
+        values = {
+            name: self.fields[name] * width // group[1]
+            for group, width in widths.items()
+            for name in numbers[group]
+        }
+        return self.configured.built(values) is not None
+
+    def _by_fields(self) -> Mapping[frozenset[Field], Mapping[Dim, Layout]]:
+        found: dict[frozenset[Field], dict[Dim, Layout]] = defaultdict(dict)
+        for dim, layout in self._dims():
+            if dim in self.follows:
+                found[self.follows[dim]][dim] = layout
+        return found
+
+    def groups(self) -> dict[int, Group]:
+        """Return by number the group of each axis that may be cut."""
+        axes = self.plan.axes
+        first: dict[int, int] = {}
+        for dims in self._by_fields().values():
+            alike: dict[tuple[int, str], set[int]] = defaultdict(set)
+            for axis in frozenset().union(*map(self._axes, dims.values())) - self.whole.keys():
+                alike[axes[axis].size, axes[axis].kind].add(axis)
+            for joined in alike.values():
+                roots = {first.get(axis, axis) for axis in joined}
+                joined |= {axis for axis, root in first.items() if root in roots}
+                first.update(dict.fromkeys(joined, min(joined)))
+        return {n: (root, axes[n].size, axes[n].kind) for n, root in first.items()}
+
+    def _made_of(self, layout: Layout, groups: Mapping[int, Group]) -> tuple[Group, ...] | None:
+        """Return the groups whose product a dim is; None where it is something else."""
+        match layout:
+            case Const():
+                return ()
+            case Slots(axis):
+                return (groups[axis],) if axis in groups else ()
+            case Prod(factors):
+                each = [self._made_of(factor, groups) for factor in factors]
+                known = [of for of in each if of is not None]
+                return tuple(g for of in known for g in of) if len(known) == len(each) else None
+            case Cat(parts):
+                same = {self._made_of(part, groups) for part in parts}
+                return same.pop() if len(same) == 1 else None
+            case _:
+                return None if self._axes(layout) & groups.keys() else ()
+
+    # --- whole layers ---------------------------------------------------------------------------
+
+    def layers(self) -> list[tuple[str, ...]]:
+        """Return the branches of each layer that can go as a whole, all that is in it."""
+        named: dict[str, list[str]] = defaultdict(list)
+        gated = {axis.name for axis in self.plan.axes if axis.kind == KIND}
+        for branch in self.plan.branches:
+            path = re.match(r".*?\.\d+(?=\.)", next(iter(branch.tensors), ""))
+            if path and branch.name in gated:
+                named[path[0]].append(branch.name)
+        return [
+            tuple(names)
+            for path, names in named.items()
+            if self._tensors_in(path) <= set(dead_parameters(self.plan, names))
+        ]
+
+    def _tensors_in(self, path: str) -> set[str]:
+        return {name for name in self.plan.tensors if name.startswith(f"{path}.")}
+
+
+def _names(fields: Collection[Field]) -> str:
+    return " × ".join(sorted(map(".".join, fields)))
+
+
+def _shown(dim: Dim) -> str:
+    return f"{dim[0]} dim {dim[1]}"
+
+
+def _floats(model: nn.Module | None) -> dict[str, float]:
+    """Return the settings of a model's modules that are no sizes, such as the scale of heads."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in (model.named_modules() if model is not None else ())
+        for name, value in vars(module).items()
+        if type(value) is float
+    }
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, example: Inputs) -> list[Any] | None:
+    """Return what the model gives in eval mode; None where it fails, as by a number of no size."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        return [*pytree.tree_leaves(call(model.eval(), example))]
+    # The user's code may fail in any way with a number that is not its own.
+    except Exception:
+        return None
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _are_same(some: list[Any] | None, others: list[Any] | None) -> bool:
+    """Compare outputs; those of a forward that fails count as the same."""
+    if some is None or others is None:
+        return True
+    pairs = ((a, b) for a, b in zip(some, others, strict=False) if isinstance(a, Tensor))
+    return len(some) == len(others) and all(a.is_meta or torch.equal(a, b) for a, b in pairs)
+
+
+@contextmanager
+def _other_number(model: Any, name: Field, value: int) -> Iterator[None]:
+    """Within the context the model's live configuration has another number."""
+    place = model.config
+    for key in name[:-1]:
+        place = place.get(key) if isinstance(place, dict) else getattr(place, key)
+    before = vars(place).get(name[-1]) if hasattr(place, "__dict__") else None
+    if type(before) is not int:
+        yield
+        return
+    vars(place)[name[-1]] = value
+    try:
+        yield
+    finally:
+        vars(place)[name[-1]] = before
+
+
+def loadable(
+    plan: Plan, model: nn.Module, by: str, example: Inputs, ours: Sequence[Layout]
+) -> Plan:
+    """Return the plan with gates on what this program loads by itself, and what keeps alike.
+
+    A warning says what stays whole for that, why, and what it costs.
+
+    Args:
+        plan: with gates on all that is asked for.
+        model: which has no gates yet.
+        by: one of ``PROGRAMS``.
+        example: inputs of the model.
+        ours: dims that only a layer of l0prune can be without some slots of.
+
+    Raises:
+        UsageError: ``by`` is something else, or the model is none that it loads.
+        NothingToPrune: nothing is left, with the reasons.
+    """
+    kind = class_of_transformers(type(model))
+    if by not in PROGRAMS:
+        raise UsageError(f"loadable_by is one of {', '.join(map(repr, PROGRAMS))}, not {by!r}")
+    if not kind:
+        raise UsageError(
+            f"loadable_by={by!r} is for models of a class in transformers, which its "
+            f"configuration builds; this is a {type(model).__qualname__}"
+        )
+    data = configuration_of(model)
+    found = Loadable(plan, model, Configured(type(model), data).with_numbers())
+    for layout in ours:
+        found.leave_whole(
+            axes_of(layout) & found.slots, "without it takes a layer of l0prune's own"
+        )
+    found.find(example)
+    groups: dict[Group, list[str]] = defaultdict(list)
+    for number, group in sorted(found.groups().items()):
+        groups[group].append(plan.axes[number].name)
+    layers = found.layers()
+    kept = {name for names in (*groups.values(), *layers) for name in names}
+    if not kept:
+        raise NothingToPrune(f"nothing can be cut that {by} loads by itself: {_reasons(found)}")
+    allowed = {name: of for group, of in found.widths().items() for name in groups[group]}
+    together = (*map(tuple, groups.values()), *layers)
+    result = replace(plan.select(kept), together=together, allowed=allowed)
+    _warn_of_cost(found, result, by)
+    return result
+
+
+def _reasons(found: Loadable, most: int = 4) -> str:
+    """List what stays whole and why, axes of one reason and of like names together."""
+    texts: dict[tuple[str, str], str] = {}
+    for number, why in sorted(found.whole.items()):
+        name = found.plan.axes[number].name
+        texts.setdefault((re.sub(r"\d+", "*", name), re.sub(r"\d+", "*", why)), f"{name}: {why}")
+    more = f"; and {len(texts) - most} more of other names" if len(texts) > most else ""
+    return "; ".join([*texts.values()][:most]) + more
+
+
+def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
+    before, after = CostModel(found.plan), CostModel(result)
+    shares = " and ".join(
+        f"{after.reachable(unit):.1%} of the {label} (else {before.reachable(unit):.1%})"
+        for unit, label in (("params", "params"), ("macs", "MACs"))
+    )
+    branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
+    alone = len(branches - set(result.names))
+    blocks = f", as do {alone} branches that are no whole layer" if alone else ""
+    whole = f" These stay whole: {_reasons(found)}{blocks}." if found.whole else ""
+    warn(
+        f"for {by} to load the result by itself, layers keep one width, and gates reach {shares}."
+        f"{whole}"
+    )
