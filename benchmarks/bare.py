@@ -6,7 +6,7 @@
 
 Each network lies in a folder of its own, with a folder of images beside it and nothing else: as a
 pickled module (of timm with ``--trust-pickle``, the one option that is given), or by its name.
-Weights are random, and the images noise: what counts is whether the commands find all they need.
+Weights are random, and the images a few: what counts is whether the commands find all they need.
 ``--guesses`` takes the networks of ``benchmarks.coverage``, and guesses no more than an input on
 which each one runs.
 The error is that of the ONNX file beside the tuned model on fresh inputs, over the outputs' scale.
@@ -27,6 +27,7 @@ import numpy as np
 import onnxruntime
 import torch
 from PIL import Image
+from sklearn.datasets import load_sample_images
 
 import l0prune
 from benchmarks import zoo
@@ -45,7 +46,7 @@ NETWORKS = {
     },
 }  # fmt: skip
 COMMANDS = ("gate", "finetune --lambda 0.1/N", "export --onnx")
-CLASSES, IMAGES, SIDES = 3, 5, (90, 120)
+IMAGES, SIDE = 8, 200  # of each class; pixels of the longer side
 SAID = {
     "input": re.compile(r"the example input is (\S+), from (.*); to give"),
     "data": re.compile(r"it is the images here: --data (\S+)"),
@@ -53,13 +54,14 @@ SAID = {
 
 
 def images(folder: Path) -> None:
-    """Write noise, a folder for each class."""
+    """Write parts of the photos that come with scikit-learn, a folder for each photo."""
     draw = np.random.default_rng(0)
-    for label in range(CLASSES):
-        (folder / f"class{label}").mkdir(parents=True)
+    for label, photo in zip(("temple", "flower"), load_sample_images().images, strict=True):
+        (folder / label).mkdir(parents=True)
         for index in range(IMAGES):
-            pixels = draw.integers(0, 256, (*SIDES, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / f"class{label}" / f"{index}.png")
+            top, left = (int(draw.integers(size - SIDE)) for size in photo.shape[:2])
+            part = photo[top : top + SIDE, left : left + SIDE * 3 // 4]
+            Image.fromarray(part).save(folder / label / f"{index}.png")
 
 
 def run(package: str, name: str, how: str, folder: Path) -> dict[str, str]:
