@@ -1,5 +1,6 @@
 """The three commands in a folder that holds a model file and a folder of images."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_the_lines_of_the_readme_as_they_stand(tmp_path):
         code, _, err = run(*arguments, cwd=tmp_path)
         assert code == 0, err
     assert difference(tmp_path) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "name", "how"),
+    [("timm", "test_vit", "file"), ("torchvision", "shufflenet_v2_x0_5", "name")],
+)
+def test_networks_of_packages(tmp_path, package, name, how):
+    pytest.importorskip(package)
+    pytest.importorskip("sklearn")
+    row = importlib.import_module("benchmarks.bare").run(package, name, how, tmp_path)
+    assert row["took"], row
+    assert row["data"] == f"imagefolder:images:{row['input'].rpartition('x')[2]}"
+    assert float(row["error"]) <= 1e-5
 
 
 @pytest.mark.slow
