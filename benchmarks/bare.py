@@ -38,7 +38,8 @@ from l0prune.files.example_guess import guess_example
 NETWORKS = {
     "torchvision": {
         "resnet18": "file", "squeezenet1_1": "file", "shufflenet_v2_x0_5": "file",
-        "efficientnet_b1": "file", "mobilenet_v3_small": "name",
+        "efficientnet_b1": "file", "regnet_y_400mf": "file",
+        "mobilenet_v3_small": "name",
     },
     "timm": {
         "test_vit": "file", "mobilenetv3_small_050": "file", "convnext_atto": "file",

@@ -79,6 +79,11 @@ _USUAL = (
     "depends on global state; otherwise it is a fault in l0prune: please report it with the "
     "model's code."
 )
+_OF_ROUNDING = (
+    "In float64 they agree. In float32 the model rounds by more than that all by itself, whatever is "
+    "cut, so that nothing can be shown. The usual cause is weights that have hardly been trained, or "
+    "norms whose statistics are of a few examples: train on more, or for longer."
+)
 _OF_NAN = (
     "Outputs that hold nan cannot be compared. The usual cause is a nan or an infinity among the "
     "weights, as a training that diverged leaves it."
@@ -106,8 +111,17 @@ class Certificate:
                 "The {} does not compute what the {} does, so nothing was written:\n".format(*pair)
                 + "\n".join(lines)
                 + "\n"
-                + (_OF_NAN if all(math.isnan(c.error) for c in failed) else _USUAL)
+                + self._cause(failed)
             )
+
+    def _cause(self, failed: Sequence[Check]) -> str:
+        """Return the usual cause of what failed, and the way on."""
+        if all(math.isnan(check.error) for check in failed):
+            return _OF_NAN
+        is_exact = any(check.dtype == "float64" for check in self.checks if check.passed)
+        if is_exact and all(c.dtype == "float32" and c.tolerance == LARGEST for c in failed):
+            return _OF_ROUNDING
+        return _USUAL
 
     def without(self, *what: Compared) -> Certificate:
         """Return the certificate without the comparisons of these kinds."""
