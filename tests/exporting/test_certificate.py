@@ -68,8 +68,12 @@ def test_its_own_rounding_excuses_no_error_in_float64():
 
 
 def test_there_is_a_largest_rounding():
-    with pytest.raises(CertificateError, match=r"allowed 1\.0e-04"):
+    with pytest.raises(CertificateError, match=r"allowed 1\.0e-04") as raised:
         certified(Plus(2.0**14), Plus(0.0))
+    assert "In float32 the model rounds by about as much" in str(raised.value)
+    with pytest.raises(CertificateError, match="please report") as raised:
+        certified(Plus(2.0**14), Plus(0.0, error=1e-3))  # wrong in float64, too
+    assert "rounds" not in str(raised.value)
 
 
 def test_nan_fails():

@@ -80,9 +80,9 @@ _USUAL = (
     "model's code."
 )
 _OF_ROUNDING = (
-    "In float64 they agree. In float32 the model rounds by more than that all by itself, whatever is "
-    "cut, so that nothing can be shown. The usual cause is weights that have hardly been trained, or "
-    "norms whose statistics are of a few examples: train on more, or for longer."
+    "In float64 they agree. In float32 the model rounds by about as much all by itself, whatever "
+    "is cut, so that nothing can be shown. The usual cause is weights that have hardly been "
+    "trained, or norms whose statistics are of a few examples: train on more, or for longer."
 )
 _OF_NAN = (
     "Outputs that hold nan cannot be compared. The usual cause is a nan or an infinity among the "
