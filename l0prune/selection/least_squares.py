@@ -1,0 +1,136 @@
+"""Least squares from streamed moments: the weights with which x gives back y best.
+
+With means taken out, W = C_xx⁻¹ C_xy and b = μ_y − μ_x W; without a bias the same of moments about
+zero. Both lean towards weights W₀ that are there already:
+
+    W_λ = (C_xx + λ·c·1)⁻¹ (C_xy + λ·c·W₀),  c the mean of the diagonal of C_xx.
+
+How strongly (λ, from 1e-5 up to nothing but W₀) is chosen for each output by its error on moments
+that were held out. So few samples do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DAMPING = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+
+
+class Moments:
+    """Sums over samples of x and y, float64.
+
+    Shape: x (groups, rows, features), y (groups, rows, outputs).
+
+    Attributes:
+        count: the number of samples.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.x = self.y = self.xx = self.xy = self.yy = torch.zeros(())
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        """Count more samples."""
+        x, y = x.double(), y.double()
+        self.count += x.shape[1]
+        self.x = self.x + x.sum(1)
+        self.y = self.y + y.sum(1)
+        self.xx = self.xx + x.mT @ x
+        self.xy = self.xy + x.mT @ y
+        self.yy = self.yy + y.square().sum(1)
+
+    def __add__(self, other: Moments) -> Moments:
+        """The moments of both."""
+        both = Moments()
+        both.count = self.count + other.count
+        for name in ("x", "y", "xx", "xy", "yy"):
+            setattr(both, name, getattr(self, name) + getattr(other, name))
+        return both
+
+    def about(self, *, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return C_xx, C_xy and the diagonal of C_yy, about the mean or about zero."""
+        count = self.count
+        if not mean:
+            return self.xx / count, self.xy / count, self.yy / count
+        x, y = self.x / count, self.y / count
+        return (
+            self.xx / count - x[:, :, None] * x[:, None],
+            self.xy / count - x[:, :, None] * y[:, None],
+            self.yy / count - y.square(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """Weights and bias that give back y.
+
+    Attributes:
+        weight: shape (groups, features, outputs).
+        bias: shape (groups, outputs); zeros where none is allowed.
+        error: mean square of what is left of y on the held-out samples, over that of y about its
+            mean there; all outputs together.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    error: float
+
+
+def solve(
+    seen: Moments, held: Moments, prior: Tensor, *, has_bias: bool, damping: Sequence[float] = DAMPING
+) -> Solution:
+    """Return the weights that give back y best.
+
+    Args:
+        seen: moments to fit.
+        held: moments that decide how strongly the weights lean towards ``prior``.
+        prior: W₀, shape (groups, features, outputs).
+        has_bias: whether there is a bias.
+
+    Shape: everything float64.
+    """
+    c_xx, c_xy, c_yy = held.about(mean=has_bias)
+    scale = c_yy.clamp(min=1e-30)
+
+    def error(weight: Tensor) -> Tensor:
+        fitted = ((c_xx @ weight) * weight).sum(1) - 2 * (weight * c_xy).sum(1)
+        return c_yy + fitted
+
+    tried = [(None, prior, error(prior))]
+    for strength in damping:
+        weight = _ridge(*seen.about(mean=has_bias)[:2], prior, strength)
+        if weight is not None:
+            tried.append((strength, weight, error(weight)))
+    best = torch.stack([each for _, _, each in tried]).argmin(0)  # groups, outputs
+    both = seen + held
+    all_xx, all_xy, _ = both.about(mean=has_bias)
+    result = prior.clone()
+    left = tried[0][2].clone()
+    for number, (strength, _, errors) in enumerate(tried):
+        chosen = best == number
+        if strength is not None and bool(chosen.any()):
+            weight = _ridge(all_xx, all_xy, prior, strength)
+            if weight is not None:
+                result = torch.where(chosen[:, None], weight, result)
+                left = torch.where(chosen, errors, left)
+    bias = torch.zeros_like(both.y)
+    if has_bias:
+        bias = both.y / both.count - ((both.x / both.count)[:, None] @ result)[:, 0]
+    return Solution(result, bias, float(left.clamp(min=0).sum() / scale.sum()))
+
+
+def _ridge(c_xx: Tensor, c_xy: Tensor, prior: Tensor, strength: float) -> Tensor | None:
+    """W_λ; None where the damped matrix is singular."""
+    mean = c_xx.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    damp = strength * torch.where(mean > 0, mean, 1.0)
+    damped = c_xx.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(damp[:, 0])
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if bool((info != 0).any()):
+        return None
+    weight = torch.cholesky_solve(c_xy + damp * prior, factor)
+    return weight if bool(weight.isfinite().all()) else None

@@ -1,0 +1,257 @@
+"""Forwards that stop at each weight that they read, so that several go side by side.
+
+What a layer reads in a cut network depends on what the layers before it have become. A forward
+that is stopped holds just the activations that it still needs, so one pass over all batches is
+enough, whatever the network's code looks like.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.compat import OpOverload, TorchDispatchMode
+from l0prune.errors import UsageError
+from l0prune.selection.matrices import Product, product_of
+
+
+class Weights:
+    """Names of a model's tensors, by their memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        self._names = {_memory(tensor): name for name, tensor in reversed(self.tensors.items())}
+
+    def name(self, value: Any) -> str | None:
+        """Return the name of the tensor that a value is a view of; None where it is of none."""
+        return self._names.get(_memory(value)) if isinstance(value, Tensor) else None
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(slots=True)
+class Read:
+    """A weight that a forward is about to multiply with.
+
+    Attributes:
+        name: of the weight.
+        operator: the operator that does.
+        args: its arguments.
+        product: what it does with them.
+        out: the result; before that, None.
+    """
+
+    name: str
+    operator: OpOverload
+    args: tuple[Any, ...]
+    product: Product
+    out: Tensor | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as the operator reads it, a view of the parameter."""
+        found: Tensor = self.args[self.product.weight]
+        return found
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, where there is one."""
+        found: Tensor | None = None if self.product.bias is None else self.args[self.product.bias]
+        return found
+
+
+class _Abandoned(BaseException):
+    """Nobody waits for this forward any more."""
+
+
+class Forward:
+    """One forward, which goes on from weight to weight.
+
+    Args:
+        compute: makes the outputs.
+        weights: of the model.
+        note: is called with each other operator, its arguments and its result.
+
+    Attributes:
+        output: what ``compute`` returned, at the end.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[], Any],
+        weights: Weights,
+        note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
+    ) -> None:
+        self.output: Any = None
+        self._compute, self._weights, self._note = compute, weights, note
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._read: Read | None = None
+        self._error: BaseException | None = None
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def advance(self) -> Read | None:
+        """Go on to the next weight; None at the end.
+
+        Raises:
+            Exception: what the forward raises.
+        """
+        self._read = None
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._go.release()
+        self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._read
+
+    def abandon(self) -> None:
+        """End the forward where it is."""
+        self._is_abandoned = True
+        if self._thread.is_alive():
+            self._go.release()
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            with torch.no_grad(), _Stops(self):
+                self.output = self._compute()
+        except _Abandoned:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._stopped.release()
+
+    def call(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, and stop before one that multiplies with a weight."""
+        product = product_of(operator, args, lambda value: self._weights.name(value) is not None)
+        if product is None:
+            result = operator(*args, **kwargs)
+            self._note(operator, args, result)
+            return result
+        name = self._weights.name(args[product.weight])
+        assert name is not None
+        read = self._read = Read(name, operator, args, product)
+        self._stopped.release()
+        self._go.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+        if read.out is None:
+            read.out = operator(*args, **kwargs)
+        return read.out
+
+
+class _Stops(TorchDispatchMode):
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._forward.call(func, args, kwargs or {})
+
+
+@contextmanager
+def forwards(
+    computes: Sequence[Callable[[], Any]], weights: Weights, *notes: Any
+) -> Iterator[list[Forward]]:
+    """Yield a forward for each of these functions; what is unfinished then is abandoned."""
+    started = [Forward(compute, weights, *notes) for compute in computes]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it reads its weights in one operator
+    try:
+        yield started
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for forward in started:
+            forward.abandon()
+
+
+@dataclass(slots=True)
+class Reader:
+    """A weight that forwards multiply with.
+
+    Attributes:
+        name: of the weight.
+        calls: how often one forward does.
+        bias: name of the bias that is added then; empty where there is none.
+        norm: names of the weight, bias, mean and variance of the BatchNorm that alone reads the
+            result, each empty where there is none; None without such a norm.
+    """
+
+    name: str
+    calls: int = 0
+    bias: str = ""
+    norm: tuple[str, ...] | None = None
+
+
+@dataclass
+class _Survey:
+    weights: Weights
+    readers: dict[str, Reader] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)  # by operators that are no products
+    last: tuple[Tensor, str] | None = None
+
+    def note(self, operator: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        norm = norm_of(operator, args, self.weights)
+        if norm is not None and self.last is not None and args[0] is self.last[0]:
+            self.readers[self.last[1]].norm = norm
+        if norm is None and not _is_view(operator):
+            self.used |= {name for arg in args if (name := self.weights.name(arg)) is not None}
+
+    def read(self, read: Read) -> None:
+        reader = self.readers.setdefault(read.name, Reader(read.name))
+        reader.calls += 1
+        reader.bias = self.weights.name(read.bias) or ""
+        if reader.bias and read.bias is not None and read.bias.numel() != _size(self, reader.bias):
+            reader.bias = ""  # a part of it: the parts of the weight come one after another
+        read.out = read.operator(*read.args)
+        self.last = read.out, read.name
+
+
+def _size(survey: _Survey, name: str) -> int:
+    return survey.weights.tensors[name].numel()
+
+
+def norm_of(
+    operator: OpOverload, args: tuple[Any, ...], weights: Weights
+) -> tuple[str, ...] | None:
+    """Return the names of a BatchNorm's weight, bias, mean and variance, with statistics of its own.
+
+    None for another operator.
+    """
+    if "batch_norm" not in operator.name() or len(args) < 5:
+        return None
+    names = tuple(weights.name(arg) or "" for arg in args[1:5])
+    return names if names[2] and names[3] else None
+
+
+def _is_view(operator: OpOverload) -> bool:
+    """Return whether the result is the argument itself, seen otherwise."""
+    aliased = [arg.alias_info for arg in operator._schema.arguments if arg.alias_info is not None]
+    return bool(aliased) and not any(info.is_write for info in aliased)
+
+
+def readers_of(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Reader]:
+    """Return the weights that one forward multiplies with and does nothing else with, by name.
+
+    Args:
+        model: in eval mode.
+        compute: its forward on a batch.
+    """
+    survey = _Survey(Weights(model))
+    with forwards([compute], survey.weights, survey.note) as (forward,):
+        while (read := forward.advance()) is not None:
+            survey.read(read)
+    return {n: r for n, r in survey.readers.items() if n not in survey.used}
