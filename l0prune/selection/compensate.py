@@ -7,16 +7,16 @@ layer also repairs what those before it have done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import evaluating
 from l0prune.errors import DataError, UsageError, warn
@@ -31,6 +31,7 @@ from l0prune.selection.lockstep import Forward, Read, Reader, Weights, forwards,
 from l0prune.selection.score_input import output_tensor
 
 _ROWS = 1 << 19  # of one layer, at most: positions of maps next to each other say much the same
+_LARGEST = 5120  # features of which the whole covariance is taken
 _HELD = 4  # every so many-th batch chooses the damping …
 _JUDGED = 5  # … and one in so many is used for nothing but to tell what has been gained
 SAMPLES, BATCH_SIZE = 512, 64
@@ -102,10 +103,9 @@ def compensate(
         judged, used = batches[::_JUDGED], [b for n, b in enumerate(batches) if n % _JUDGED]
         with bypass(root):
             cut = cut_copy(root, gates)
-            outputs = [_output(root, each) for each in judged]
-            before = fidelity(outputs, [_output(cut, each) for each in judged])
+            before = fidelity(root, cut, judged)
             layers = _Tandem(root, cut, gates.plan, gates.plan.kept(gates.open())).run(used)
-            after = fidelity(outputs, [_output(cut, each) for each in judged])
+            after = fidelity(root, cut, judged)
         if not after[0] < before[0]:
             return Compensation(before[0], before[0], before[1] and (before[1], before[1]), {})
         _write_back(root, cut, gates)
@@ -149,29 +149,43 @@ def _is_example(given: Any) -> bool:
 
 
 def _check_finite(batch: Any) -> None:
-    from l0prune.capture.compat import pytree
-
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not leaf.isfinite().all():
             raise DataError("the inputs hold numbers that are not finite (NaN or infinite)")
 
 
-def _output(model: nn.Module, inputs: Any) -> Tensor:
-    with torch.no_grad():
-        return output_tensor(call(model, inputs)).double()
+def fidelity(
+    dense: nn.Module, other: nn.Module, batches: Iterable[Any]
+) -> tuple[float, float | None]:
+    """Return how far a network's outputs are from another's.
 
-
-def fidelity(dense: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Return the relative mean square error of outputs, and how often their largest is the same.
-
-    Shape: each (examples, …), with classes along dim 1; None where there are none.
+    Returns:
+        The mean square of the difference over the variance of the dense network's outputs; and the
+        part of the examples (of their places) whose largest output is the same, None where outputs
+        are single numbers.
     """
-    whole, found = torch.cat([*dense]), torch.cat([*other])
-    scale = (whole - whole.mean(0)).square().mean().clamp(min=1e-30)
-    error = float((whole - found).square().mean() / scale)
-    if whole.dim() < 2 or whole.shape[1] < 2:
-        return error, None
-    return error, float((whole.argmax(1) == found.argmax(1)).double().mean())
+    error = scale = alike = count = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            wanted, found = (output_tensor(call(net, batch)) for net in (dense, other))
+            dim = class_dim(wanted)
+            error += float((wanted - found).double().square().sum())
+            scale += float((wanted - wanted.mean(0)).double().square().sum())
+            if dim is not None:
+                same = wanted.argmax(dim) == found.argmax(dim)
+                alike, count = alike + float(same.sum()), count + same.numel()
+    return error / max(scale, 1e-30), alike / count if count else None
+
+
+def class_dim(outputs: Tensor) -> int | None:
+    """Return the dim along which outputs are of classes: the last of a sequence's, else the first.
+
+    None where there is one number for an example.
+    """
+    if outputs.dim() < 2:
+        return None
+    dim = 2 if outputs.dim() == 3 else 1
+    return dim if outputs.shape[dim] > 1 else None
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:
@@ -265,13 +279,13 @@ class _Tandem:
         name = pairs[0][0].name
         reader = readers.get(name)
         for dense, _ in pairs:
-            dense.out = dense.operator(*dense.args)
+            dense.run()
         if reader is None:
             return
-        work = _Layer(self, reader, pairs[0][1])
+        work = _Layer(self, reader, *pairs[0])
         if not work.has_to_change(pairs):
             return
-        seen, held = moments.setdefault(name, (Moments(), Moments()))
+        seen, held = moments.setdefault(name, (work.moments(), work.moments()))
         for number, (dense, cut) in enumerate(pairs):
             work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs))
         left[name] += 1
@@ -323,14 +337,18 @@ class _Statistics:
 class _Layer:
     """One layer of the cut network, and what of it may change."""
 
-    def __init__(self, tandem: _Tandem, reader: Reader, read: Read) -> None:
-        self.tandem, self.reader, self.read = tandem, reader, read
+    def __init__(self, tandem: _Tandem, reader: Reader, dense: Read, read: Read) -> None:
+        self.tandem, self.reader, self.dense, self.read = tandem, reader, dense, read
         tensor = tandem.of_cut.tensors[reader.name]
         alive = torch.ones((), dtype=torch.bool, device=tensor.device)
-        for dim, layout in enumerate(tandem.plan.tensors[tandem.plan.aliases.get(reader.name, reader.name)]):
+        for dim, layout in enumerate(
+            tandem.plan.tensors[tandem.plan.aliases.get(reader.name, reader.name)]
+        ):
             mask = tandem.plan.mask(layout, tandem.kept).to(tensor.device)
             alive = alive & mask.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
-        lies = torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.bool, device=tensor.device)
+        lies = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=torch.bool, device=tensor.device
+        )
         lies.copy_(alive.expand(tensor.shape))
         weight = read.weight
         lies = lies.as_strided(
@@ -341,32 +359,69 @@ class _Layer:
         self.outputs = alive.any(0).any(0).nonzero().flatten()
         self.is_cut = len(self.features) < alive.shape[1]
         self.has_bias = bool(reader.bias) or reader.norm is not None
+        _, features, outputs = alive.shape
+        self.is_wide = outputs > features
+        self.places = self._places(alive) if features > _LARGEST else 1
+
+    def _places(self, alive: Tensor) -> int:
+        """Return how many features in a row are of one channel: those of a kernel or a flatten."""
+        kernel = self.read.weight.shape[2:].numel() if self.read.product.weight == 1 else 1
+        if kernel > 1:
+            return kernel
+        is_alive = alive.any(0).any(1)
+        changes = (is_alive[1:] != is_alive[:-1]).nonzero().flatten() + 1
+        found = math.gcd(*changes.tolist(), len(is_alive))
+        return found if len(changes) else 1
 
     def has_to_change(self, pairs: Sequence[tuple[Read, Read]]) -> bool:
         """Return whether the layer is fed, or multiplies, anything else than the dense one's."""
         if not len(self.features) or not len(self.outputs):
             return False
-        at = [n for n in range(len(self.read.args)) if n not in (self.read.product.weight, self.read.product.bias)]
-        values = [(d.args[n], c.args[n]) for d, c in pairs for n in at if isinstance(d.args[n], Tensor)]
+        at = [
+            n
+            for n in range(len(self.read.args))
+            if n not in (self.read.product.weight, self.read.product.bias)
+        ]
+        values = [
+            (d.args[n], c.args[n]) for d, c in pairs for n in at if isinstance(d.args[n], Tensor)
+        ]
         return self.is_cut or not all(torch.equal(dense, cut) for dense, cut in values)
 
+    def moments(self) -> Moments:
+        """Return sums that are still empty."""
+        return Moments(is_basis=self.is_wide or self.places > 1)
+
     def count(self, moments: Moments, dense: Read, cut: Read, batches: int) -> None:
+        """Count a batch: what the cut network's layer reads, and what the dense one's gives."""
         assert dense.out is not None
         rows = dense.product.outputs(dense.out, None).shape[1]
-        most = _ROWS // batches
         wanted = None
-        if rows > most:
+        if rows > (most := _ROWS // batches):
             generator = torch.Generator().manual_seed(moments.count)
             wanted = torch.randperm(rows, generator=generator)[:most].to(dense.out.device)
         x = cut.product.inputs(cut.args, wanted)[..., self.features]
-        moments.add(x, dense.product.outputs(dense.out, wanted)[..., self.outputs])
+        if self.places > 1:
+            y = dense.product.inputs(dense.args, wanted)
+            x, y = (each.unflatten(2, (-1, self.places)).mT.flatten(1, 2) for each in (x, y))
+        elif self.is_wide:
+            y = dense.product.inputs(dense.args, wanted)
+        else:
+            y = dense.product.outputs(dense.out, wanted)[..., self.outputs]
+        moments.add(x, y)
 
     def change(self, seen: Moments, held: Moments) -> float:
+        """Give the layer the weights that give back best what the dense one gave."""
         read = self.read
-        matrix = read.product.matrix(read.weight).double()
+        matrix = read.product.matrix(read.weight).double().clone()
         prior = matrix[:, self.features][..., self.outputs]
-        found = solve(seen, held, prior, has_bias=self.has_bias)
-        matrix = matrix.clone()
+        own = self.dense_matrix()[..., self.outputs]
+        shift = self.dense_bias()
+        if self.places > 1:
+            found = self._by_channel(seen, held, own, shift)
+        else:
+            if self.is_wide:
+                seen, held = (each.through(own, shift) for each in (seen, held))
+            found = solve(seen, held, prior, has_bias=self.has_bias)
         block = matrix[:, self.features]
         block[..., self.outputs] = found.weight
         matrix[:, self.features] = block
@@ -375,12 +430,42 @@ class _Layer:
             self._shift(found)
         return found.error
 
+    def _by_channel(
+        self, seen: Moments, held: Moments, own: Tensor, shift: Tensor | None
+    ) -> Solution:
+        """Weights W′_kp = Σ_c B_kc W_cp, with B the same at each place p of the kernel.
+
+        B gives the dense layer's channels from those that are left: many features from few samples
+        would take as many of the latter, and a matrix too large.
+        """
+        kept = self.features[:: self.places] // self.places
+        prior = torch.zeros_like(seen.xy)
+        prior[:, torch.arange(len(kept)), kept] = 1
+        found = solve(seen, held, prior, has_bias=self.has_bias)
+        places = own.unflatten(1, (-1, self.places))  # groups, channels, places, outputs
+        weight = torch.einsum("gkc,gcpo->gkpo", found.weight, places).flatten(1, 2)
+        bias = torch.einsum("gc,gcpo->go", found.bias, places)
+        return Solution(weight, bias if shift is None else bias + shift, found.error)
+
+    def dense_matrix(self) -> Tensor:
+        """Return the dense layer's weight, shape (groups, features, outputs), float64."""
+        return self.dense.product.matrix(self.dense.weight).double()
+
+    def dense_bias(self) -> Tensor | None:
+        """Return the dense layer's bias, shape (groups, outputs); None where there is none."""
+        bias = self.dense.bias
+        if bias is None:
+            return None
+        return bias.double().reshape(self.dense_matrix().shape[0], -1)[:, self.outputs]
+
     def _shift(self, found: Solution) -> None:
         """Put the constant into the bias, or take it from the mean of the norm behind."""
         tensors = self.tandem.of_cut.tensors
         groups, outputs = found.bias.shape
         size = self.read.product.matrix(self.read.weight).shape[2]
-        index = (torch.arange(groups, device=found.bias.device)[:, None] * size + self.outputs).flatten()
+        index = (
+            torch.arange(groups, device=found.bias.device)[:, None] * size + self.outputs
+        ).flatten()
         shift = found.bias.flatten()
         if self.reader.bias:
             bias = tensors[self.reader.bias]

@@ -3,7 +3,7 @@
 With means taken out, W = C_xx⁻¹ C_xy and b = μ_y − μ_x W; without a bias the same of moments about
 zero. Both lean towards weights W₀ that are there already:
 
-    W_λ = (C_xx + λ·c·1)⁻¹ (C_xy + λ·c·W₀),  c the mean of the diagonal of C_xx.
+    W_λ = (C_xx + λ·D)⁻¹ (C_xy + λ·D·W₀),  D the diagonal of C_xx.
 
 How strongly (λ, from 1e-5 up to nothing but W₀) is chosen for each output by its error on moments
 that were held out. So few samples do no harm.
@@ -27,21 +27,47 @@ class Moments:
 
     Attributes:
         count: the number of samples.
+
+    Args:
+        is_basis: y is what a further weight multiplies; see ``through``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_basis: bool = False) -> None:
         self.count = 0
+        self._is_basis = is_basis
         self.x = self.y = self.xx = self.xy = self.yy = torch.zeros(())
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Count more samples."""
-        x, y = x.double(), y.double()
-        self.count += x.shape[1]
-        self.x = self.x + x.sum(1)
-        self.y = self.y + y.sum(1)
-        self.xx = self.xx + x.mT @ x
-        self.xy = self.xy + x.mT @ y
-        self.yy = self.yy + y.square().sum(1)
+        """Count more samples.
+
+        Products are of numbers about their mean here, so that single precision serves.
+        """
+        count = x.shape[1]
+        mean_x, mean_y = x.double().mean(1), y.double().mean(1)
+        x, y = (x - mean_x[:, None]).float(), (y - mean_y[:, None]).float()
+        self.count += count
+        self.x, self.y = self.x + count * mean_x, self.y + count * mean_y
+        self.xx = self.xx + (x.mT @ x).double() + count * mean_x[:, :, None] * mean_x[:, None]
+        self.xy = self.xy + (x.mT @ y).double() + count * mean_x[:, :, None] * mean_y[:, None]
+        if self._is_basis:
+            self.yy = self.yy + (y.mT @ y).double() + count * mean_y[:, :, None] * mean_y[:, None]
+        else:
+            self.yy = self.yy + y.square().sum(1).double() + count * mean_y.square()
+
+    def through(self, weight: Tensor, bias: Tensor | None) -> Moments:
+        """Return the moments of x and ``y @ weight + bias`` from these of x and y.
+
+        Shape: weight (groups, outputs, further), bias (groups, further).
+        """
+        result = Moments()
+        result.count, result.x, result.xx = self.count, self.x, self.xx
+        result.y, result.xy = (self.y[:, None] @ weight)[:, 0], self.xy @ weight
+        result.yy = ((self.yy @ weight) * weight).sum(1)
+        if bias is not None:
+            result.yy = result.yy + 2 * result.y * bias + self.count * bias.square()
+            result.xy = result.xy + self.x[:, :, None] * bias[:, None]
+            result.y = result.y + self.count * bias
+        return result
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both."""
@@ -81,7 +107,12 @@ class Solution:
 
 
 def solve(
-    seen: Moments, held: Moments, prior: Tensor, *, has_bias: bool, damping: Sequence[float] = DAMPING
+    seen: Moments,
+    held: Moments,
+    prior: Tensor,
+    *,
+    has_bias: bool,
+    damping: Sequence[float] = DAMPING,
 ) -> Solution:
     """Return the weights that give back y best.
 
@@ -125,12 +156,12 @@ def solve(
 
 def _ridge(c_xx: Tensor, c_xy: Tensor, prior: Tensor, strength: float) -> Tensor | None:
     """W_λ; None where the damped matrix is singular."""
-    mean = c_xx.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-    damp = strength * torch.where(mean > 0, mean, 1.0)
+    diagonal = c_xx.diagonal(dim1=1, dim2=2).clamp(min=0)
+    damp = strength * torch.where(diagonal > 0, diagonal, 1.0)
     damped = c_xx.clone()
-    damped.diagonal(dim1=1, dim2=2).add_(damp[:, 0])
+    damped.diagonal(dim1=1, dim2=2).add_(damp)
     factor, info = torch.linalg.cholesky_ex(damped)
     if bool((info != 0).any()):
         return None
-    weight = torch.cholesky_solve(c_xy + damp * prior, factor)
+    weight = torch.cholesky_solve(c_xy + damp[:, :, None] * prior, factor)
     return weight if bool(weight.isfinite().all()) else None

@@ -68,6 +68,29 @@ class Read:
         found: Tensor | None = None if self.product.bias is None else self.args[self.product.bias]
         return found
 
+    def run(self) -> Tensor:
+        """Compute the result."""
+        self.out = self.operator(*self.args)
+        return self.out
+
+    def run_with(self, matrix: Tensor, shift: Tensor | None) -> None:
+        """Compute the result with another weight, and a constant in the place of the bias.
+
+        Shape: matrix (groups, features, outputs), shift (groups, outputs).
+        """
+        weight = self.product.unmatrix(matrix).reshape(self.weight.shape).to(self.weight)
+        args = list(self.args)
+        args[self.product.weight] = weight
+        if shift is None:
+            self.out = self.operator(*args)
+            return
+        if self.product.bias is not None:
+            args[self.product.bias] = shift.flatten().to(weight)
+            self.out = self.operator(*args)
+            return
+        self.out = self.operator(*args)
+        self.product.outputs(self.out, None).add_(shift[:, None].to(weight))
+
 
 class _Abandoned(BaseException):
     """Nobody waits for this forward any more."""
@@ -216,8 +239,7 @@ class _Survey:
         reader.bias = self.weights.name(read.bias) or ""
         if reader.bias and read.bias is not None and read.bias.numel() != _size(self, reader.bias):
             reader.bias = ""  # a part of it: the parts of the weight come one after another
-        read.out = read.operator(*read.args)
-        self.last = read.out, read.name
+        self.last = read.run(), read.name
 
 
 def _size(survey: _Survey, name: str) -> int:

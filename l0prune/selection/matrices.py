@@ -40,7 +40,9 @@ class Product:
     unmatrix: Callable[[Tensor], Tensor]
 
 
-def product_of(operator: Any, args: Sequence[Any], is_weight: Callable[[Any], bool]) -> Product | None:
+def product_of(
+    operator: Any, args: Sequence[Any], is_weight: Callable[[Any], bool]
+) -> Product | None:
     """Return how a call multiplies with a weight; None where it does not.
 
     Args:
@@ -48,7 +50,12 @@ def product_of(operator: Any, args: Sequence[Any], is_weight: Callable[[Any], bo
         args: its positional arguments.
         is_weight: whether a tensor is one.
     """
-    first = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+    first = {
+        aten.mm.default: 0,
+        aten.bmm.default: 0,
+        aten.addmm.default: 1,
+        aten.baddbmm.default: 1,
+    }
     if operator in first:
         at = first[operator]
         left, right = args[at], args[at + 1]
