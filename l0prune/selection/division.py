@@ -7,13 +7,14 @@ weights W and inputs of covariance C, slots c leave
 
 and in rounds, after each of which W and C⁻¹ are those of what stays. What an axis is worth against
 others is measured: the outputs of the dense network with this axis alone cut, and its readers
-compensated, at a few widths. Between these the error of the readers says how the outputs' grows. A
-sum over axes then stands for the whole, and each slot has the increase of that sum for its score, by
-what it costs.
+compensated, at a few widths. Between these the error of the readers says how that of the outputs
+grows. A sum over axes then stands for the whole, and each slot has the increase of that sum for its
+score, by what it costs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,13 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from l0prune.errors import UsageError
 from l0prune.plan.layout import axes_of
-from l0prune.plan.measures import Measure
+from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
-from l0prune.selection.lockstep import Read, Reader, Weights, forwards, readers_of
+from l0prune.selection.least_squares import Moments
+from l0prune.selection.lockstep import (
+    OTHER_WAYS,
+    Read,
+    Reader,
+    Weights,
+    along_reads,
+    forwards,
+    readers_of,
+)
 
 _ROUND = 1 / 16  # of the slots that are left go at once
+_LARGEST = 2304  # features of which the whole covariance is taken
+_ROWS = 1 << 18  # of one layer, at most
+_TURNS = 3  # in which costs are looked at where the slots of the turn before are gone
+_PROBES = 256  # examples, about, on which the outputs are looked at
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # of an axis gone when the outputs are looked at
 _DAMPING = 1e-4
 
@@ -37,13 +52,13 @@ class _State:
     """A reader while slots of one axis go: its weights, compensated, and C⁻¹ of what stays.
 
     Args:
-        second: C, shape (groups, features, features).
-        weight: W, shape (groups, features, outputs).
-        slots: for each feature the slot that it is of, −1 for none.
+        reader: as it is in the dense network.
+        slots: for each of its features the slot that it is of, −1 for none.
     """
 
-    def __init__(self, inverse: Tensor, weight: Tensor, slots: Tensor, scale: float) -> None:
-        self.inverse, self.weight, self.slots, self.scale = inverse, weight, slots, scale
+    def __init__(self, reader: _Input, slots: Tensor) -> None:
+        self.inverse, self.weight, self.scale = reader.inverse, reader.weight, reader.scale
+        self.slots = slots
         self.left = torch.arange(len(slots))
 
     def errors(self, count: int) -> Tensor:
@@ -53,7 +68,6 @@ class _State:
         order = mine.argsort(stable=True)
         order = order[mine[order] >= 0]
         slots, sizes = mine[order].unique_consecutive(return_counts=True)
-        begin = 0
         for size in sizes.unique().tolist():
             of_size = torch.repeat_interleave(sizes == size, sizes)
             at = order[of_size].reshape(-1, size)
@@ -147,6 +161,66 @@ def _pooled(values: Tensor) -> Tensor:
     return torch.cat([values.new_full((count,), total / count) for total, count in blocks])
 
 
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A reader of the dense network, and the moments of what it reads.
+
+    Of one with many features all places of a kernel or a flatten are samples of the channels, and
+    its outputs are those of each place.
+
+    Attributes:
+        read: one call of it.
+        places: how many features are of one channel; 1 where each stands for itself.
+        inverse: C⁻¹, shape (groups, features, features), float64 on the CPU.
+        mean: of the features, shape (groups, features); zeros where there is no bias to correct.
+        weight: W, shape (groups, features, outputs).
+        scale: the variance of the outputs.
+    """
+
+    read: Read
+    places: int
+    inverse: Tensor
+    mean: Tensor
+    weight: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, reads: Sequence[Read], places: int, *, has_bias: bool) -> _Input:
+        """Count what calls on some batches read."""
+        moments = Moments()
+        for read in reads:
+            rows = read.product.outputs(read.run(), None).shape[1]
+            wanted = None
+            if rows > (most := _ROWS // (len(reads) * places)):
+                generator = torch.Generator().manual_seed(moments.count)
+                wanted = torch.randperm(rows, generator=generator)[:most].to(read.given.device)
+            x = read.product.inputs(read.args, wanted)
+            x = x.unflatten(2, (-1, places)).mT.flatten(1, 2)
+            moments.add(x, x[..., :0])
+        covariance, _, _ = moments.about(mean=has_bias)
+        covariance = covariance.cpu()
+        weight = reads[0].product.matrix(reads[0].weight).double().cpu()
+        weight = weight.unflatten(1, (-1, places)).flatten(2)
+        scale = float((covariance @ weight * weight).sum().clamp(min=1e-30))
+        diagonal = covariance.diagonal(dim1=1, dim2=2)
+        diagonal.add_(_DAMPING * torch.where(diagonal > 0, diagonal, 1.0))
+        mean = (moments.x / moments.count).cpu() * has_bias
+        return cls(reads[0], places, torch.linalg.inv(covariance), mean, weight, scale)
+
+    def instead(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return a matrix for ``Read.run_with`` from one like ``weight``, and the constant."""
+        moved = (self.mean[:, :, None] * (self.weight - weight)).sum(1)
+        moved = moved.unflatten(1, (self.places, -1)).sum(1)
+        bias = self.read.bias
+        if bias is not None:
+            moved = moved + bias.double().cpu().reshape(len(moved), -1)
+        matrix = weight.unflatten(2, (self.places, -1)).flatten(1, 2)
+        return matrix, moved if bias is not None or bool(self.mean.any()) else None
+
+
+Judge = Callable[[Any, Any], float]
+
+
 class Division:
     """Curves of all axes that weights read.
 
@@ -163,7 +237,7 @@ class Division:
         model: nn.Module,
         plan: Plan,
         batches: Sequence[Any],
-        judge: Callable[[Any, Any], float],
+        judge: Judge,
         probes: int = 1,
     ) -> None:
         self.model, self.plan, self.batches = model, plan, batches
@@ -180,90 +254,51 @@ class Division:
 
     def _curves(self) -> list[Curve]:
         """One pass of the dense network; an axis is done when its last reader was seen."""
-        order = list(self.readers)
         read_by: dict[int, list[str]] = {}
-        for name in order:
+        for name in self.readers:
             for axis in self._axes(name):
                 read_by.setdefault(axis, []).append(name)
-        curves, held = [], dict[str, tuple[Tensor, Tensor, Tensor, float, Read]]()
-        pending = {axis: set(names) for axis, names in read_by.items()}
+        curves, held = [], dict[str, _Input]()
         computes = [partial(call, self.model, batch) for batch in self.batches]
         with forwards(computes, self.weights) as running:
             while reads := [read for f in running if (read := f.advance()) is not None]:
                 for read in reads:
                     read.run()
                 name = reads[0].name
-                if not any(name in names for names in pending.values()):
+                of_name = [axis for axis, names in read_by.items() if name in names]
+                if not of_name:
                     continue
-                held[name] = self._moments(self.readers[name], reads)
-                for axis in [a for a, names in pending.items() if name in names]:
-                    pending[axis].discard(name)
-                    if not pending[axis]:
-                        del pending[axis]
-                        curves.append(self._curve(axis, {n: held[n] for n in read_by[axis]}))
-                needed = {n for a in pending for n in read_by[a]}
-                held = {n: found for n, found in held.items() if n in needed}
+                if any(read.name != name for read in reads):
+                    raise UsageError(OTHER_WAYS.format(name))
+                held[name] = self._input(self.readers[name], reads)
+                for axis in of_name:
+                    if all(each in held for each in read_by[axis]):
+                        needed = {each: held[each] for each in read_by.pop(axis)}
+                        curves.append(self._curve(axis, needed))
+                left = {each for names in read_by.values() for each in names}
+                held = {each: found for each, found in held.items() if each in left}
         return curves
 
     def _axes(self, name: str) -> set[int]:
-        roles = self.plan.roles.get(self.plan.aliases.get(name, name), ())
-        dims = self.plan.tensors.get(self.plan.aliases.get(name, name), ())
-        return {
-            axis
-            for layout, role in zip(dims, roles, strict=False)
-            if role == "read"
-            for axis in axes_of(layout)
-        }
+        name = self.plan.aliases.get(name, name)
+        pairs = zip(self.plan.tensors.get(name, ()), self.plan.roles.get(name, ()), strict=False)
+        return {axis for layout, role in pairs if role == "read" for axis in axes_of(layout)}
 
-    def _moments(
-        self, reader: Reader, reads: Sequence[Read]
-    ) -> tuple[Tensor, Tensor, Tensor, float, Read]:
-        count, first, second = 0, torch.zeros(()), torch.zeros(())
-        y_first, y_second = torch.zeros(()), torch.zeros(())
-        for read in reads:
-            assert read.out is not None
-            rows = read.product.outputs(read.out, None)
-            wanted = None
-            most = (1 << 18) // len(reads)
-            if rows.shape[1] > most:
-                wanted = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(0))[
-                    :most
-                ].to(rows.device)
-            x = read.product.inputs(read.args, wanted).double()
-            y = read.product.outputs(read.out, wanted).double()
-            count += x.shape[1]
-            first, second = first + x.sum(1), second + x.mT @ x
-            y_first, y_second = y_first + y.sum(1), y_second + y.square().sum(1)
-        has_bias = bool(reader.bias) or reader.norm is not None
-        mean = first / count
-        covariance = second / count
-        if has_bias:
-            covariance = covariance - mean[:, :, None] * mean[:, None]
-        diagonal = covariance.diagonal(dim1=1, dim2=2)
-        damp = _DAMPING * diagonal.mean(1)
-        diagonal.add_(torch.where(damp > 0, damp, 1.0)[:, None])
-        variance = (y_second / count - (y_first / count).square()).sum().clamp(min=1e-30)
-        mean_y = y_first / count
-        return (
-            torch.linalg.inv(covariance).cpu(),
-            mean.cpu(),
-            mean_y.cpu(),
-            float(variance),
-            reads[0],
-        )
+    def _input(self, reader: Reader, reads: Sequence[Read]) -> _Input:
+        matrix = reads[0].product.matrix(reads[0].weight)
+        rows = sum(read.product.outputs(read.run(), None).shape[1] for read in reads)
+        features, places = matrix.shape[1], 1
+        if features > _LARGEST or rows < 2 * features:
+            slots = torch.stack([self._slots(n, reads[0], 1) for n in self._axes(reader.name)])
+            changes = (slots[:, 1:] != slots[:, :-1]).any(0).nonzero().flatten() + 1
+            places = math.gcd(*changes.tolist(), features)
+        return _Input.of(reads, places, has_bias=bool(reader.bias) or reader.norm is not None)
 
-    def _curve(
-        self, number: int, readers: dict[str, tuple[Tensor, Tensor, Tensor, float, Read]]
-    ) -> Curve:
+    def _curve(self, number: int, readers: dict[str, _Input]) -> Curve:
         axis = self.plan.axes[number]
         states = {
-            name: _State(
-                inverse,
-                read.product.matrix(read.weight).double().cpu(),
-                self._slots(number, name, read),
-                scale,
-            )
-            for name, (inverse, _, _, scale, read) in readers.items()
+            name: _State(found, self._slots(number, found.read, found.places))
+            for name, found in readers.items()
         }
         curve, left = Curve(number), torch.ones(axis.size, dtype=torch.bool)
         error = 0.0
@@ -285,35 +320,25 @@ class Division:
                 curve.outputs[len(curve.order)] = self._error(states, readers)
         return curve
 
-    def _slots(self, number: int, name: str, read: Read) -> Tensor:
+    def _slots(self, number: int, read: Read, places: int) -> Tensor:
         """Return for each feature of a reader the slot of an axis that it is of, or −1."""
         axis = self.plan.axes[number]
-        name = self.plan.aliases.get(name, name)
+        name = self.plan.aliases.get(read.name, read.name)
         roles, dims = self.plan.roles[name], self.plan.tensors[name]
         tensor = self.weights.tensors[read.name]
-        slots = torch.full_like(tensor, -1, dtype=torch.long)
+        slots = torch.full((), -1)
         for dim, (layout, role) in enumerate(zip(dims, roles, strict=True)):
             if role != "read" or number not in axes_of(layout):
                 continue
             table = self.plan.gate_table(layout)
             mine = (table >= axis.start) & (table < axis.start + axis.size)
             found = torch.where(mine, table - axis.start, -1).max(0).values
-            shape = [-1 if d == dim else 1 for d in range(tensor.dim())]
-            slots.copy_(found.to(tensor.device).reshape(shape).expand(tensor.shape))
-        weight = read.weight
-        lies = slots.as_strided(
-            weight.shape, weight.stride(), weight.storage_offset() - tensor.storage_offset()
-        )
-        return read.product.matrix(lies)[0, :, 0].cpu()
+            slots = found.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+        return along_reads(slots, read, tensor)[0, ::places, 0].cpu()
 
-    def _error(self, states: dict[str, _State], readers: dict[str, Any]) -> float:
-        changed = {}
-        for name, state in states.items():
-            _, mean, mean_y, _, _ = readers[name]
-            weight, reader = state.whole(), self.readers[name]
-            has_bias = bool(reader.bias) or reader.norm is not None
-            shift = mean_y - (mean[:, None] @ weight)[:, 0] if has_bias else None
-            changed[name] = weight, shift
+    def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
+        """Return the error of the outputs with these readers as they have become."""
+        changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
         found = [
             self.judge(self._outputs(batch, changed), dense)
             for batch, dense in zip(self.probes, self.dense, strict=True)
@@ -327,22 +352,28 @@ class Division:
                     read.run_with(*changed[read.name])
             return forward.output
 
-    def scores(self, measure: Measure, open_: Tensor) -> Tensor:
+    def scores(self, wanted: Sequence[Bound], open_: Tensor) -> Tensor:
         """Return for each slot what its loss adds to the outputs' error, by what it costs.
 
         Args:
-            measure: of the cost.
+            wanted: the limits, each of which counts with its cost as a part of the dense one.
             open_: where the cost of one more slot is looked at; bool, flat.
+
+        Shape: ``(plan.size,)``, float64 on the CPU. Slots of axes that no weight reads have the
+        largest.
         """
-        p = open_.to(torch.float64).clamp(min=1e-3).requires_grad_()
-        (cost,) = torch.autograd.grad(measure.expected(p), p)
-        result = torch.full((self.plan.size,), torch.inf, dtype=torch.float64)
+        cost = torch.zeros(self.plan.size, dtype=torch.float64)
+        for bound in wanted:
+            p = open_.to(torch.float64).requires_grad_()
+            amount = bound.measure.expected(p, through=bound.through) / bound.dense
+            cost += torch.autograd.grad(amount, p)[0]
+        found = torch.full((self.plan.size,), torch.inf, dtype=torch.float64)
         for curve in self.curves:
             axis = self.plan.axes[curve.axis]
-            mean = cost[axis.slice].mean().clamp(min=1e-12)
-            order = torch.tensor(curve.order)
-            # Ties within a pool keep their order.
-            ranks = 1 + 1e-9 * torch.arange(len(order), dtype=torch.float64)
-            result[axis.start + order] = curve.increments().clamp(min=1e-12) * ranks / mean
-        finite = result[result.isfinite()]
-        return result.nan_to_num(posinf=float(finite.max()) * 1e3 if len(finite) else 1.0)
+            each = cost[axis.slice].mean()
+            if each > 0:
+                order = torch.tensor(curve.order)
+                ranks = 1 + 1e-9 * torch.arange(len(order))  # ties keep their order
+                found[axis.start + order] = curve.increments().clamp(min=1e-12) * ranks / each
+        finite = found[found.isfinite()]
+        return found.nan_to_num(posinf=1e3 * float(finite.max()) if len(finite) else 1.0)

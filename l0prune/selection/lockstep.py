@@ -8,7 +8,7 @@ enough, whatever the network's code looks like.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import OpOverload, TorchDispatchMode
-from l0prune.errors import UsageError
 from l0prune.selection.matrices import Product, product_of
+
+OTHER_WAYS = (
+    "the network's forward takes other ways for other inputs (where one reads {0}, another reads "
+    "something else), and so cannot be compensated: fit without compensate, and train afterwards"
+)
 
 
 class Weights:
@@ -68,9 +72,18 @@ class Read:
         found: Tensor | None = None if self.product.bias is None else self.args[self.product.bias]
         return found
 
+    @property
+    def given(self) -> Tensor:
+        """What the weight multiplies."""
+        which = (self.product.weight, self.product.bias)
+        found: Tensor
+        found, *_ = (a for n, a in enumerate(self.args) if n not in which and isinstance(a, Tensor))
+        return found
+
     def run(self) -> Tensor:
-        """Compute the result."""
-        self.out = self.operator(*self.args)
+        """Compute the result, once."""
+        if self.out is None:
+            self.out = self.operator(*self.args)
         return self.out
 
     def run_with(self, matrix: Tensor, shift: Tensor | None) -> None:
@@ -201,6 +214,24 @@ def forwards(
             forward.abandon()
 
 
+def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
+    """Return what belongs to each number of a parameter as the matrix that is read has it.
+
+    Args:
+        values: broadcast against the parameter.
+        read: of the parameter, or of a part of it.
+        whole: the parameter.
+
+    Shape: (groups, features, outputs).
+    """
+    lies = torch.empty_strided(
+        whole.shape, whole.stride(), dtype=values.dtype, device=whole.device
+    ).copy_(values.to(whole.device).expand(whole.shape))
+    weight = read.weight
+    begin = weight.storage_offset() - whole.storage_offset()
+    return read.product.matrix(lies.as_strided(weight.shape, weight.stride(), begin))
+
+
 @dataclass(slots=True)
 class Reader:
     """A weight that forwards multiply with.
@@ -249,9 +280,9 @@ def _size(survey: _Survey, name: str) -> int:
 def norm_of(
     operator: OpOverload, args: tuple[Any, ...], weights: Weights
 ) -> tuple[str, ...] | None:
-    """Return the names of a BatchNorm's weight, bias, mean and variance, with statistics of its own.
+    """Return the names of a BatchNorm's weight, bias, mean and variance.
 
-    None for another operator.
+    None for another operator, or one without statistics of its own.
     """
     if "batch_norm" not in operator.name() or len(args) < 5:
         return None

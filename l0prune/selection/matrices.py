@@ -40,6 +40,14 @@ class Product:
     unmatrix: Callable[[Tensor], Tensor]
 
 
+_FIRST = {  # place of the first factor
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+}
+
+
 def product_of(
     operator: Any, args: Sequence[Any], is_weight: Callable[[Any], bool]
 ) -> Product | None:
@@ -50,14 +58,8 @@ def product_of(
         args: its positional arguments.
         is_weight: whether a tensor is one.
     """
-    first = {
-        aten.mm.default: 0,
-        aten.bmm.default: 0,
-        aten.addmm.default: 1,
-        aten.baddbmm.default: 1,
-    }
-    if operator in first:
-        at = first[operator]
+    if operator in _FIRST:
+        at = _FIRST[operator]
         left, right = args[at], args[at + 1]
         if is_weight(left) == is_weight(right):
             return None

@@ -1,0 +1,287 @@
+"""Layers of a cut network that are given the weights which repair what the cut has done.
+
+The dense and the cut network compute the same batches side by side. At each weight they stop: the
+least-squares solution from what the cut network feeds the layer to what the dense one's layer gave
+takes the weight's place, and both go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.plan.plan import Plan
+from l0prune.running.batches import call
+from l0prune.selection.least_squares import Moments, Solution, solve
+from l0prune.selection.lockstep import (
+    OTHER_WAYS,
+    Read,
+    Reader,
+    Weights,
+    forwards,
+    norm_of,
+    readers_of,
+)
+
+_ROWS = 1 << 19  # of one layer, at most: positions of maps next to each other say much the same
+_LARGEST = 5120  # features of which the whole covariance is taken …
+_FOR_EACH = 2  # … if there are so many rows for each
+_HELD = 4  # every so many-th batch chooses the damping
+
+
+class Tandem:
+    """The dense and the cut network, which compute the same batches side by side."""
+
+    def __init__(self, dense: nn.Module, cut: nn.Module, plan: Plan, kept: Tensor) -> None:
+        self.dense, self.cut, self.plan, self.kept = dense, cut, plan, kept
+        self.of_dense, self.of_cut = Weights(dense), Weights(cut)
+        self.norms: dict[tuple[str, ...], _Statistics] = {}
+        self.layers: dict[str, float] = {}
+
+    def run(self, batches: Sequence[Any]) -> dict[str, float]:
+        """Change the cut network's weights; what is left as error of each layer."""
+        readers = readers_of(self.dense, partial(call, self.dense, batches[0]))
+        computes = [[partial(call, model, b) for b in batches] for model in (self.dense, self.cut)]
+        with (
+            forwards(computes[0], self.of_dense) as dense,
+            forwards(computes[1], self.of_cut, self._note) as cut,
+        ):
+            left = dict.fromkeys(readers, 0)
+            moments: dict[str, tuple[Moments, Moments]] = {}
+            while True:
+                theirs = [forward.advance() for forward in dense]
+                ours = [forward.advance() for forward in cut]
+                pairs = [self._pair(a, b) for a, b in zip(theirs, ours, strict=True)]
+                names = {None if pair is None else pair[0].name for pair in pairs}
+                if names == {None}:
+                    break
+                if len(names) > 1:
+                    raise UsageError(OTHER_WAYS.format(next(filter(None, names))))
+                self._step([pair for pair in pairs if pair], readers, left, moments)
+        for norm, statistics in self.norms.items():
+            self._tell(norm, statistics)
+        return self.layers
+
+    def _pair(self, dense: Read | None, cut: Read | None) -> tuple[Read, Read] | None:
+        if dense is None or cut is None or dense.name != cut.name:
+            if dense is cut:
+                return None
+            raise UsageError(OTHER_WAYS.format((dense or cut).name))  # type: ignore[union-attr]
+        return dense, cut
+
+    def _step(
+        self,
+        pairs: Sequence[tuple[Read, Read]],
+        readers: Mapping[str, Reader],
+        left: dict[str, int],
+        moments: dict[str, tuple[Moments, Moments]],
+    ) -> None:
+        name = pairs[0][0].name
+        reader = readers.get(name)
+        for dense, _ in pairs:
+            dense.run()
+        if reader is None:
+            return
+        work = _Layer(self, reader, *pairs[0], len(pairs))
+        if not work.has_to_change(pairs):
+            return
+        seen, held = moments.setdefault(name, (work.moments(), work.moments()))
+        for number, (dense, cut) in enumerate(pairs):
+            work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs))
+        left[name] += 1
+        if left[name] == reader.calls:
+            self.layers[name] = work.change(seen, held)
+            del moments[name]
+
+    def _note(self, operator: Any, args: tuple[Any, ...], _: Any) -> None:
+        norm = norm_of(operator, args, self.of_cut)
+        if norm is not None:
+            self.norms.setdefault(norm, _Statistics()).add(args[0], args[-1])
+
+    def _tell(self, norm: tuple[str, ...], statistics: _Statistics) -> None:
+        """Give a BatchNorm the statistics that its inputs now have; what it computes stays.
+
+        γ′ = γ·σ′/σ and β′ = β + γ·(μ′ − μ)/σ, so that train mode computes the same, too.
+        """
+        weight, bias, mean, variance = (self.of_cut.tensors.get(name) for name in norm)
+        if weight is None or bias is None or mean is None or variance is None:
+            return
+        new_mean, new_variance = statistics.result()
+        old = (variance.double() + statistics.epsilon).sqrt()
+        new = (new_variance + statistics.epsilon).sqrt()
+        with torch.no_grad():
+            bias.add_((weight.double() * (new_mean - mean.double()) / old).to(bias))
+            weight.mul_((new / old).to(weight))
+            mean.copy_(new_mean)
+            variance.copy_(new_variance)
+
+
+class _Statistics:
+    """Mean and variance of each channel, streamed."""
+
+    def __init__(self) -> None:
+        self.count, self.epsilon = 0, 0.0
+        self.first = self.second = torch.zeros(())
+
+    def add(self, x: Tensor, epsilon: float) -> None:
+        rows = x.transpose(0, 1).flatten(1).double()
+        self.count, self.epsilon = self.count + rows.shape[1], epsilon
+        self.first = self.first + rows.sum(1)
+        self.second = self.second + rows.square().sum(1)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        mean = self.first / self.count
+        return mean, (self.second / self.count - mean.square()).clamp(min=0)
+
+
+class _Layer:
+    """One layer of the cut network, and what of it may change."""
+
+    def __init__(
+        self, tandem: Tandem, reader: Reader, dense: Read, read: Read, batches: int
+    ) -> None:
+        self.tandem, self.reader, self.dense, self.read = tandem, reader, dense, read
+        tensor = tandem.of_cut.tensors[reader.name]
+        alive = torch.ones((), dtype=torch.bool, device=tensor.device)
+        for dim, layout in enumerate(
+            tandem.plan.tensors[tandem.plan.aliases.get(reader.name, reader.name)]
+        ):
+            mask = tandem.plan.mask(layout, tandem.kept).to(tensor.device)
+            alive = alive & mask.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+        lies = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=torch.bool, device=tensor.device
+        )
+        lies.copy_(alive.expand(tensor.shape))
+        weight = read.weight
+        lies = lies.as_strided(
+            weight.shape, weight.stride(), weight.storage_offset() - tensor.storage_offset()
+        )
+        alive = read.product.matrix(lies)
+        self.features = alive.any(0).any(1).nonzero().flatten()
+        self.outputs = alive.any(0).any(0).nonzero().flatten()
+        self.is_cut = len(self.features) < alive.shape[1]
+        self.has_bias = bool(reader.bias) or reader.norm is not None
+        _, features, outputs = alive.shape
+        self.is_wide = outputs > features
+        rows = batches * dense.product.outputs(dense.run(), None).shape[1]
+        is_few = rows < _FOR_EACH * features
+        self.places = self._places(alive) if is_few or features > _LARGEST else 1
+        self.is_large = len(self.features) > (_LARGEST // 4 if is_few else _LARGEST)
+
+    def _places(self, alive: Tensor) -> int:
+        """Return how many features in a row are of one channel: those of a kernel or a flatten."""
+        kernel = self.read.weight.shape[2:].numel() if self.read.product.weight == 1 else 1
+        if kernel > 1:
+            return kernel
+        is_alive = alive.any(0).any(1)
+        changes = (is_alive[1:] != is_alive[:-1]).nonzero().flatten() + 1
+        found = math.gcd(*changes.tolist(), len(is_alive))
+        return found if len(changes) else 1
+
+    def has_to_change(self, pairs: Sequence[tuple[Read, Read]]) -> bool:
+        """Return whether the layer is fed, or multiplies, anything else than the dense one's."""
+        is_hopeless = self.is_large and self.places == 1
+        if is_hopeless or not len(self.features) or not len(self.outputs):
+            return False
+        at = [
+            n
+            for n in range(len(self.read.args))
+            if n not in (self.read.product.weight, self.read.product.bias)
+        ]
+        values = [
+            (d.args[n], c.args[n]) for d, c in pairs for n in at if isinstance(d.args[n], Tensor)
+        ]
+        return self.is_cut or not all(torch.equal(dense, cut) for dense, cut in values)
+
+    def moments(self) -> Moments:
+        """Return sums that are still empty."""
+        return Moments(is_basis=self.is_wide or self.places > 1)
+
+    def count(self, moments: Moments, dense: Read, cut: Read, batches: int) -> None:
+        """Count a batch: what the cut network's layer reads, and what the dense one's gives."""
+        assert dense.out is not None
+        rows = dense.product.outputs(dense.out, None).shape[1]
+        wanted = None
+        if rows > (most := _ROWS // batches):
+            generator = torch.Generator().manual_seed(moments.count)
+            wanted = torch.randperm(rows, generator=generator)[:most].to(dense.out.device)
+        x = cut.product.inputs(cut.args, wanted)[..., self.features]
+        if self.places > 1:
+            y = dense.product.inputs(dense.args, wanted)
+            x, y = (each.unflatten(2, (-1, self.places)).mT.flatten(1, 2) for each in (x, y))
+        elif self.is_wide:
+            y = dense.product.inputs(dense.args, wanted)
+        else:
+            y = dense.product.outputs(dense.out, wanted)[..., self.outputs]
+        moments.add(x, y)
+
+    def change(self, seen: Moments, held: Moments) -> float:
+        """Give the layer the weights that give back best what the dense one gave."""
+        read = self.read
+        matrix = read.product.matrix(read.weight).double().clone()
+        prior = matrix[:, self.features][..., self.outputs]
+        own = self.dense_matrix()[..., self.outputs]
+        shift = self.dense_bias()
+        if self.places > 1:
+            found = self._by_channel(seen, held, own, shift)
+        else:
+            if self.is_wide:
+                seen, held = (each.through(own, shift) for each in (seen, held))
+            found = solve(seen, held, prior, has_bias=self.has_bias)
+        block = matrix[:, self.features]
+        block[..., self.outputs] = found.weight
+        matrix[:, self.features] = block
+        with torch.no_grad():
+            read.weight.copy_(read.product.unmatrix(matrix).reshape(read.weight.shape))
+            self._shift(found)
+        return found.error
+
+    def _by_channel(
+        self, seen: Moments, held: Moments, own: Tensor, shift: Tensor | None
+    ) -> Solution:
+        """Weights W′_kp = Σ_c B_kc W_cp, with B the same at each place p of the kernel.
+
+        B gives the dense layer's channels from those that are left: many features from few samples
+        would take as many of the latter, and a matrix too large.
+        """
+        kept = self.features[:: self.places] // self.places
+        prior = torch.zeros_like(seen.xy)
+        prior[:, torch.arange(len(kept)), kept] = 1
+        found = solve(seen, held, prior, has_bias=self.has_bias)
+        places = own.unflatten(1, (-1, self.places))  # groups, channels, places, outputs
+        weight = torch.einsum("gkc,gcpo->gkpo", found.weight, places).flatten(1, 2)
+        bias = torch.einsum("gc,gcpo->go", found.bias, places)
+        return Solution(weight, bias if shift is None else bias + shift, found.error)
+
+    def dense_matrix(self) -> Tensor:
+        """Return the dense layer's weight, shape (groups, features, outputs), float64."""
+        return self.dense.product.matrix(self.dense.weight).double()
+
+    def dense_bias(self) -> Tensor | None:
+        """Return the dense layer's bias, shape (groups, outputs); None where there is none."""
+        bias = self.dense.bias
+        if bias is None:
+            return None
+        return bias.double().reshape(self.dense_matrix().shape[0], -1)[:, self.outputs]
+
+    def _shift(self, found: Solution) -> None:
+        """Put the constant into the bias, or take it from the mean of the norm behind."""
+        tensors = self.tandem.of_cut.tensors
+        groups = len(found.bias)
+        size = self.read.product.matrix(self.read.weight).shape[2]
+        index = (
+            torch.arange(groups, device=found.bias.device)[:, None] * size + self.outputs
+        ).flatten()
+        shift = found.bias.flatten()
+        if self.reader.bias:
+            bias = tensors[self.reader.bias]
+            bias.view(-1)[index] = shift.to(bias)
+        elif self.reader.norm is not None:
+            mean = tensors[self.reader.norm[2]]
+            mean[index] = mean[index] - shift.to(mean)
