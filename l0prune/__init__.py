@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from l0prune.plan.measures import Measure
     from l0prune.report.live import finetune, train_dense
     from l0prune.report.report import Report
+    from l0prune.report.shrink import shrink
     from l0prune.report.survey import Survey, survey
     from l0prune.running.evaluate import evaluate
     from l0prune.running.sources import load_data, with_pseudo_labels
     from l0prune.running.task import Task
     from l0prune.selection import scores
+    from l0prune.selection.compensate import Compensation, compensate
     from l0prune.selection.fit import fit
     from l0prune.selection.scores import score
     from l0prune.timing.measure import measure
@@ -47,6 +49,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BinaryConcrete": "gating.kinds.binary_concrete",
     "Budget": "training.budget",
+    "Compensation": "selection.compensate",
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
@@ -62,6 +65,7 @@ _HOMES = {
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
+    "compensate": "selection.compensate",
     "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
     "export": "exporting.export",
@@ -82,6 +86,7 @@ _HOMES = {
     "save": "files.artifact",
     "score": "selection.scores",
     "scores": "selection",
+    "shrink": "report.shrink",
     "survey": "report.survey",
     "train_dense": "report.live",
     "ungate": "gating.gate",
@@ -95,6 +100,7 @@ __all__ = [
     "BinaryConcrete",
     "Budget",
     "Certificate",
+    "Compensation",
     "ContinuousSparsification",
     "Data",
     "Export",
@@ -110,6 +116,7 @@ __all__ = [
     "Survey",
     "Task",
     "__version__",
+    "compensate",
     "distributions",
     "evaluate",
     "export",
@@ -130,6 +137,7 @@ __all__ = [
     "save",
     "score",
     "scores",
+    "shrink",
     "survey",
     "train_dense",
     "ungate",

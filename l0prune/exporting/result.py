@@ -49,6 +49,7 @@ from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
 from l0prune.running.environment import as_html
 from l0prune.running.stages import stage
+from l0prune.selection.compensate import Fidelity
 
 if TYPE_CHECKING:
     from l0prune.exporting.onnx.int8 import Int8
@@ -124,6 +125,19 @@ CHANGED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A network that ``shrink`` tried for a tolerance.
+
+    Attributes:
+        share: of the MACs, that was asked for.
+        fidelity: how near it came.
+    """
+
+    share: float
+    fidelity: Fidelity
+
+
 @dataclass
 class Export:
     """A dense model that computes what the gated one does in eval mode.
@@ -137,6 +151,9 @@ class Export:
         macs: of the dense network, for one example.
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
+        fidelity: how near the module's outputs are to the network's that ``shrink`` was given, on
+            inputs that weights were not fitted to; None where something else made it.
+        curve: the sizes that ``shrink`` tried for a tolerance, ascending.
         times: milliseconds of the ONNX file and of the dense network's, once they were taken.
         int8: what eight bits change, once ``save_onnx`` wrote an int8 file.
         files: what ``save_onnx`` wrote last: the ONNX files, and those with their weights.
@@ -173,6 +190,8 @@ class Export:
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: Origin | None = None
+    fidelity: Fidelity | None = None
+    curve: tuple[Step, ...] = ()
     changed: bool = False
 
     @property
@@ -503,6 +522,8 @@ class Export:
             "certificate": self.certificate.to_dict(),
             "times": None if self.times is None else self.times.to_dict(),
             "int8": None if self.int8 is None else self.int8.to_dict(),
+            "fidelity": None if self.fidelity is None else asdict(self.fidelity),
+            "curve": [asdict(step) for step in self.curve],
             "changed": self.changed,
         }
 
@@ -539,6 +560,14 @@ class Export:
                 Text(what), c.dtype, sizes_of_batches, f"{c.error:.1e}", f"{c.tolerance:.1e}"
             )
         yield proof
+        if self.curve:
+            curve = Table("MACs", "the same", "error", title="Tried, on held-out inputs")
+            for share, near in ((step.share, step.fidelity) for step in self.curve):
+                same = "" if near.agreement is None else f"{near.agreement:.1%}"
+                curve.add_row(f"{share:.1%}", same, f"{near.error:.2%}")
+            yield curve
+        if self.fidelity is not None:
+            yield Text(f"Beside the original, on held-out inputs: {self.fidelity}.")
         if self.times is not None:
             yield Text(f"Time: {self.times}")
         if self.int8 is not None:

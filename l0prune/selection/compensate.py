@@ -7,7 +7,9 @@ each layer also repairs what those before it have done.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,37 +19,61 @@ from torch import Tensor, nn
 from l0prune.capture.compat import pytree
 from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import evaluating
-from l0prune.errors import DataError
+from l0prune.data.dataset import map_tensors, without_labels
+from l0prune.errors import DataError, warn
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
-from l0prune.running.batches import Feed, call
+from l0prune.plan.numbers import check_whole
+from l0prune.running.batches import Batch, Feed, call
+from l0prune.running.criteria import is_classification, tensor_output
 from l0prune.running.device import choose_device, on_device
-from l0prune.running.task import Task, batch_length
+from l0prune.running.evaluate import explain_mismatch
+from l0prune.running.stages import stage
+from l0prune.running.task import Task, batch_length, is_split
+from l0prune.selection.division import PROBES, Division
 from l0prune.selection.repair import Tandem
 from l0prune.selection.score_input import output_tensor
 
+_FEWEST, _ENOUGH = 3, 8  # batches: at least, and where there is a choice
+_NARROW, _ERROR = 2.0, 0.02  # held-out error over that of what was fitted; and what is small
 _JUDGED = 5  # one batch in so many is used for nothing but to tell what has been gained
 SAMPLES, BATCH_SIZE = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Compensation:
-    """What a compensation has done.
+class Fidelity:
+    """How near a network's outputs are to those of the network that it was cut from.
 
     Attributes:
-        cut: error of the cut network's outputs on inputs that were used for nothing else: its
-            mean square over the variance of the dense network's outputs.
-        compensated: the same afterwards.
-        agreement: the part of these inputs (of their positions, in a dense task) for which the
-            largest output is the same as the dense network's, before and afterwards; None where
-            outputs are single numbers.
+        error: the mean square of the difference over the variance of the original's outputs.
+        agreement: the part of the inputs (of their places, in a dense task) whose largest output is
+            the same; None where outputs are single numbers.
+    """
+
+    error: float
+    agreement: float | None
+
+    def __str__(self) -> str:
+        """Both, for people."""
+        error = f"error of {self.error:.2%} of the outputs' variance"
+        if self.agreement is None:
+            return error
+        return f"the largest output is the same for {self.agreement:.1%}, {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """What a compensation has done, on inputs that were used for nothing else.
+
+    Attributes:
+        before: of the cut network.
+        after: of the compensated one.
         layers: by the name of each weight that was changed, the part of its outputs' variance that
             is left as error.
     """
 
-    cut: float
-    compensated: float
-    agreement: tuple[float, float] | None
+    before: Fidelity
+    after: Fidelity
     layers: dict[str, float]
 
 
@@ -82,58 +108,143 @@ def compensate(
         NotGated: the model carries no gates.
         DataError: there are too few inputs, or they do not fit the model.
     """
+    with calibration(model, inputs, samples, batch_size, device, seed) as found:
+        return found.compensate()
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A gated model on its device, in eval mode, and the batches that it is calibrated with.
+
+    Attributes:
+        root: the module that was gated.
+        gates: its bank.
+        used: batches of inputs that weights are fitted to.
+        judged: those that tell what has been gained.
+        has_classes: outputs are scores of classes.
+    """
+
+    root: nn.Module
+    gates: Gates
+    used: list[Any]
+    judged: list[Any]
+    has_classes: bool
+
+    def compensate(self) -> Compensation:
+        """Change the weights that are left, in place; see ``compensate``."""
+        root, gates = self.root, self.gates
+        with bypass(root), stage("compensating"):
+            cut = cut_copy(root, gates)
+            before = fidelity(root, cut, self.judged)
+            tandem = Tandem(root, cut, gates.plan, gates.plan.kept(gates.open()))
+            layers = tandem.run(self.used)
+            after = fidelity(root, cut, self.judged)
+            seen = fidelity(root, cut, self.used[: len(self.judged)])
+        self._warn(tandem, seen.error, after.error)
+        if after.error < before.error:
+            _write_back(root, cut, gates)
+        else:
+            after, layers = before, {}
+        return Compensation(before, after, layers)
+
+    def _warn(self, tandem: Tandem, seen: float, after: float) -> None:
+        if tandem.few:
+            name, (rows, features) = max(tandem.few.items(), key=lambda each: each[1][1])
+            warn(
+                f"layers had fewer samples than inputs ({len(tandem.few)} of them), {name} "
+                f"{rows:,} for {features:,}: weights could be repaired in part only. About "
+                f"{math.ceil(2 * features / rows)} times as many examples (samples) would do"
+            )
+        if after > _NARROW * seen and after > _ERROR:
+            warn(
+                f"outputs differ by {after:.1%} of their variance on inputs that were held out, "
+                f"and by {seen:.1%} on those that weights were fitted to: the inputs are few, or "
+                "too much alike. Give more of them (samples)"
+            )
+
+    def division(self) -> Division:
+        """Look at what each layer is worth to the outputs; see ``division``."""
+        count = sum(batch_length(batch, None) for batch in self.used) / len(self.used)
+        with bypass(self.root), stage("looking at each layer cut alone"):
+            probes = max(1, round(PROBES / count))
+            judge = divergence if self.has_classes else relative_error
+            return Division(self.root, self.gates.plan, self.used, judge, probes)
+
+
+@contextmanager
+def calibration(
+    model: nn.Module,
+    inputs: Any,
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+) -> Iterator[Calibration]:
+    """Yield a gated model on its device, in eval mode, with batches of inputs.
+
+    Raises:
+        NotGated: the model carries no gates.
+        DataError: there are too few inputs, or they do not fit the model.
+    """
+    check_whole("samples", samples)
+    check_whole("batch_size", batch_size)
     root, gates = holder(model)
     gates.make_whole()
     place = choose_device(device, root)
     with on_device(root, place), evaluating(root):
-        batches = list(inputs_of(inputs, samples, batch_size, place, seed))
-        if len(batches) < 3:
+        pairs = list(inputs_of(inputs, samples, batch_size, place, seed))
+        if len(pairs) < _FEWEST:
             raise DataError(
-                "compensation wants three batches of inputs or more: some to fit the weights, some "
-                f"to choose how far, some to judge. There are {len(batches)}: give more inputs, or "
-                "a smaller batch_size"
+                f"compensation wants {_FEWEST} batches of inputs or more: some to fit the weights, "
+                "some to choose how far, some to judge. Here there are "
+                f"{len(pairs)}: give more inputs, or a smaller batch_size"
             )
-        judged, used = batches[::_JUDGED], [b for n, b in enumerate(batches) if n % _JUDGED]
-        with bypass(root):
-            cut = cut_copy(root, gates)
-            before = fidelity(root, cut, judged)
-            layers = Tandem(root, cut, gates.plan, gates.plan.kept(gates.open())).run(used)
-            after = fidelity(root, cut, judged)
-        if not after[0] < before[0]:
-            return Compensation(before[0], before[0], before[1] and (before[1], before[1]), {})
-        _write_back(root, cut, gates)
-    agreement = None if before[1] is None or after[1] is None else (before[1], after[1])
-    return Compensation(before[0], after[0], agreement, layers)
+        batches, targets = [inputs for inputs, _ in pairs], pairs[0][1]
+        with (
+            torch.no_grad(),
+            bypass(root),
+            explain_mismatch([Batch(*pairs[0])], "model and inputs"),
+        ):
+            has_classes = are_classes(call(root, batches[0]), targets)
+        used = [batch for number, batch in enumerate(batches) if number % _JUDGED]
+        yield Calibration(root, gates, used, batches[::_JUDGED], has_classes)
 
 
 def inputs_of(
     given: Any, samples: int, batch_size: int, place: torch.device, seed: int
-) -> Iterator[Any]:
-    """Yield batches of a model's inputs on a device, in random order where there is a choice.
+) -> Iterator[tuple[Any, Any]]:
+    """Yield batches of a model's inputs, with their targets or None, on a device.
+
+    They come in random order where there is a choice.
 
     Raises:
         DataError: there are none, or some are not finite.
     """
+    found: Iterator[tuple[Any, Any]]
     if isinstance(given, Tensor) or _is_example(given):
         generator = torch.Generator().manual_seed(seed)
         count = len(given) if isinstance(given, Tensor) else len(next(iter(given.values())))
-        order = torch.randperm(count, generator=generator)[:samples].split(batch_size)
-        found: Iterator[Any] = (
-            given[index].to(place)
-            if isinstance(given, Tensor)
-            else {name: value[index].to(place) for name, value in given.items()}
-            for index in order
-        )
+        size = _size(batch_size, min(count, samples))
+        order = torch.randperm(count, generator=generator)[:samples].split(size)
+        found = ((map_tensors(given, lambda t, n=n: t[n].to(place)), None) for n in order)
     else:
-        feed = Feed(Task.of(given), batch_size, seed, augment=False)
-        found = (batch.inputs for batch in feed.train(0, place))
+        task = Task.of(given)
+        if is_split(task.train):
+            batch_size = _size(batch_size, min(len(task.train), samples))
+        feed = Feed(task, batch_size, seed, augment=False)
+        found = ((batch.inputs, batch.targets) for batch in feed.train(0, place))
     left = samples
-    for batch in found:
+    for inputs, targets in found:
         if left <= 0:
             return
-        left -= batch_length(batch, None)
-        _check_finite(batch)
-        yield batch
+        left -= batch_length(inputs, targets)
+        _check_finite(inputs)
+        yield without_labels(inputs), targets
+
+
+def _size(batch_size: int, examples: int) -> int:
+    """Return a size of batches of which there are enough."""
+    return max(1, min(batch_size, examples // _ENOUGH))
 
 
 def _is_example(given: Any) -> bool:
@@ -147,16 +258,8 @@ def _check_finite(batch: Any) -> None:
             raise DataError("the inputs hold numbers that are not finite (NaN or infinite)")
 
 
-def fidelity(
-    dense: nn.Module, other: nn.Module, batches: Iterable[Any]
-) -> tuple[float, float | None]:
-    """Return how far a network's outputs are from another's.
-
-    Returns:
-        The mean square of the difference over the variance of the dense network's outputs; and the
-        part of the examples (of their places) whose largest output is the same, None where outputs
-        are single numbers.
-    """
+def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
+    """Return how near a network's outputs are to another's; both in eval mode."""
     error = scale = alike = count = 0.0
     with torch.no_grad():
         for batch in batches:
@@ -167,7 +270,7 @@ def fidelity(
             if dim is not None:
                 same = wanted.argmax(dim) == found.argmax(dim)
                 alike, count = alike + float(same.sum()), count + same.numel()
-    return error / max(scale, 1e-30), alike / count if count else None
+    return Fidelity(error / max(scale, 1e-30), alike / count if count else None)
 
 
 def class_dim(outputs: Tensor) -> int | None:
@@ -179,6 +282,29 @@ def class_dim(outputs: Tensor) -> int | None:
         return None
     dim = 2 if outputs.dim() == 3 else 1
     return dim if outputs.shape[dim] > 1 else None
+
+
+def are_classes(outputs: Any, targets: Any) -> bool:
+    """Return whether outputs are scores of classes: by the targets, or since they are logits."""
+    found = tensor_output(outputs)
+    if found is None or class_dim(found) is None:
+        return False
+    return is_classification(outputs, targets) or not isinstance(outputs, Tensor)
+
+
+def divergence(found: Any, wanted: Any) -> float:
+    """Return the mean divergence KL(wanted‖found) of class scores, in nats."""
+    found, wanted = output_tensor(found), output_tensor(wanted)
+    dim = class_dim(wanted) or 1
+    logs, others = wanted.float().log_softmax(dim), found.float().log_softmax(dim)
+    return float((logs.exp() * (logs - others)).sum(dim).mean())
+
+
+def relative_error(found: Any, wanted: Any) -> float:
+    """Return the squared error of outputs over the variance of those that are wanted."""
+    found, wanted = output_tensor(found), output_tensor(wanted)
+    scale = (wanted - wanted.mean(0)).double().square().sum().clamp(min=1e-30)
+    return float((found - wanted).double().square().sum() / scale)
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:

@@ -28,6 +28,7 @@ from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
+from l0prune.selection.fitting import Fitting
 from l0prune.selection.least_squares import Moments
 from l0prune.selection.lockstep import (
     OTHER_WAYS,
@@ -43,7 +44,7 @@ _ROUND = 1 / 16  # of the slots that are left go at once
 _LARGEST = 2304  # features of which the whole covariance is taken
 _ROWS = 1 << 18  # of one layer, at most
 _TURNS = 3  # in which costs are looked at where the slots of the turn before are gone
-_PROBES = 256  # examples, about, on which the outputs are looked at
+PROBES = 256  # examples, about, on which the outputs are looked at
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # of an axis gone when the outputs are looked at
 _DAMPING = 1e-4
 
@@ -352,6 +353,22 @@ class Division:
                     read.run_with(*changed[read.name])
             return forward.output
 
+    def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
+        """Return the scores with which a choice of slots meets some limits at the least error.
+
+        Costs of slots depend on what else is there: they are looked at anew for each choice.
+
+        Args:
+            wanted: the limits.
+            blocks: for each axis, how many slots open and close together.
+        """
+        open_ = torch.ones(self.plan.size, dtype=torch.bool)
+        for _ in range(_TURNS):
+            scores = self.scores(wanted, open_)
+            whole = torch.ones_like(open_)
+            open_ = Fitting(self.plan, scores, wanted, blocks).choose(whole).open_
+        return self.scores(wanted, open_)
+
     def scores(self, wanted: Sequence[Bound], open_: Tensor) -> Tensor:
         """Return for each slot what its loss adds to the outputs' error, by what it costs.
 
@@ -365,15 +382,17 @@ class Division:
         cost = torch.zeros(self.plan.size, dtype=torch.float64)
         for bound in wanted:
             p = open_.to(torch.float64).requires_grad_()
-            amount = bound.measure.expected(p, through=bound.through) / bound.dense
-            cost += torch.autograd.grad(amount, p)[0]
+            with torch.enable_grad():
+                cost += torch.autograd.grad(bound.expected_share(p), p)[0]
         found = torch.full((self.plan.size,), torch.inf, dtype=torch.float64)
         for curve in self.curves:
             axis = self.plan.axes[curve.axis]
             each = cost[axis.slice].mean()
             if each > 0:
                 order = torch.tensor(curve.order)
-                ranks = 1 + 1e-9 * torch.arange(len(order))  # ties keep their order
+                ranks = 1 + 1e-9 * torch.arange(
+                    len(order), dtype=torch.float64
+                )  # ties keep their order
                 found[axis.start + order] = curve.increments().clamp(min=1e-12) * ranks / each
         finite = found[found.isfinite()]
         return found.nan_to_num(posinf=1e3 * float(finite.max()) if len(finite) else 1.0)

@@ -33,6 +33,7 @@ from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
+from l0prune.selection.compensate import calibration
 from l0prune.selection.correction import corrected, observations, observed
 from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
 from l0prune.selection.score_input import ScoreInput
@@ -55,6 +56,7 @@ def fit(
     kinds: str | Sequence[str] = (),
     data: Any = None,
     loss: Any = None,
+    compensate: bool = False,
 ) -> dict[str, float]:
     """Open and close gates, in place, so that an export just meets a budget.
 
@@ -83,6 +85,10 @@ def fit(
             the loss is least when half of the way is cut, beside the widths that go with them.
             Give scores that tell branches from each other: ``l0prune.score(model, "auto", data)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
+        compensate: the weights that are left become those that give back best what the network
+            computed, by the inputs in ``data``, labels or not; see ``l0prune.compensate``. Branches
+            stay. Without scores the slots go that then leave the least error, and of those layers
+            where it matters least.
 
     Returns:
         The export's amounts by the text of each limit, in its unit; as observed, where they are.
@@ -96,6 +102,15 @@ def fit(
     gates = gates_of(model)
     gates.make_whole()
     wanted = _wanted(gates.plan, budget, round_to, latency)
+    if compensate:
+        blocks_now = blocks_for(gates.plan, wanted, round_to, latency)
+        with calibration(model, _needed(data)) as found:
+            if scores is None and wanted:
+                scores = found.division().scores_for(wanted, blocks_now)
+            options: Any = {"round_to": round_to, "fill": fill, "latency": latency, "kinds": kinds}
+            counts = fit(model, budget, scores, **options)
+            found.compensate()
+            return counts
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
@@ -127,6 +142,12 @@ def fit(
         )
     with stage("fitting to the budget"):
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+
+
+def _needed(data: Any) -> Any:
+    if data is None:
+        raise UsageError("compensate=True takes inputs to compensate with: give data")
+    return data
 
 
 def check_request(

@@ -36,13 +36,20 @@ _HELD = 4  # every so many-th batch chooses the damping
 
 
 class Tandem:
-    """The dense and the cut network, which compute the same batches side by side."""
+    """The dense and the cut network, which compute the same batches side by side.
+
+    Attributes:
+        layers: by the name of each weight that was changed, the part of its outputs' variance that
+            is left as error.
+        few: layers with fewer samples than numbers to tell apart: both.
+    """
 
     def __init__(self, dense: nn.Module, cut: nn.Module, plan: Plan, kept: Tensor) -> None:
         self.dense, self.cut, self.plan, self.kept = dense, cut, plan, kept
         self.of_dense, self.of_cut = Weights(dense), Weights(cut)
         self.norms: dict[tuple[str, ...], _Statistics] = {}
         self.layers: dict[str, float] = {}
+        self.few: dict[str, tuple[int, int]] = {}
 
     def run(self, batches: Sequence[Any]) -> dict[str, float]:
         """Change the cut network's weights; what is left as error of each layer."""
@@ -91,6 +98,8 @@ class Tandem:
         work = _Layer(self, reader, *pairs[0], len(pairs))
         if not work.has_to_change(pairs):
             return
+        if work.places == 1 and work.rows < len(work.features):
+            self.few[name] = work.rows, len(work.features)
         seen, held = moments.setdefault(name, (work.moments(), work.moments()))
         for number, (dense, cut) in enumerate(pairs):
             work.count(held if number % _HELD == 0 else seen, dense, cut, len(pairs))
@@ -169,10 +178,10 @@ class _Layer:
         self.has_bias = bool(reader.bias) or reader.norm is not None
         _, features, outputs = alive.shape
         self.is_wide = outputs > features
-        rows = batches * dense.product.outputs(dense.run(), None).shape[1]
-        is_few = rows < _FOR_EACH * features
-        self.places = self._places(alive) if is_few or features > _LARGEST else 1
-        self.is_large = len(self.features) > (_LARGEST // 4 if is_few else _LARGEST)
+        self.rows = batches * dense.product.outputs(dense.run(), None).shape[1]
+        self.is_few = self.rows < _FOR_EACH * features
+        self.places = self._places(alive) if self.is_few or features > _LARGEST else 1
+        self.is_large = len(self.features) > (_LARGEST // 4 if self.is_few else _LARGEST)
 
     def _places(self, alive: Tensor) -> int:
         """Return how many features in a row are of one channel: those of a kernel or a flatten."""
@@ -201,7 +210,7 @@ class _Layer:
 
     def moments(self) -> Moments:
         """Return sums that are still empty."""
-        return Moments(is_basis=self.is_wide or self.places > 1)
+        return Moments(is_basis=self.is_wide and self.places == 1)
 
     def count(self, moments: Moments, dense: Read, cut: Read, batches: int) -> None:
         """Count a batch: what the cut network's layer reads, and what the dense one's gives."""

@@ -1,0 +1,105 @@
+"""``l0prune shrink``: a network and some inputs in, a smaller network out, without labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import l0prune
+from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.options import (
+    NO_DATA,
+    DataRoot,
+    DataSpec,
+    Json,
+    Model,
+    ModelOption,
+    TrustPickle,
+    Weights,
+    free_dims,
+    load_data,
+    open_model,
+    recorded_data,
+)
+from l0prune.cli.project import output_path
+from l0prune.errors import UsageError
+
+Budget = Annotated[
+    list[str] | None, typer.Option(help="What may be left: macs=0.5, params=0.3, latency=0.5, …")
+]
+Tolerance = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of a budget: the smallest network whose outputs stay so near on held-out "
+        "inputs, as 1%."
+    ),
+]
+Recover = Annotated[
+    int, typer.Option(min=0, help="Epochs in which it then learns the original's answers.")
+]
+Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes to leave whole.")]
+Dynamic = Annotated[
+    list[str] | None,
+    typer.Option("--dynamic", help="A size that stays free, as input:dim=name."),
+]
+Seed = Annotated[int, typer.Option(help="Of the choice of inputs.")]
+Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
+
+
+def shrink(
+    model: Model = None,
+    model_option: ModelOption = None,
+    weights: Weights = None,
+    data: DataSpec = None,
+    data_root: DataRoot = None,
+    budget: Budget = None,
+    tolerance: Tolerance = None,
+    recover: Recover = 0,
+    samples: Samples = 512,
+    batch_size: Batch = 64,
+    exclude: Exclude = None,
+    dynamic: Dynamic = None,
+    seed: Seed = 0,
+    out: Out = None,
+    trust_pickle: TrustPickle = False,
+    json: Json = False,
+) -> None:
+    """Make a model smaller with some inputs alone: no labels, no training, minutes.
+
+    The budget is divided over the layers, slots are cut, and the weights that are left compensate
+    for those that went. The ONNX file is proven to compute what the cut model does; how near that
+    is to the model itself is measured on inputs that were held out.
+
+    Examples:
+        l0prune shrink model.pt --budget macs=0.5
+        l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
+        l0prune shrink net.py:build --weights net.pt --data data.py:inputs --recover 3
+    """
+    if bool(budget) == (tolerance is not None):
+        raise UsageError("give --budget macs=0.5, or --tolerance 1% in its place")
+    spec, module = open_model(model, model_option, weights, trust_pickle)
+    source = load_data(*recorded_data(data, data_root, {}, Path(spec), trust_pickle))
+    if source is None:
+        raise UsageError(NO_DATA)
+    options: dict[str, Any] = {"exclude": exclude} if exclude else {}
+    with shown(err):
+        dense = l0prune.shrink(
+            module,
+            source,
+            budget or None,
+            tolerance=tolerance,
+            recover=recover,
+            samples=samples,
+            batch_size=batch_size,
+            seed=seed,
+            dynamic_shapes=free_dims(dynamic, module),
+            **options,
+        )
+        files = dense.save_onnx(output_path(out, spec, ".small.onnx"))
+    emit({"files": [str(each) for each in files], **dense.to_dict()}, json, dense)
+    if not json:
+        say("written: " + ", ".join(map(str, files)))

@@ -1,0 +1,190 @@
+"""``l0prune.shrink``: a network and some inputs in, a smaller network out; no labels needed."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from l0prune.capture.copying import copied
+from l0prune.capture.model_checks import evaluating
+from l0prune.data.dataset import as_arguments, map_tensors
+from l0prune.errors import UsageError
+from l0prune.exporting.export import export
+from l0prune.exporting.result import Export, Step
+from l0prune.gating.gate import gate
+from l0prune.plan.limits import LimitsLike, bounds, limits
+from l0prune.plan.measures import Source
+from l0prune.plan.numbers import check_whole
+from l0prune.running.device import device_of, on_device
+from l0prune.running.sources import with_pseudo_labels
+from l0prune.selection.compensate import (
+    BATCH_SIZE,
+    SAMPLES,
+    Calibration,
+    Compensation,
+    calibration,
+    fidelity,
+    inputs_of,
+)
+from l0prune.selection.division import Division
+from l0prune.selection.fit import blocks_for, fit
+from l0prune.timing.measure import measure
+from l0prune.timing.table import LatencyTable
+from l0prune.training import run
+
+_TRIED = 5  # sizes, for a tolerance
+_SMALLEST = 0.05  # share of the MACs, below which a tolerance does not go
+_TOLERANCE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*")
+
+
+def shrink(
+    model: nn.Module,
+    inputs: Any,
+    budget: LimitsLike | None = None,
+    *,
+    tolerance: float | str | None = None,
+    recover: int = 0,
+    latency: Source | None = None,
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
+    device: str | torch.device = "auto",
+    seed: int = 0,
+    **gating: Any,
+) -> Export:
+    """Return a smaller network that computes nearly what a network does, from some of its inputs.
+
+    No labels and no training: the budget is divided over the layers by what each is worth to the
+    outputs, slots are cut, and the weights that are left compensate for those that went. What is
+    returned is exported as ever, with the proof that it computes what the compensated gated network
+    does; ``fidelity`` says how near that is to the network itself.
+
+    Args:
+        model: any network that ``gate`` takes. It stays as it is.
+        inputs: a tensor or a mapping of examples, or what ``finetune`` takes.
+        budget: what may be left, as for ``fit``: ``"macs=0.5"``, ``"latency=0.5"``.
+        tolerance: in place of a budget: the smallest network whose outputs stay that near on inputs
+            that were held out: ``"1%"`` or 0.01 of the examples may get another class, or of the
+            outputs' variance be error where there are no classes.
+        recover: epochs of training afterwards, in which the smaller network learns the answers of
+            the original one.
+        latency: a table of times for a budget in latency; one is measured where none is given.
+        samples: how many inputs are used, at most.
+        batch_size: examples at a time, where the source lets us choose.
+        device: see ``Settings``.
+        seed: of the choice of inputs.
+        **gating: as for ``gate``: ``include``, ``exclude``, ``keep``, ``uniform``,
+            ``dynamic_shapes``. Without ``branches`` whole layers stay.
+
+    Raises:
+        UsageError: neither a budget nor a tolerance is given, or both; or none can be met.
+        DataError: there are too few inputs, or they do not fit the model.
+        L0pruneError: as for ``gate``, ``fit`` and ``export``.
+    """
+    check_whole("recover", recover, 0)
+    if (budget is None) == (tolerance is None):
+        raise UsageError(
+            "give either a budget, such as budget='macs=0.5', or a tolerance, such as "
+            "tolerance='1%'"
+        )
+    allowed = None if tolerance is None else tolerance_of(tolerance)
+    work = copied(model)
+    first, _ = next(inputs_of(inputs, 2, 2, torch.device("cpu"), seed))
+    gate(work, *as_arguments(_head(first, 2)), **{"branches": False, **gating})
+    if latency is None and budget is not None and _is_about_time(budget):
+        latency = measure(work)
+    curve: list[Step] = []
+    with calibration(work, inputs, samples, batch_size, device, seed) as found:
+        division = found.division()
+        if allowed is not None:
+            curve = _smallest(found, division, allowed)
+        else:
+            assert budget is not None
+            _cut(found, division, budget, latency)
+    if recover:
+        task = with_pseudo_labels(inputs, model, device=device)
+        run.finetune(work, task, epochs=recover, learn=False, device=device, seed=seed)
+    result = export(work)
+    with calibration(work, inputs, samples, batch_size, device, seed) as found, evaluating(model):
+        place = device_of(found.root)
+        with on_device(model, place), on_device(result.module, place):
+            result.fidelity = fidelity(model, result.module, found.judged)
+    result.curve = tuple(curve)
+    return result
+
+
+def tolerance_of(given: float | str) -> float:
+    """Return a tolerance as a part of 1.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(given, str):
+        matched = _TOLERANCE.fullmatch(given)
+        given = math.nan if matched is None else float(matched[1]) / (100 if matched[2] else 1)
+    if not 0 < given < 1:
+        raise UsageError("a tolerance is a part of 1 between 0 and 1, such as '1%' or 0.01")
+    return given
+
+
+def _head(inputs: Any, count: int) -> Any:
+    return map_tensors(inputs, lambda tensor: tensor[:count].cpu() if tensor.dim() else tensor)
+
+
+def _is_about_time(budget: LimitsLike) -> bool:
+    return any(limit.measure == LatencyTable.name for limit in limits(budget))
+
+
+def _cut(
+    found: Calibration, division: Division, budget: LimitsLike, latency: Source | None = None
+) -> Compensation:
+    """Cut and compensate a network that is whole."""
+    plan = found.gates.plan
+    wanted = bounds(plan, limits(budget), () if latency is None else (latency,))
+    blocks = blocks_for(plan, wanted, "auto", latency)
+    fit(found.root, budget, division.scores_for(wanted, blocks), latency=latency)
+    return found.compensate()
+
+
+def _smallest(found: Calibration, division: Division, allowed: float) -> list[Step]:
+    """Leave the smallest network that is near enough; what was tried, ascending.
+
+    Raises:
+        UsageError: none of those that were tried is.
+    """
+    whole = {name: tensor.clone() for name, tensor in found.root.state_dict().items()}
+    best, steps = dict[str, Tensor](), list[Step]()
+    low, high = math.log(_SMALLEST), 0.0
+    for _ in range(_TRIED):
+        share = math.exp((low + high) / 2)
+        with torch.no_grad():
+            for name, tensor in found.root.state_dict().items():
+                tensor.copy_(whole[name])
+        try:
+            after = _cut(found, division, f"macs={share:.4f}").after
+        except UsageError:  # less than can be taken away
+            low = math.log(share)
+            continue
+        steps.append(Step(share, after))
+        far = (
+            after.error if not found.has_classes or after.agreement is None else 1 - after.agreement
+        )
+        if far <= allowed:
+            high = math.log(share)
+            best = {name: tensor.clone() for name, tensor in found.root.state_dict().items()}
+        else:
+            low = math.log(share)
+    if not best:
+        nearest = max(steps, key=lambda step: step.share, default=None)
+        said = f" With {nearest.share:.0%} of the MACs: {nearest.fidelity}." if nearest else ""
+        raise UsageError(
+            f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
+            "more, or give more inputs"
+        )
+    with torch.no_grad():
+        for name, tensor in found.root.state_dict().items():
+            tensor.copy_(best[name])
+    return sorted(steps, key=lambda step: step.share)

@@ -1,0 +1,54 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.errors import UsageError
+from l0prune.report.shrink import tolerance_of
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(0)
+    data = l0prune.load_data("digits")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    l0prune.train_dense(model, data, epochs=10, lr=3e-3)
+    return model, data
+
+
+def test_a_budget_without_labels(network):
+    model, data = network
+    before, mode = copy.deepcopy(model.state_dict()), model.training
+    small = l0prune.shrink(model, data.train.inputs[:400], "macs=0.5")
+    assert small.macs <= 0.5 * small.macs_before
+    assert small.fidelity.agreement > 0.9
+    error = l0prune.evaluate(small.module, data)["error"]
+    assert error < l0prune.evaluate(model, data)["error"] + 0.05
+    assert model.training == mode
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert small.to_dict()["fidelity"]["agreement"] == small.fidelity.agreement
+
+
+@pytest.mark.slow
+def test_a_tolerance_finds_the_smallest_and_training_comes_nearer(network):
+    model, data = network
+    small = l0prune.shrink(model, data, tolerance="5%", recover=1)
+    assert small.macs < small.macs_before
+    within = [step for step in small.curve if 1 - step.fidelity.agreement <= 0.05]
+    assert small.macs / small.macs_before <= min(step.share for step in within)
+    assert small.fidelity.agreement >= 0.9
+    shown = [step.share for step in small.curve]
+    assert shown == sorted(shown)
+
+
+def test_what_makes_no_sense_is_refused(network):
+    model, data = network
+    for kwargs in ({}, {"budget": "macs=0.5", "tolerance": "1%"}):
+        with pytest.raises(UsageError, match="either a budget"):
+            l0prune.shrink(model, data, **kwargs)
+    for given in ("one", "0", "150%", -1, 0.0):
+        with pytest.raises(UsageError, match="between 0 and 1"):
+            tolerance_of(given)
+    assert tolerance_of("1%") == tolerance_of("0.01") == tolerance_of(0.01) == 0.01
