@@ -20,13 +20,13 @@ ROOMS = (
     "training", "integrations", "timing", "report", "cli",
 )  # fmt: skip
 NAMES = {
-    "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification", "Data", "Export",
-    "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure", "Pruner", "Report",
-    "Settings", "Survey", "Task",
-    "__version__", "compensate", "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained",
-    "gate", "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups",
-    "penalty", "read_info", "resize", "save", "score", "scores", "shrink", "survey", "train_dense", "ungate",
-    "with_pseudo_labels",
+    "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
+    "Data", "Export", "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure",
+    "Pruner", "Report", "Settings", "Survey", "Task", "__version__", "compensate",
+    "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
+    "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups",
+    "penalty", "read_info", "resize", "save", "score", "scores", "shrink", "survey",
+    "train_dense", "ungate", "with_pseudo_labels",
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -226,7 +226,7 @@ def inputs_of(
         count = len(given) if isinstance(given, Tensor) else len(next(iter(given.values())))
         size = _size(batch_size, min(count, samples))
         order = torch.randperm(count, generator=generator)[:samples].split(size)
-        found = ((map_tensors(given, lambda t, n=n: t[n].to(place)), None) for n in order)
+        found = ((_rows(given, index, place), None) for index in order)
     else:
         task = Task.of(given)
         if is_split(task.train):
@@ -240,6 +240,10 @@ def inputs_of(
         left -= batch_length(inputs, targets)
         _check_finite(inputs)
         yield without_labels(inputs), targets
+
+
+def _rows(given: Any, index: Tensor, place: torch.device) -> Any:
+    return map_tensors(given, lambda tensor: tensor[index].to(place))
 
 
 def _size(batch_size: int, examples: int) -> int:

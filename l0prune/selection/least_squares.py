@@ -130,20 +130,20 @@ def solve(
         fitted = ((c_xx @ weight) * weight).sum(1) - 2 * (weight * c_xy).sum(1)
         return c_yy + fitted
 
-    tried = [(None, prior, error(prior))]
+    tried: list[tuple[float | None, Tensor]] = [(None, error(prior))]
     for strength in DAMPING if prior.shape[1] < _LARGE else _FEWER:
         weight = _ridge(*seen.about(mean=has_bias)[:2], prior, strength)
         if weight is not None:
-            tried.append((strength, weight, error(weight)))
-    best = torch.stack([each for _, _, each in tried]).argmin(0)  # groups, outputs
+            tried.append((strength, error(weight)))
+    best = torch.stack([each for _, each in tried]).argmin(0)  # groups, outputs
     both = seen + held
     all_xx, all_xy, _ = both.about(mean=has_bias)
     result = prior.clone()
-    left = tried[0][2].clone()
-    for number, (strength, _, errors) in enumerate(tried):
+    left = tried[0][1].clone()
+    for number, (damped, errors) in enumerate(tried):
         chosen = best == number
-        if strength is not None and bool(chosen.any()):
-            weight = _ridge(all_xx, all_xy, prior, strength)
+        if damped is not None and bool(chosen.any()):
+            weight = _ridge(all_xx, all_xy, prior, damped)
             if weight is not None:
                 result = torch.where(chosen[:, None], weight, result)
                 left = torch.where(chosen, errors, left)

@@ -104,22 +104,29 @@ def _convolution(args: Sequence[Any]) -> Product:
         return _patches(found, kernel, stride, given[5], groups, wanted)
 
     def outputs(out: Tensor, wanted: Tensor | None) -> Tensor:
+        split: Tensor
         # (batch, groups · o, places) → (groups, batch · places, o)
         split = out.flatten(2).unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         return split if wanted is None else split[:, wanted]
 
     def matrix(tensor: Tensor) -> Tensor:
+        split: Tensor
         if is_transposed:  # (groups · i, o, kernel)
             split = tensor.unflatten(0, (groups, -1)).flip(tuple(range(3, tensor.dim() + 1)))
-            return split.flatten(3).permute(0, 1, 3, 2).flatten(1, 2)
-        return tensor.unflatten(0, (groups, -1)).flatten(2).mT
+            split = split.flatten(3).permute(0, 1, 3, 2).flatten(1, 2)
+            return split
+        split = tensor.unflatten(0, (groups, -1)).flatten(2).mT
+        return split
 
     def unmatrix(matrix: Tensor) -> Tensor:
+        split: Tensor
         if is_transposed:
             split = matrix.unflatten(1, (-1, prod(kernel))).permute(0, 1, 3, 2)
             split = split.unflatten(3, kernel)
-            return split.flip(tuple(range(3, split.dim()))).flatten(0, 1)
-        return matrix.mT.unflatten(2, (-1, *kernel)).flatten(0, 1)
+            split = split.flip(tuple(range(3, split.dim()))).flatten(0, 1)
+            return split
+        split = matrix.mT.unflatten(2, (-1, *kernel)).flatten(0, 1)
+        return split
 
     return Product(1, 2, inputs, outputs, matrix, unmatrix)
 
@@ -159,4 +166,5 @@ def _patches(
     if wanted is None:
         return x.flatten(1, 1 + dims).flatten(2)
     index = torch.unravel_index(wanted, x.shape[1 : 2 + dims])
-    return x[(slice(None), *index)].flatten(2)
+    some: Tensor = x[(slice(None), *index)]  # type: ignore[index]
+    return some.flatten(2)
