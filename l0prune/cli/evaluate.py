@@ -18,12 +18,14 @@ from l0prune.cli.options import (
     DataSpec,
     Json,
     ModelOption,
+    Tokenizer,
     TrustPickle,
     Weights,
     load_data,
     open_model,
     preprocessing_in,
     recorded_data,
+    recorded_tokenizer,
     with_settings,
 )
 from l0prune.errors import UsageError
@@ -52,10 +54,18 @@ def evaluate(
     weights: Weights = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     *,
     settings: dict[str, Any],
     against: Against = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=2**20, help="Examples at a time.")] = 100,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2**20,
+            help="Examples at a time [100; of text 4,096 tokens].",
+        ),
+    ] = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -71,6 +81,7 @@ def evaluate(
     if (file is None) == (model_option is None):
         raise UsageError("name one model: a FILE, or --model with --weights")
     from l0prune.exporting.opened import ON_CPU, opened  # loads torch, as do the next ones
+    from l0prune.running.batches import usual_batch_size
     from l0prune.running.evaluate import evaluate_task
     from l0prune.running.task import Task
 
@@ -86,15 +97,17 @@ def evaluate(
     spec, root = recorded_data(data, data_root, info, path, trust_pickle)
     if spec is None:
         raise UsageError(NO_DATA)
-    source = load_data(spec, root)
+    words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
+    source = load_data(spec, root, module, words)
     _compare_with_timm(module, source)
     _compare_preprocessing(preprocessing_in(info, path), source, path)
     with _outputs_counted(module, getattr(source, "classes", 0), path):
         task = Task.of(source, settings.pop("loss", None), settings.pop("metric", None))
-        found, examples = evaluate_task(module, task, batch_size, **settings)
+        size = usual_batch_size(task.test) if batch_size is None else batch_size
+        found, examples = evaluate_task(module, task, size, **settings)
     result = {"file": str(path), "data": spec, "examples": examples, **found}
     if against is not None:
-        result |= _comparison(path, against, task, batch_size)
+        result |= _comparison(path, against, task, size)
     emit(result, json, _table(result))
 
 

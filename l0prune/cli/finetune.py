@@ -19,12 +19,14 @@ from l0prune.cli.options import (
     GatedFile,
     Json,
     Latency,
+    Tokenizer,
     TrustPickle,
     WithReport,
     latency_table,
     load_data,
     parse_setting,
     recorded_data,
+    recorded_tokenizer,
     with_commands,
     with_settings,
     with_step,
@@ -58,6 +60,7 @@ def finetune(
     file: GatedFile = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     *,
     settings: dict[str, Any],
     latency: Latency = None,
@@ -95,8 +98,9 @@ def finetune(
         spec, root = recorded_data(data, data_root, info, path, trust_pickle)
         if spec is None:
             raise UsageError(NO_DATA)
-        source = world.first_then_all(lambda: load_data(spec, root))
         model = l0prune.load(path, trust_pickle=trust_pickle)
+        words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
+        source = world.first_then_all(lambda: load_data(spec, root, model, words))
         if world.is_first:
             say_what_differs(model, source, path)
         table = latency_table(latency, path, training_settings.get("budget"))
@@ -109,6 +113,7 @@ def finetune(
         more = [f"--set={name}={dumps(value)}" for name, value in inherited.items()]
         info = with_step(info, path, source, more, table, data=spec)
         info |= {"data": source.name, "history": history.last}
+        info |= {"tokenizer": words} if words else {}
         world.first_alone(lambda: l0prune.save(model, target, info))
     if world.is_first:
         say(f"checkpoints and metrics are in {folder}")

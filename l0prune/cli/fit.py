@@ -16,10 +16,12 @@ from l0prune.cli.options import (
     GatedFile,
     Json,
     Latency,
+    Tokenizer,
     TrustPickle,
     latency_table,
     load_data,
     recorded_data,
+    recorded_tokenizer,
     with_settings,
     with_step,
 )
@@ -30,7 +32,7 @@ from l0prune.selection import fitted
 from l0prune.training.settings import GateSettings
 
 _GATES, _AUTO = "gates", "auto"
-_TESTED, _BATCH = 10_000, 100  # examples at most, as many as ``auto`` looks at, and at a time
+_TESTED = 10_000  # examples at most, as many as ``auto`` looks at
 
 
 Budget = Annotated[
@@ -69,6 +71,7 @@ def fit(
     latency: Latency = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     *,
     settings: dict[str, Any],
     batches: Batches = None,
@@ -102,7 +105,8 @@ def fit(
     tells = score == _AUTO and spec is not None and bool(budget) and not kind  # which branches go
     request: dict[str, Any] = {"round_to": asked.round_to, "latency": table, "kinds": kind or ()}
     check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
-    source = load_data(spec, root)
+    words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
+    source = load_data(spec, root, model, words)
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
         before = _tested(model, source, **of_data)
@@ -112,6 +116,7 @@ def fit(
         after = _tested(model, source, **of_data) if before else {}
     target = output_path(out, str(path), ".fit.pt")
     info = with_step(info, path, source, table=table, data=spec if source is not None else None)
+    info |= {"tokenizer": words} if words else {}
     l0prune.save(model, target, {**info, "fitted": found[-1].to_dict()})
     axes = {axis.name: int(axis.open.sum()) for axis in l0prune.gates(model).axes}
     met = (f"{limit}: {_shown(limit, count)}" for limit, count in counts.items())
@@ -145,7 +150,7 @@ def _tested(model: Any, source: Any, loss: str | None, metric: str | None) -> di
         task = replace(task, test=sampled(task.test, _TESTED))
     try:
         with stage("testing the model"):
-            found, examples = evaluate_task(model, task, _BATCH)
+            found, examples = evaluate_task(model, task)
     except L0pruneError as error:
         say(f"warning: the model is not tested: {error}")
         return {}

@@ -18,6 +18,7 @@ from l0prune.cli.options import (
     Json,
     Model,
     ModelOption,
+    Tokenizer,
     TrustPickle,
     Weights,
     example_inputs,
@@ -99,6 +100,7 @@ def survey(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     html: Html = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
@@ -114,7 +116,7 @@ def survey(
     """
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
-    source = load_data(spec, chosen(data_root, "data_root"))
+    source = load_data(spec, chosen(data_root, "data_root"), module, chosen(tokenizer, "tokenizer"))
     shapes = free_dims(dynamic, module)
     _, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
@@ -134,6 +136,7 @@ def gate(
     dynamic: Dynamic = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     include: Include = None,
     exclude: Exclude = None,
     keep: KeepLayers = None,
@@ -168,7 +171,7 @@ def gate(
         raise UsageError("--branches and --no-branches contradict each other: give one of them")
     chosen_gate = gate_of(kind, dict(map(parse_setting, setting or ())))
     data_spec, root = chosen(data, "data"), chosen(data_root, "data_root")
-    source = load_data(data_spec, root)
+    source = load_data(data_spec, root, module, chosen(tokenizer, "tokenizer"))
     text, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, own_class=False)
     l0prune.gate(
@@ -190,6 +193,8 @@ def gate(
     )
     given = {"model": spec, "data": data_spec, "data_root": root, "input": text}
     info = with_step({"data": data_spec, "input": text}, source=source, **given)
+    if tokenizer:
+        info["tokenizer"] = tokenizer
     if is_rebuildable(spec):
         info["model"] = spec
     if data_root:

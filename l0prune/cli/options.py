@@ -21,7 +21,7 @@ import l0prune
 from l0prune.cli.edge import say
 from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
 from l0prune.errors import FileError, UsageError
-from l0prune.files.consent import check_consent, check_root_consent
+from l0prune.files.consent import check_consent, check_root_consent, remember
 from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
 
@@ -68,12 +68,17 @@ DataSpec = Annotated[
     typer.Option(
         "--data",
         help="mnist, fashion-mnist, cifar10, cifar100, digits, imagefolder:DIR (images of 224x224; "
-        "of 160x160: imagefolder:DIR:160; grey ones: imagefolder:DIR:1x160) or file.py:function.",
+        "of 160x160: imagefolder:DIR:160; grey ones: imagefolder:DIR:1x160), text (FILE.txt, "
+        "text:DIR; in windows of 512 tokens: FILE.txt:512) or file.py:function.",
     ),
 ]
 DataRoot = Annotated[
     Path | None,
     typer.Option(help="Folder of the data [$L0PRUNE_DATA, else a cache folder]."),
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Of a text: a folder or name, for transformers [that of the model]."),
 ]
 GatedFile = Annotated[
     Path | None, typer.Argument(help="A gated model; default: the newest *.gated.pt here.")
@@ -279,15 +284,38 @@ def _images_here(info: dict[str, Any]) -> str | None:
     return spec
 
 
-def load_data(spec: str | None, root: Path | None) -> Any:
+def recorded_tokenizer(
+    given: str | None, info: dict[str, Any], path: Path, trust_pickle: bool
+) -> str | None:
+    """Return the name of the tokenizer: as given, of the file, or of the project.
+
+    Raises:
+        FileError: the file names one that has to be fetched.
+    """
+    name = info.get("tokenizer")
+    if given is None and name is not None and not trust_pickle and not Path(str(name)).exists():
+        check_consent(f"transformers:{name}", path)
+    found = chosen(given, "tokenizer", {} if name is None else {"tokenizer": str(name)})
+    return None if found is None else str(found)
+
+
+def load_data(
+    spec: str | None, root: Path | None, model: Any = None, tokenizer: str | None = None
+) -> Any:
     """Load the data source of this name and tell the user about it; None where none is named.
+
+    Args:
+        spec: see ``l0prune.load_data``, as are ``root`` and ``tokenizer``.
+        model: which may know its tokenizer.
 
     Raises:
         L0pruneError: see ``l0prune.load_data``.
     """
     if spec is None:
         return None
-    source: Any = l0prune.load_data(spec, root)
+    source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model)
+    if tokenizer:
+        remember(f"transformers:{tokenizer}")
     parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]
     classes = [f"{source.classes} classes"] if getattr(source, "classes", 0) else []
     images = [] if source.preprocessing is None else [str(source.preprocessing)]

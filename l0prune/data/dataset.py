@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +88,7 @@ Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 Share = tuple[int, int]  # which one, from 0, of how many equal parts of a batch
 WHOLE: Share = (0, 1)
+USUAL_BATCH_SIZE = 100
 
 
 def part_slice(examples: int, part: Share) -> slice:
@@ -148,11 +149,13 @@ class Tensors:
         inputs: ready for the model, shape (examples, …).
         targets: int64 class numbers, shape (examples, …), or numbers of any type.
         augmentation: what varies a batch of inputs at random, if anything does.
+        usual_batch_size: examples a batch where nobody asks for a number.
     """
 
     inputs: Tensor
     targets: Tensor
     augmentation: Augmentation | None = None
+    usual_batch_size: int = USUAL_BATCH_SIZE
     _moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -274,7 +277,7 @@ def sampled(split: Split, most: int) -> Split:
         return split
     drawn = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:most]
     if isinstance(split, Tensors):
-        return Tensors(split.inputs[drawn], split.targets[drawn])
+        return replace(split, inputs=split.inputs[drawn], targets=split.targets[drawn])
     if isinstance(split, Loaded):
         part = Subset(split.dataset, drawn.sort().values.tolist())
         return Loaded(part, split.workers, None, split.collate)

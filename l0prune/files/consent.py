@@ -21,7 +21,9 @@ _ROOT = Path(__file__).resolve().parents[1]
 # The recipes that come with l0prune: in an installed package, or at the top of the repository.
 RECIPES = next(p for p in (_ROOT / "recipes", _ROOT.parent / "recipes") if p.is_dir())
 # torchvision and timm build a network of a plain name without fetching anything.
-_HARMLESS = re.compile(r"[^:]*|(torchvision|timm):[\w.\-]+|imagefolder:.*", re.ASCII | re.DOTALL)
+_HARMLESS = re.compile(
+    r"[^:]*(:\d+)?|(torchvision|timm):[\w.\-]+|(imagefolder|text):.*", re.ASCII | re.DOTALL
+)
 _DATA_ROOT = "data root"
 ONNX = ".onnx"  # how such files end
 

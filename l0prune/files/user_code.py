@@ -164,16 +164,33 @@ def _timm(name: str) -> nn.Module:
 
 
 def _transformers(name: str) -> nn.Module:
+    """Build a model of transformers of the class that its files name; a GGUF file by its path."""
     transformers = _package("transformers")
+    path = Path(name)
+    is_gguf = path.suffix == ".gguf"
+    where, more = (str(path.parent), {"gguf_file": path.name}) if is_gguf else (name, {})
+    options = {"trust_remote_code": False, **more}
     try:
+        config = transformers.AutoConfig.from_pretrained(where, **options)
+        saved = getattr(transformers, (config.architectures or [""])[0], None)
+        auto = transformers.AutoModelForCausalLM if is_gguf else transformers.AutoModel
         model: nn.Module
-        model, told = transformers.AutoModel.from_pretrained(
-            name, trust_remote_code=False, output_loading_info=True
-        )
+        model, told = (saved or auto).from_pretrained(where, output_loading_info=True, **options)
     except (OSError, RuntimeError, ValueError) as error:
         raise UsageError(f"transformers cannot load {name!r}: {first_line(error)}") from error
     check_no_gates(told["unexpected_keys"], name)
-    return model
+    return _unpacked(model, name) if is_gguf else model
+
+
+def _unpacked(model: Any, name: str) -> nn.Module:
+    """Return the model as if it had never been in a GGUF file, which it cannot be written to."""
+    config = model.config
+    del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    config.name_or_path = plain.name_or_path = name
+    found: nn.Module = plain.eval()
+    return found
 
 
 def _package(name: str) -> Any:

@@ -21,6 +21,7 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.copying import inside
 from l0prune.data.dataset import (
     LABELS,
+    USUAL_BATCH_SIZE,
     WHOLE,
     Share,
     as_arguments,
@@ -244,6 +245,11 @@ class Feed:
             for holder in (self.task.train, getattr(self.task.train, "sampler", None))
         ]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+
+def usual_batch_size(source: Any) -> int:
+    """Return how many examples a batch of this source has where nobody asks for a number."""
+    return int(getattr(source, "usual_batch_size", USUAL_BATCH_SIZE))
 
 
 def test_batches(task: Task, batch_size: int, device: torch.device, part: Share) -> Iterator[Batch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -143,7 +144,8 @@ def _places(scores: Tensor) -> torch.Size:
 Loss = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
 
-AUTO = "auto"
+AUTO, NEXT_TOKEN, PERPLEXITY = "auto", "next-token", "perplexity"
+IGNORED = -100  # the target that torch's cross-entropy leaves out
 # One number against one: what the outputs are compared with has their shape.
 _ELEMENTWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
@@ -174,6 +176,56 @@ def label_error(outputs: Any, targets: Any) -> Tensor:
     return wrong.flatten(1).mean(1) if wrong.dim() > 1 else wrong
 
 
+@dataclass(frozen=True)
+class TokenMean:
+    """Mean over tokens, of which batches may hold differently many.
+
+    Attributes:
+        total: the sum over the tokens of a batch, a scalar.
+        count: how many these are.
+    """
+
+    total: Tensor
+    count: int
+
+
+def next_token(outputs: Any, targets: Any) -> Tensor:
+    """Mean cross-entropy of each token but the first of a text, in float32 at least.
+
+    Shape: outputs ``(texts, tokens, vocabulary)`` or an object with such ``.logits``, of which
+    those at one token are for the next one; targets ``(texts, tokens)``, the tokens themselves
+    (-100 counts for nothing).
+
+    Raises:
+        UsageError: they have other shapes.
+    """
+    total, count = _token_losses(outputs, targets)
+    return total / count
+
+
+def perplexity(outputs: Any, targets: Any) -> TokenMean:
+    """Return the cross-entropy of which the perplexity is exp; shapes as for ``next_token``."""
+    total, count = _token_losses(outputs, targets)
+    return TokenMean(total.detach().double(), count)
+
+
+def _token_losses(outputs: Any, targets: Any) -> tuple[Tensor, int]:
+    """Return the sum of the cross-entropies of the tokens that count, and how many these are."""
+    scores = _class_scores(outputs)
+    is_text = isinstance(targets, Tensor) and not targets.is_floating_point()
+    if not is_text or scores.dim() != 3 or scores.shape[:2] != targets.shape:
+        raise UsageError(
+            "next-token and perplexity take scores of shape (texts, tokens, vocabulary) and the "
+            f"tokens themselves, (texts, tokens); here are {describe(scores)} and "
+            f"{describe(targets)}. A model that is to be tested so has a head for the next token "
+            "(of transformers AutoModelForCausalLM)"
+        )
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    known, tokens = wide[:, :-1].flatten(0, 1), targets[:, 1:].flatten().long()
+    total = F.cross_entropy(known, tokens, ignore_index=IGNORED, reduction="sum")
+    return total, int((tokens != IGNORED).sum())
+
+
 def accuracy(outputs: Any, targets: Any) -> Tensor:
     """Return for each example the fraction of its targets that have the highest score."""
     return 1 - error_rate(outputs, targets)
@@ -182,6 +234,7 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
 _LOSSES: dict[str, Loss] = {
     "cross-entropy": cross_entropy,
     **{name: partial(_elementwise, name) for name in _ELEMENTWISE},
+    NEXT_TOKEN: next_token,
 }
 LOSSES = (AUTO, *_LOSSES)
 _METRICS: dict[str, Metric] = {
@@ -189,6 +242,7 @@ _METRICS: dict[str, Metric] = {
     "accuracy": accuracy,
     "label-error": label_error,
     "mae": _LOSSES["l1"],
+    PERPLEXITY: perplexity,
     **_LOSSES,
 }
 METRICS = tuple(_METRICS)
@@ -264,12 +318,14 @@ def scalar_loss(loss: Any, of: Any) -> Tensor:
     return loss
 
 
-def metric_values(value: Any, of: Any) -> Tensor:
+def metric_values(value: Any, of: Any) -> Tensor | TokenMean:
     """Return a metric's values for a batch as a tensor: one number, or one for each example.
 
     Raises:
         UsageError: it is no number.
     """
+    if isinstance(value, TokenMean):
+        return value
     try:
         tensor = torch.as_tensor(value)  # also of a plain number, and of numpy's
     except (TypeError, ValueError, RuntimeError):

@@ -5,6 +5,7 @@ All run in eval mode, with deterministic gates, and leave the model's mode as it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -18,8 +19,8 @@ from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import DataError, L0pruneError
 from l0prune.plan.numbers import check_whole
-from l0prune.running.batches import Batch, Feed, call, test_batches
-from l0prune.running.criteria import Loss, Metric, describe
+from l0prune.running.batches import Batch, Feed, call, test_batches, usual_batch_size
+from l0prune.running.criteria import Loss, Metric, TokenMean, describe
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.indices import checked_indices
 from l0prune.running.processes import ALONE, World
@@ -101,7 +102,7 @@ def evaluate(
     *,
     loss: Loss | str | None = None,
     metric: Metric | str | None = None,
-    batch_size: int = 100,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> dict[str, float]:
@@ -113,7 +114,8 @@ def evaluate(
             part is read: of batches alone make ``([], batches)``.
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         metric: see ``Task``; None for that of the data.
-        batch_size: examples at a time, where the source lets us choose.
+        batch_size: examples at a time, where the source lets us choose; None for 100, or for
+            windows of text as many as have 4,096 tokens.
         device: see ``Settings``.
         autocast: see ``Settings``.
 
@@ -132,11 +134,13 @@ def evaluate(
 def evaluate_task(
     model: nn.Module,
     task: Task,
-    batch_size: int,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     autocast: str | None = None,
 ) -> tuple[dict[str, float], int]:
     """Return the result of ``evaluate``, and the number of test examples."""
+    if batch_size is None:
+        batch_size = usual_batch_size(task.test)
     check_whole("batch_size", batch_size)
     if task.test is None:
         raise DataError(
@@ -178,8 +182,9 @@ def evaluate_batches(
         for batch in batches:
             judged = task.loss_and_metric(call(model, batch.inputs), batch.targets)
             for name, value in judged.items():
-                found.setdefault(name, []).append(_total(value, batch.examples))
-                counts[name] = counts.get(name, 0) + batch.examples
+                total, count = _total(value, batch.examples)
+                found.setdefault(name, []).append(total)
+                counts[name] = counts.get(name, 0) + count
             between()
     names = list(dict.fromkeys(name for of_one in world.gather(list(found)) for name in of_one))
     totals = world.total(
@@ -188,13 +193,16 @@ def evaluate_batches(
     if not sum(totals[1::2]):
         raise DataError("the test data is empty")
     return {
-        name: total / examples
-        for name, total, examples in zip(names, totals[::2], totals[1::2], strict=True)
+        name: task.of_mean(name, total / count if count else math.nan)
+        for name, total, count in zip(names, totals[::2], totals[1::2], strict=True)
     }
 
 
-def _total(value: Tensor, examples: int) -> Tensor:
-    return value.float().sum() * (examples / value.numel())
+def _total(value: Tensor | TokenMean, examples: int) -> tuple[Tensor, int]:
+    """Return the sum over a batch, and how many numbers it is of."""
+    if isinstance(value, TokenMean):
+        return (value.total, value.count) if examples else (value.total * 0, 0)
+    return value.float().sum() * (examples / value.numel()), examples
 
 
 def _sum(values: list[Tensor]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,11 +32,12 @@ from l0prune.data.dataset import (
 )
 from l0prune.data.image_folder import image_folder
 from l0prune.data.preprocessing import Preprocessing, shifted, shifted_and_mirrored
+from l0prune.data.text import load_windows, source_of
 from l0prune.errors import DataError, UsageError
 from l0prune.files.consent import is_code
 from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
-from l0prune.running.criteria import AUTO, tensor_output
+from l0prune.running.criteria import AUTO, NEXT_TOKEN, PERPLEXITY, tensor_output
 from l0prune.running.device import choose_device, on_device, precision
 from l0prune.running.task import Source, Task, is_split
 
@@ -73,8 +74,10 @@ def with_pseudo_labels(
         UsageError: the network returns something else than a tensor.
     """
     task = Task.of(data)
-    if task.loss == AUTO:
+    if task.loss in (AUTO, NEXT_TOKEN):
         task = Task.of(task, loss="mse")
+    if task.metric == PERPLEXITY:  # of tokens, which are no longer there
+        task = replace(task, metric=None, metric_name="")
     place = choose_device(device, network)
 
     def labelled(source: Source) -> Source:
@@ -337,7 +340,22 @@ _NAMED: dict[str, Callable[[str, Path], Data]] = {
 }
 
 
-def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | Task:
+_TOKENS = 4096  # in a batch of text: each has scores for a whole vocabulary
+
+
+def _text(name: str, paths: Sequence[Path], tokenizer: Any, length: int) -> Task:
+    """Windows of text, each its own target: a model learns each next token."""
+    size = max(1, _TOKENS // length)
+    train, test = (
+        Tensors(rows, rows, usual_batch_size=size)
+        for rows in load_windows(paths, tokenizer, length)
+    )
+    return Task(train, test, loss=NEXT_TOKEN, metric=PERPLEXITY, name=name)
+
+
+def load_data(
+    spec: str, root: str | os.PathLike[str] | None = None, *, tokenizer: Any = None
+) -> Data | Task:
     """Load the data that ``spec`` names.
 
     Args:
@@ -345,11 +363,18 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
             ``imagefolder:DIR`` (with ``train`` and ``test`` or ``val`` inside, or else a folder
             for each class, of which every fifth image is for the test; inputs of 224×224 pixels,
             or as many as in ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
-            ``preprocessing``), or
-            ``file.py:function`` that returns two datasets (train, test), a ``Data``, or a
-            ``Task`` with its own loss.
+            ``preprocessing``), a text for a language model (``FILE.txt``, ``text:PATH``, a folder
+            of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``; see
+            below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, or
+            a ``Task`` with its own loss.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
             torchvision downloads what is not there.
+        tokenizer: of a text: a tokenizer of transformers, the folder or name of one, or the model
+            that came from there.
+
+    A text has two parts: ``train.txt,test.txt``, or two folders so; a folder with ``train`` and
+    ``test`` or ``val`` inside; else every eighth file of a folder is for the test, or the last
+    eighth of fewer files. The loss is ``"next-token"``, the metric ``"perplexity"``.
 
     Raises:
         DataError: the data is missing, empty or damaged.
@@ -365,7 +390,9 @@ def load_data(spec: str, root: str | os.PathLike[str] | None = None) -> Data | T
     if is_code(spec):
         found = called(named(spec), spec)
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
+    if text := source_of(spec):
+        return _text(spec, text[0], tokenizer, text[1])
     raise UsageError(
-        f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, "
-        "file.py:function."
+        f"{spec!r} is no data source. Known: {', '.join(_NAMED)}, imagefolder:DIR, FILE.txt, "
+        "text:DIR, file.py:function."
     )

@@ -23,6 +23,7 @@ from l0prune.running.criteria import (
     AUTO,
     Loss,
     Metric,
+    TokenMean,
     cross_entropy,
     error_rate,
     is_classification,
@@ -124,9 +125,11 @@ class Task:
             ``"l1"``, ``"smooth-l1"``, ``"bce"`` (of labels that are 0 or 1, from scores before a
             sigmoid), ``"file.py:function"``, or a function of (outputs, targets) that returns a
             scalar tensor; in eval mode None where the model's outputs have no loss.
+            ``"next-token"``: of a language model, where the targets are the tokens themselves.
         metric: what is reported beside the loss on the test data: ``"error"`` (the rate of wrong
             classes), ``"accuracy"``, ``"label-error"`` (of labels that are 0 or 1), ``"mae"``,
-            the name of a loss, ``"file.py:function"``, or a function of (outputs, targets) that
+            ``"perplexity"`` (exp of the mean of ``"next-token"`` over all tokens), the name of a
+            loss, ``"file.py:function"``, or a function of (outputs, targets) that
             returns one number per example or their mean. None for the rate of wrong classes where
             the loss is ``"auto"`` or cross-entropy and the targets are classes, else for nothing.
         metric_name: key of the metric in the records; where it is left out, the metric's own
@@ -241,14 +244,14 @@ class Task:
         loss = self._loss(outputs, targets)
         return None if loss is None else criteria.scalar_loss(loss, self.loss)
 
-    def loss_and_metric(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+    def loss_and_metric(self, outputs: Any, targets: Any) -> dict[str, Tensor | TokenMean]:
         """Return loss and metric of a batch by name; the metric may be one number per example.
 
         Raises:
             UsageError: one of them is no number, or does not fit the outputs and targets.
         """
         loss = self.loss_in(outputs, targets)
-        found = {} if loss is None else {LOSS: loss}
+        found: dict[str, Tensor | TokenMean] = {} if loss is None else {LOSS: loss}
         if self._metric is not None:
             value = self._metric(outputs, targets)
             found[self.metric_name] = criteria.metric_values(value, self.metric)
@@ -260,6 +263,11 @@ class Task:
                 "data: give a metric"
             )
         return found
+
+    def of_mean(self, name: str, mean: float) -> float:
+        """Return what is reported, given the mean over all of the data of a loss or metric."""
+        is_perplexity = self.metric == criteria.PERPLEXITY and name == self.metric_name
+        return float(torch.tensor(mean, dtype=torch.float64).exp()) if is_perplexity else mean
 
     @property
     def loss_module(self) -> nn.Module | None:

@@ -30,6 +30,7 @@ from l0prune.plan.measures import Measure, Source
 from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
+from l0prune.running.batches import usual_batch_size
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
@@ -362,7 +363,8 @@ def _without_branches(
         widths: all but branches, which move where the loss does not tell.
         blocks: raises UsageError where these gates alone cannot meet what is wanted.
     """
-    of = ScoreInput(*holder(model), task, *LOOKS, "auto", seed=0)
+    size = min(LOOKS[1], 2 * usual_batch_size(task.train))
+    of = ScoreInput(*holder(model), task, LOOKS[0], size, "auto", seed=0)
     plan, open_ = of.plan, of.gates.open().cpu()
     left, is_settled = oneshot.choose(of)
     if is_settled:

@@ -22,6 +22,7 @@ from l0prune.plan.layout import Layout, distinct
 from l0prune.plan.numbers import SEEDS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of
+from l0prune.running.batches import usual_batch_size
 from l0prune.running.criteria import Loss
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
@@ -50,7 +51,7 @@ def score(
     loss: Loss | str | None = None,
     normalise: Normalise = "axis-mean",
     batches: int | None = None,
-    batch_size: int = 100,
+    batch_size: int | None = None,
     device: str | torch.device = "auto",
     seed: int = 0,
 ) -> Tensor:
@@ -93,7 +94,8 @@ def score(
         loss: see ``Task``; None for that of the data, or ``"auto"``.
         normalise: ``"axis-mean"`` or ``"none"``.
         batches: at most so many batches of the data; None for all.
-        batch_size: examples a batch, where the data lets us choose.
+        batch_size: examples a batch, where the data lets us choose; None for 100, or for windows
+            of text as many as have 4,096 tokens.
         device: where to take gradients, as for ``finetune``.
         seed: of the order of the data, and of ``"random"``.
 
@@ -107,8 +109,10 @@ def score(
     root, gates = holder(model)
     gates.make_whole()
     how = current_name(how)
-    _check_options(normalise, batches, batch_size, seed)
     task = None if data is None else Task.of(data, loss)
+    if batch_size is None:
+        batch_size = usual_batch_size(None if task is None else task.train)
+    _check_options(normalise, batches, batch_size, seed)
     of = ScoreInput(root, gates, task, batches, batch_size, device, seed)
     values = compute_score(how, of).values
     return over_axis_mean(gates.plan, values) if normalise == "axis-mean" else values
@@ -340,7 +344,7 @@ def _change_without(of: ScoreInput, gone: Sequence[int], switches: Sequence[int]
 def auto(of: ScoreInput) -> Tensor:
     """Score each kind of axis by the score that suits it best."""
     most = _AUTO if of.batches is None else of.batches
-    few = replace(of, batches=min(most, TRIED[0]), batch_size=TRIED[1])
+    few = replace(of, batches=min(most, TRIED[0]), batch_size=min(of.batch_size, TRIED[1]))
     return joined_scores(of.plan, compute_best_scores(replace(of, batches=most), few))
 
 

@@ -152,7 +152,9 @@ def _answer(outputs: Any) -> Tensor:
             f"the network returns a {type(outputs).__name__}; distill needs one that returns a "
             "tensor, or has one as .logits"
         )
-    return answer
+    # Scores called logits come last for each place of a sequence; else they are dim 1, as in torch.
+    is_sequence = not isinstance(outputs, Tensor) and answer.dim() == 3
+    return answer.movedim(-1, 1) if is_sequence else answer
 
 
 @contextmanager

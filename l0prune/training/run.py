@@ -16,7 +16,7 @@ from l0prune.gating.attaching import check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
-from l0prune.running.batches import Feed
+from l0prune.running.batches import Feed, usual_batch_size
 from l0prune.running.device import choose_device, on_device, train_mode
 from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.processes import World, process_group
@@ -51,6 +51,9 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
 
 def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
     task = Task.of(data, settings.loss, settings.metric)
+    if "batch_size" not in settings.model_fields_set:
+        size = max(usual_batch_size(task.train), settings.accumulate)
+        settings = settings.model_copy(update={"batch_size": size})
     with process_group(wanted=settings.distributed is not None) as world, ExitStack() as stack:
         if (out := settings.out) is not None:
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
@@ -77,8 +80,7 @@ def _train_in(
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
         begun = start.Beginning()
-        scored = pruner is not None and settings.penalty is None
-        if pruner is not None and scored and not world.from_first(goes_on):
+        if pruner is not None and not world.from_first(goes_on):
             learning, budget = pruner.phases.learning, pruner.budget
             begun = start.init_gates(model, settings, learning, budget, feed, device, world)
         with (

@@ -169,12 +169,6 @@ class GateSettings(_Declared):
         "they learn. So they can move far enough and no further.",
     )
 
-    penalty: str | None = Field(
-        None,
-        description="A penalty on the weights of each slot in place of gates that learn: "
-        "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, or your "
-        "own. Its strength is λ or a budget. A slot whose weights have become zero is closed.",
-    )
     compact: Compact = Field(
         "auto",
         description="When closed slots are cut out while training goes on, for time and memory: "
@@ -228,32 +222,6 @@ class GateSettings(_Declared):
             )
         return table
 
-    @field_validator("penalty")
-    @classmethod
-    def _is_a_penalty(cls, name: str | None) -> str | None:
-        if name is not None:
-            from l0prune.training.shrinkage import shrinkage_of
-
-            shrinkage_of(name)
-        return name
-
-    @model_validator(mode="after")
-    def _penalty_or_gates(self) -> Self:
-        if self.penalty is None:
-            return self
-        for name in ("prior", "l2", "gate_lr"):
-            if getattr(self, name):
-                raise UsageError(
-                    f"{name} is of gates that learn, and penalty={self.penalty!r} acts on the "
-                    "weights of the same slots in their place: leave one of the two out"
-                )
-        if self.lam is None and self.budget is None:
-            raise UsageError(
-                f"penalty={self.penalty!r} needs a strength: lam=1e-4 (a price of each weight's "
-                "size, in units of the loss), or a budget such as macs=0.5"
-            )
-        return self
-
     @property
     def rounds(self) -> bool:
         """Return whether gates may be opened only to make widths whole blocks."""
@@ -272,15 +240,16 @@ class DenseSettings(_Declared):
     loss: Loss | str | None = Field(
         None,
         description="What is learned from: auto (the loss that a model computes itself from its "
-        "labels, else cross-entropy), cross-entropy, mse, l1, smooth-l1, bce or file.py:function. "
-        "In Python also a function of (outputs, targets). None for what the data says, else auto. "
-        "See ``Task``.",
+        "labels, else cross-entropy), cross-entropy, mse, l1, smooth-l1, bce, next-token or "
+        "file.py:function. In Python also a function of (outputs, targets). None for what the data "
+        "says, else auto. See ``Task``.",
     )
     metric: Metric | str | None = Field(
         None,
-        description="What is reported beside the loss: error, accuracy, label-error, mae, the name "
-        "of a loss or file.py:function. In Python also a function of (outputs, targets). None for "
-        "what the data says, else error where the targets are classes.",
+        description="What is reported beside the loss: error, accuracy, label-error, mae, "
+        "perplexity, the name of a loss or file.py:function. In Python also a function of "
+        "(outputs, targets). None for what the data says, else error where the targets are "
+        "classes.",
     )
     epochs: int = Field(10, ge=1, le=MOST, description="Passes over the training data.")
     batch_size: int = Field(
@@ -288,7 +257,8 @@ class DenseSettings(_Declared):
         ge=1,
         le=MOST,
         description="Examples a step, of all processes and micro-batches together. Data that "
-        "comes in batches of its own keeps those.",
+        "comes in batches of its own keeps those. Of windows of text, unless a number is given, as "
+        "many as have 4,096 tokens.",
     )
     accumulate: int = Field(
         1,
@@ -522,11 +492,6 @@ class Settings(DenseSettings, GateSettings):
             raise UsageError(
                 "with learn=False the gates do not change, so that λ and budgets have no effect; "
                 "meet a budget with l0prune.fit before"
-            )
-        if self.penalty is not None and not (self.learn and self.start in STARTS):
-            raise UsageError(
-                f"penalty={self.penalty!r} closes slots by their weights, from all of them on: it "
-                "goes neither with learn=False nor with a start from scores"
             )
         if self.teacher is not None and not self.distill:
             raise UsageError("a teacher is not used with distill=0; try distill=0.5")

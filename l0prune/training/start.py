@@ -143,8 +143,9 @@ def init_gates(
     # Without a loss scaler gradients are too small for fp16.
     autocast = settings.autocast if settings.autocast == "bf16" else None
     slots = replace(subject, batches=min(feed.steps, scoring.slots), autocast=autocast)
-    most = math.ceil(feed.steps * size / max(1, scoring.few))
-    branches = replace(subject, batches=min(most, scoring.branches), batch_size=scoring.few)
+    few = min(feed.batch_size, scoring.few)
+    most = math.ceil(feed.steps * size / max(1, few))
+    branches = replace(subject, batches=min(most, scoring.branches), batch_size=few)
     ways = replace(subject, batches=max(1, scoring.ways))
 
     def lean() -> Beginning:

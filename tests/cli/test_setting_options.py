@@ -54,5 +54,5 @@ def test_help_is_the_settings_own_words_with_their_default(monkeypatch):
 
 def test_a_signature_says_what_there_is():
     names = list(inspect.signature(finetune).parameters)
-    assert names[:5] == ["file", "data", "data_root", "loss", "metric"]
+    assert names[:6] == ["file", "data", "data_root", "tokenizer", "loss", "metric"]
     assert "settings" not in names

@@ -1,11 +1,14 @@
+import math
+
 import pytest
 import torch
 from small_task import data, differing, gated, tensors
+from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import l0prune
-from l0prune.data.dataset import WHOLE
-from l0prune.errors import DataError
+from l0prune.data.dataset import WHOLE, Tensors
+from l0prune.errors import DataError, UsageError
 from l0prune.running.batches import test_batches
 from l0prune.running.evaluate import evaluate, evaluate_batches
 from l0prune.running.task import Task
@@ -30,6 +33,51 @@ def test_it_is_the_mean_over_the_test_examples():
         found = evaluate(model.train(), source, batch_size=size)
         assert found["error"] == pytest.approx(wrong, abs=1e-12)
         assert found["test_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+class Bigrams(nn.Module):
+    """Scores of the next token from the token alone."""
+
+    def __init__(self, vocabulary=11):
+        super().__init__()
+        self.table = nn.Embedding(vocabulary, vocabulary)
+
+    def forward(self, tokens):
+        return self.table(tokens)
+
+
+@pytest.mark.parametrize("size", [1, 3, 10])
+def test_perplexity_is_over_all_tokens_however_they_are_batched(size):
+    torch.manual_seed(0)
+    model, texts = Bigrams(), torch.randint(0, 11, (10, 6))
+    known = texts.masked_fill(torch.rand(10, 6) < 0.4, -100)  # some do not count
+    known[4:7] = -100  # and of some texts none
+    task = Task([], Tensors(texts, known), loss=lambda *_: torch.zeros(()), metric="perplexity")
+    losses = []
+    for text, tokens in zip(texts.tolist(), known.tolist(), strict=True):
+        for token, following in zip(text, tokens[1:], strict=False):
+            if following != -100:
+                scores = model.table.weight[token].detach().double()
+                losses.append(float(scores.logsumexp(0) - scores[following]))
+    found = evaluate(model, task, batch_size=size)["perplexity"]
+    assert found == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-6)
+
+
+def test_the_loss_of_the_next_token_is_what_transformers_compute():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model, texts = GPT2LMHeadModel(config).eval(), torch.randint(0, 20, (6, 8))
+    found = evaluate(model, ([], [(texts, texts)]), loss="next-token", metric="perplexity")
+    loss = model(texts, labels=texts).loss.item()
+    assert found == pytest.approx({"test_loss": loss, "perplexity": math.exp(loss)}, rel=1e-6)
+
+
+def test_what_is_no_language_model_has_no_perplexity():
+    texts = torch.randint(0, 11, (4, 6))
+    with pytest.raises(UsageError, match="a head for the next token"):
+        evaluate(nn.Embedding(11, 11), ([], [(texts, texts[:, 0])]), loss="next-token")
 
 
 def test_the_model_is_left_as_it_was():

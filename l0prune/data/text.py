@@ -1,0 +1,194 @@
+"""Text for language models: files, tokenized and cut into windows of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from l0prune.capture.threads import muted
+from l0prune.errors import DataError, UsageError, first_line
+
+WINDOW = 1024
+SUFFIX = ".txt"
+_HELD_OUT = 8  # every eighth file, or the last eighth of the windows of fewer files
+_BETWEEN = "\n\n"  # two texts
+_PROBE = "a"  # around it a tokenizer puts the tokens that it puts around every text
+
+Tokenizer = Callable[..., Any]
+
+
+def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int = WINDOW) -> Tensor:
+    """Tokenize texts and cut them, one after another, into windows.
+
+    Every window begins and ends with the tokens that the tokenizer by default puts around a text
+    (such as BOS, or [CLS] and [SEP]) and is full, so that there is no padding: what is left over
+    at the end is dropped. Texts are a blank line apart.
+
+    Args:
+        texts: in their order.
+        tokenizer: of transformers, or one that is called alike.
+        length: tokens of a window, all included.
+
+    Shape: ``(windows, length)``, int64; one shorter window where there is not enough text for one.
+
+    Raises:
+        DataError: the texts have fewer than two tokens.
+        UsageError: a window has no place for two tokens of text.
+    """
+    before, after = _around(tokenizer)
+    inner = length - len(before) - len(after)
+    if inner < 2:
+        raise UsageError(
+            f"windows of {length} tokens have no place for text: give at least {length - inner + 2}"
+        )
+    joined = _BETWEEN.join(texts)
+    ids = torch.tensor(_ids(tokenizer, joined, add_special_tokens=False), dtype=torch.int64)
+    if len(ids) < 2:
+        raise DataError("the text is empty: it has fewer than two tokens")
+    rows = ids[: len(ids) // inner * inner].view(-1, inner) if len(ids) >= inner else ids[None]
+    ends = (torch.tensor(each, dtype=torch.int64).expand(len(rows), -1) for each in (before, after))
+    first, last = ends
+    return torch.cat([first, rows, last], 1)
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that the tokenizer puts before and after a text by default."""
+    whole, plain = _ids(tokenizer, _PROBE), _ids(tokenizer, _PROBE, add_special_tokens=False)
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def _ids(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+    with muted():  # it warns of texts longer than the model takes at once
+        return list(tokenizer(text, **options)["input_ids"])
+
+
+def source_of(spec: str) -> tuple[list[Path], int] | None:
+    """Return the paths and the window of a text source; None where the spec is no such source.
+
+    It is ``text:PATH``, or a path alone where that ends in ``.txt`` or is a folder that holds such
+    files; two of them with a comma; each with ``:512`` after it for windows of 512 tokens.
+    """
+    named, _, size = spec.rpartition(":")
+    rest, length = (named, int(size)) if named and size.isdecimal() else (spec, WINDOW)
+    is_named = rest.startswith("text:")
+    paths = [Path(each) for each in rest.removeprefix("text:").split(",") if each]
+    if len(paths) not in (1, 2):
+        return None
+    return (paths, length) if is_named or all(map(_is_text, paths)) else None
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix == SUFFIX or (path.is_dir() and any(path.rglob(f"*{SUFFIX}")))
+
+
+def load_windows(paths: Sequence[Path], tokenizer: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Return the windows to learn from and those to test on.
+
+    Args:
+        paths: two files or folders, one for each part; or one: a folder with ``train`` and
+            ``test`` or ``val`` inside, or one whose every eighth file is for the test; or a file
+            or fewer files than that, whose last eighth of windows is.
+        tokenizer: see ``tokenizer_of``.
+        length: tokens of a window.
+
+    Raises:
+        DataError: there is too little text, or none.
+        UsageError: there is no tokenizer, or the windows are too short.
+    """
+    known = tokenizer_of(tokenizer)
+    parts = [windows(_texts(files), known, length) for files in _parts(paths) if files]
+    return (parts[0], parts[1]) if len(parts) == 2 else _held_out(parts[0])
+
+
+def _parts(paths: Sequence[Path]) -> list[list[Path]]:
+    """Return the files of the training and of the test part, which may be none."""
+    if len(paths) == 2:
+        return [_files(path) for path in paths]
+    (path,) = paths
+    tests = [path / name for name in ("test", "val") if (path / name).is_dir()]
+    if (path / "train").is_dir() and tests:
+        return [_files(path / "train"), _files(tests[0])]
+    files = _files(path)
+    test = files[_HELD_OUT - 1 :: _HELD_OUT]
+    return [[file for file in files if file not in test], test]
+
+
+def _files(path: Path) -> list[Path]:
+    """Return a file, or the text files below a folder, sorted by name."""
+    if path.is_file():
+        return [path]
+    found = sorted(path.rglob(f"*{SUFFIX}")) if path.is_dir() else []
+    if not found:
+        raise DataError(
+            f"{path} holds no text: give a file, or a folder with files whose names end in {SUFFIX}"
+        )
+    return found
+
+
+def _texts(files: Sequence[Path]) -> list[str]:
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{file} cannot be read as text in UTF-8: {error}") from error
+    return texts
+
+
+def _held_out(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all windows but the last eighth of them, and that."""
+    if len(rows) < 2:
+        raise DataError(
+            f"the text fills only one window of {rows.shape[1]} tokens, so that none is left to "
+            "test on: give more text, shorter windows, or two files"
+        )
+    count = -(-len(rows) // _HELD_OUT)
+    return rows[:-count], rows[-count:]
+
+
+def tokenizer_of(given: Any) -> Tokenizer:
+    """Return a tokenizer: itself, of a name or folder, or that which belongs to a model.
+
+    Args:
+        given: a tokenizer; a folder, a ``.gguf`` file or a name, as transformers'
+            ``AutoTokenizer`` takes it; or a model that came from one of these.
+
+    Raises:
+        UsageError: there is none.
+    """
+    is_model = isinstance(given, torch.nn.Module)
+    if is_model:
+        given = getattr(given, "name_or_path", None)
+    if given is None or given == "":
+        raise UsageError(
+            "text has to be tokenized, and the model does not say where its tokenizer is: name the "
+            "folder or model that has it (tokenizer=…, --tokenizer …)"
+        )
+    if callable(given):
+        return cast(Tokenizer, given)
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UsageError(
+            "text is tokenized by transformers: pip install 'l0prune[transformers]'"
+        ) from error
+    path = Path(given)
+    is_gguf = path.suffix == ".gguf"
+    name, more = (path.parent, {"gguf_file": path.name}) if is_gguf else (given, {})
+    options = {"trust_remote_code": False, **more}
+    options["local_files_only"] = is_model  # a file of a model does not say what is fetched
+    try:
+        found: Tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
+    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
+        raise UsageError(
+            f"there is no tokenizer in {given}: {first_line(error)}. Name the folder or model that "
+            "has it (tokenizer=…, --tokenizer …)"
+        ) from error
+    return found

@@ -1,0 +1,75 @@
+"""Text on the command line: a language model of a folder, and the tokenizer beside it."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+WORDS = ["[UNK]", *["the", "cat", "dog", "sees", "a", "bird", "and", "runs", "to", "sea"]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Llama with its tokenizer, as ``save_pretrained`` leaves them, and some text."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=24, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path / "llama")
+    numbers = {word: number for number, word in enumerate(WORDS)}
+    words = Tokenizer(models.WordLevel(numbers, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path / "llama")
+    draws = torch.randint(1, len(WORDS), (800,), generator=torch.Generator().manual_seed(1))
+    (path / "a.txt").write_text(" ".join(WORDS[n] for n in draws), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def done(command):
+    """What a command gives on stdout, as JSON."""
+
+    def call(*arguments):
+        code, out, err = command(*arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return call
+
+
+def test_gate_fit_and_evaluate_on_a_text(folder, done):
+    model, text = f"transformers:{folder / 'llama'}", f"{folder / 'a.txt'}:16"
+    plain = done("evaluate", model, "--data", text)
+    done("gate", model, "--data", text, "--no-branches", "--out", "g.pt")
+    done("fit", "g.pt", "--budget", "macs=0.7", "--score", "outputs", "--out", "f.pt")
+    fitted = done("evaluate", "f.pt")  # on the text that the file names
+    assert plain["examples"] == fitted["examples"] == 7  # the last eighth of 50 windows
+    assert 5 < plain["perplexity"] < 20  # of words drawn alike, 10
+    assert fitted["perplexity"] != plain["perplexity"]
+    again = done("evaluate", "f.pt", "--data", text, "--batch-size", "1")
+    assert again["perplexity"] == pytest.approx(fitted["perplexity"], rel=1e-6)
+
+
+def test_the_tokenizer_is_named_where_the_model_does_not_know_it(folder, done, command, tmp_path):
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\ndef net():\n    return nn.Embedding(11, 11)\n", encoding="utf-8"
+    )
+    asked = ("evaluate", "net.py:net", "--data", f"{folder / 'a.txt'}:16")
+    code, _, err = command(*asked)
+    assert (code, "--tokenizer" in err) == (2, True)
+    assert done(*asked, "--tokenizer", folder / "llama")["perplexity"] > 5
+
+
+@pytest.mark.slow
+def test_finetune_distils_on_a_text(folder, done):
+    data = ("--data", f"{folder / 'a.txt'}:16")
+    done("gate", f"transformers:{folder / 'llama'}", *data, "--out", "d.pt")
+    options = ("--budget", "macs=0.8", "--epochs", "2", "--set", "distill=1", "--no-report")
+    assert done("finetune", "d.pt", *options)["perplexity"] < 20
