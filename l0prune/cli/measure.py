@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,10 @@ from l0prune.files.atomic import check_writable
 Threads = Annotated[int, typer.Option(help="Threads of the CPU that one call may use.")]
 Batch = Annotated[int, typer.Option(help="Examples in one call.")]
 Runtime = Annotated[
-    str, typer.Option(help="What runs the network: onnxruntime, eager or compile (PyTorch).")
+    str,
+    typer.Option(
+        help="What runs the network: onnxruntime, onnxruntime-int8, eager or compile (PyTorch)."
+    ),
 ]
 Provider = Annotated[
     str | None,
@@ -72,14 +75,14 @@ def measure(
     """
     if bundle and results:
         raise UsageError("--bundle writes what is to be timed, --from reads what was: give one")
-    if bundle and (runtime != "onnxruntime" or provider):
+    if bundle and (not runtime.startswith("onnxruntime") or provider):
         raise UsageError(
             "a bundle is for ONNX Runtime; which provider is said there (run.py --provider NAME)"
         )
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     model = l0prune.load(path, trust_pickle=trust_pickle)
     if bundle:
-        _write_bundle(model, bundle, batch, samples, seed, json)
+        _write_bundle(model, bundle, batch, samples, seed, runtime, json)
         return
     target = output_path(out, str(path), LATENCY)
     check_writable(target)
@@ -102,12 +105,14 @@ _SHOWN = ("setting", "dense", "quality")
 
 
 def _write_bundle(
-    model: object, folder: Path, batch: int, samples: int, seed: int, json: bool
+    model: Any, folder: Path, batch: int, samples: int, seed: int, runtime: str, json: bool
 ) -> None:
-    from l0prune.timing.network_files import write_bundle
+    from l0prune.timing.runtimes import Job, OnnxRuntime, runtime_of
 
     with shown(err):
-        write_bundle(model, folder, batch=batch, samples=samples, seed=seed)  # type: ignore[arg-type]
+        chosen = runtime_of(runtime)
+        assert isinstance(chosen, OnnxRuntime)
+        chosen.write(Job(model, folder, 1, batch, samples, seed))
     how = f"copy {folder} to the device, run `python run.py --threads 1` in it, and bring back "
     then = "results.json for --from"
     emit({"folder": str(folder)}, json, f"{folder} written: {how}{then}")

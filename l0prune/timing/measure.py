@@ -169,7 +169,9 @@ def measure(
         model: a gated model.
         threads: that one call may use.
         batch: examples in a call.
-        runtime: ``"onnxruntime"``, ``"eager"`` or ``"compile"``, which are PyTorch's.
+        runtime: ``"onnxruntime"``; ``"onnxruntime-int8"`` for the files of
+            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"eager"`` or
+            ``"compile"``, which are PyTorch's.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed.

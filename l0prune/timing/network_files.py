@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -64,6 +64,9 @@ def check_single_network(parts: Sequence[str]) -> None:
     )
 
 
+Convert = Callable[[ModelProto, dict[str, Any]], ModelProto]
+"""Another file made of one, given inputs of it."""
+
 _NOISE = 1e-3  # beside the weights: exporters make one of tensors that are equal
 
 
@@ -91,15 +94,16 @@ class Exporter:
     Args:
         model: the gated model.
         batch: examples in what its files are given.
+        convert: makes of each file what is timed, as in eight bits; None to leave it.
 
     Raises:
         NotGated: the model carries no gates.
     """
 
-    def __init__(self, model: nn.Module, batch: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, convert: Convert | None = None) -> None:
         gated, _ = holder(model)
         self._model = _disturbed(copied(gated).cpu().eval())
-        self._gates, self._batch = gates_of(self._model), batch
+        self._gates, self._batch, self._convert = gates_of(self._model), batch, convert
 
     def network(self, widths: Widths) -> Network:
         """Export the network in which so many slots of each axis are open.
@@ -122,6 +126,8 @@ class Exporter:
             dense.save_onnx(Path(folder) / "model.onnx")
             model = onnx.load(str(Path(folder) / "model.onnx"))
         inputs = dict(_inputs(model, dense.pieces[0], self._batch))
+        if self._convert is not None:
+            model = self._convert(model, {name: value.numpy() for name, value in inputs.items()})
         return Network(self._gates.plan.kept(open_), model, inputs)
 
 
@@ -171,6 +177,7 @@ class NetworkFiles:
         model: a gated model, which stays as it is.
         batch: examples in a call.
         folder: where; it is made.
+        convert: see ``Exporter``.
 
     Raises:
         NotGated: the model carries no gates.
@@ -178,9 +185,11 @@ class NetworkFiles:
             sizes; says where.
     """
 
-    def __init__(self, model: nn.Module, batch: int, folder: Path) -> None:
+    def __init__(
+        self, model: nn.Module, batch: int, folder: Path, convert: Convert | None = None
+    ) -> None:
         self._plan = gates_of(model).plan
-        self._exporter = Exporter(model, batch)
+        self._exporter = Exporter(model, batch, convert)
         self._written: dict[str, Tensor] = {}
         dense, values, made = _template(self._exporter, self._plan)
         self.folder, self.facts = folder, made.facts
@@ -265,11 +274,27 @@ ABOUT, SCRIPT = "bundle.json", "run.py"
 
 
 def write_bundle(
-    model: nn.Module, folder: Path, *, batch: int, samples: int, seed: int = 0
+    model: nn.Module,
+    folder: Path,
+    *,
+    batch: int,
+    samples: int,
+    seed: int = 0,
+    runtime: str = collect.NAME,
+    convert: Convert | None = None,
 ) -> None:
     """Write networks of random widths, a script that times them, and a description.
 
     A folder that holds the same already is left as it is.
+
+    Args:
+        model: gated.
+        folder: where.
+        batch: examples in a call.
+        samples: networks.
+        seed: of their widths.
+        runtime: name under which the times are known.
+        convert: see ``Exporter``.
 
     Raises:
         NotGated: the model carries no gates.
@@ -282,6 +307,7 @@ def write_bundle(
     chosen = list(islice(sampled_widths(plan, seed), samples))
     wanted = {
         "format": collect.FORMAT,
+        "runtime": runtime,
         "plan": plan_id(plan),
         "batch": batch,
         "seed": seed,
@@ -290,7 +316,7 @@ def write_bundle(
     known = _known(folder)
     if known | wanted == known:
         return
-    files = NetworkFiles(model, batch, folder)
+    files = NetworkFiles(model, batch, folder, convert)
     with stage(f"writing {samples} networks of other widths"):
         names = [f"{number:03d}.onnx" for number in range(samples)]
         for name, widths in zip(names, chosen, strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from l0prune.capture.compat import pytree
-from l0prune.errors import UsageError
+from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx import collect
 from l0prune.gating.attaching import gates_of
 from l0prune.running.stages import stage
@@ -170,13 +170,21 @@ class Runtime(Protocol):
 class OnnxRuntime:
     """ONNX Runtime with one of its providers.
 
+    Args:
+        providers: the first one is taken; the CPU where there are none.
+        name: under which its times are known.
+        convert: makes of each file what is timed, as ``in_int8`` does; None to leave it.
+
     Raises:
         UsageError: it has no such provider.
     """
 
-    def __init__(self, providers: Sequence[str]) -> None:
+    def __init__(
+        self, providers: Sequence[str], name: str = collect.NAME, convert: Any = None
+    ) -> None:
         import onnxruntime
 
+        self.name, self.convert = name, convert
         self.version = collect.version()
         self.provider = providers[0] if providers else collect.CPU
         available = onnxruntime.get_available_providers()
@@ -188,19 +196,31 @@ class OnnxRuntime:
 
     def results(self, job: Job) -> dict[str, Any]:
         """See ``Runtime``."""
-        from l0prune.timing.network_files import write_bundle  # which loads onnx
-
-        write_bundle(job.model, job.folder, batch=job.batch, samples=job.samples, seed=job.seed)
+        self.write(job)
         try:
             return collect.collect(job.folder, job.out, job.threads, self.provider, job.progress)
         except collect.FellBack as error:
             raise UsageError(str(error)) from error
 
+    def write(self, job: Job) -> None:
+        """Write the networks of a job into its folder, with a script that times them."""
+        from l0prune.timing.network_files import write_bundle  # which loads onnx
+
+        write_bundle(
+            job.model,
+            job.folder,
+            batch=job.batch,
+            samples=job.samples,
+            seed=job.seed,
+            runtime=self.name,
+            convert=self.convert,
+        )
+
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
         from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
 
-        files = NetworkFiles(job.model, job.batch, job.folder)
+        files = NetworkFiles(job.model, job.batch, job.folder, self.convert)
         inputs = dict(np.load(job.folder / INPUTS).items())
         dense = collect.Network(job.folder / DENSE, job.threads, self.provider)
 
@@ -229,8 +249,20 @@ class Torch:
         return lambda kept: collect.share(**turns.of_slots(kept, _SECONDS))
 
 
+def _int8(providers: Sequence[str]) -> OnnxRuntime:
+    from l0prune.exporting.onnx.quantizer import has_dot_products, in_int8  # loads onnx
+
+    if not has_dot_products():
+        warn(
+            "this processor has no VNNI instructions: times of int8 files here say nothing of "
+            "those on one that has. Measure on a machine like the one that will serve"
+        )
+    return OnnxRuntime(providers, "onnxruntime-int8", in_int8)
+
+
 RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
-    "onnxruntime": OnnxRuntime,
+    collect.NAME: OnnxRuntime,
+    "onnxruntime-int8": _int8,
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
 }

@@ -35,7 +35,7 @@ class Setting:
     """Runtime, machine, threads and batch that times belong to.
 
     Attributes:
-        runtime: ``onnxruntime``, ``eager`` or ``compile``.
+        runtime: ``onnxruntime``, ``onnxruntime-int8``, ``eager`` or ``compile``.
         version: of it.
         provider: what runs it, such as ``CPUExecutionProvider`` or ``cpu``.
         threads: that one call may use.

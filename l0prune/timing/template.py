@@ -42,7 +42,7 @@ class NoTemplate(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensor of floats: a slice of the dense one.
+    """Tensor of floats, or of whole numbers that are scaled: a slice of the dense one.
 
     Attributes:
         name: in the file.
@@ -104,10 +104,11 @@ def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Templat
     made = Template(first)
     hints = _hints(models[0], finder)
     tensors = [{t.name: t for t in model.graph.initializer} for model in plain]
+    scaled = {n for d in first.graph.node if d.op_type == "DequantizeLinear" for n in d.input}
     for name, tensor in tensors[0].items():
         alike = [each[name] for each in tensors]
         dims = tuple(_find_all(finder, [tuple(t.dims) for t in alike], hints.get(name)))
-        if tensor.data_type in _INTEGERS:
+        if tensor.data_type in _INTEGERS and name not in scaled:
             made.integers.append(Integers(name, dims, tensor.data_type, _values(finder, alike)))
         elif any(not dim.is_constant for dim in dims) or _count(tensor.dims) > _INLINE:
             made.weights.append(Weight(name, dims, tensor.data_type))
@@ -150,10 +151,10 @@ def _hints(model: ModelProto, finder: SizeFinder) -> dict[str, Sequence[Layout]]
     """Return the layouts of tensors that are still called as in the model, by new names."""
     known = finder.plan.tensors
     return {
-        _tensor_name(number, position): known[name]
+        _tensor_name(number, position): known[own]
         for number, node in enumerate(model.graph.node)
         for position, name in enumerate(node.input)
-        if name in known
+        if (own := name.removesuffix("_quantized")) in known
     }
 
 

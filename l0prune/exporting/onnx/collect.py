@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 FORMAT = 1
+NAME = "onnxruntime"
 CPU = "CPUExecutionProvider"
 TURN = 0.03  # seconds of a turn, about
 SECONDS = 0.3  # of all turns of one network, about
@@ -252,7 +253,7 @@ def collect(
     """Time all networks of the folder that ``out`` has no figures of yet."""
     about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
     inputs = dict(np.load(folder / "inputs.npz").items())
-    settings = settings_of("onnxruntime", version(), provider, threads)
+    settings = settings_of(about["runtime"], version(), provider, threads)
     results = known(out, settings, about) or {**settings, "about": about, "samples": {}}
     dense = Network(folder / about["dense"], threads, provider)
     dense.median(inputs, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import platform
 import re
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,13 +68,16 @@ class Quantizer:
     ranges: Mapping[str, Any] = field(repr=False)
 
     @classmethod
-    def of(cls, path: Path, feeds: Sequence[Feed], folder: Path) -> Quantizer:
+    def of(
+        cls, path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str] = METHODS
+    ) -> Quantizer:
         """Prepare a file for quantization, and calibrate it.
 
         Args:
             path: of the file.
             feeds: what it is calibrated with.
             folder: for files of no further use.
+            methods: of calibration.
 
         Raises:
             L0pruneError: ONNX Runtime cannot do it.
@@ -94,7 +98,7 @@ class Quantizer:
             model = onnx.load(str(ready))
             name_nodes(model)
             onnx.save(model, str(ready))
-            ranges = _ranges(ready, feeds, folder)
+            ranges = _ranges(ready, feeds, folder, methods)
         nodes: dict[str, list[str]] = {}
         for node in model.graph.node:
             if node.op_type in QLinearOpsRegistry or node.op_type in QDQRegistry:
@@ -137,6 +141,14 @@ class Quantizer:
             made: ModelProto = quantizer.model.model
         del made.metadata_props[:]
         return made
+
+
+def in_int8(model: ModelProto, inputs: Feed) -> ModelProto:
+    """Return a file in eight bits, for its time alone: its ranges are those of these inputs."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        onnx.save(model, str(path))
+        return Quantizer.of(path, [inputs], Path(folder), (MINMAX,)).quantized()
 
 
 @contextmanager
@@ -209,8 +221,10 @@ def owner_of(node: NodeProto) -> str:
     return ""
 
 
-def _ranges(path: Path, feeds: Sequence[Feed], folder: Path) -> dict[str, Any]:
-    """Return the ranges of all values by each method, of one pass over the feeds."""
+def _ranges(
+    path: Path, feeds: Sequence[Feed], folder: Path, methods: Collection[str]
+) -> dict[str, Any]:
+    """Return the ranges of all values by these methods, of one pass over the feeds."""
     from onnxruntime.quantization import CalibrationMethod, TensorsData, create_calibrator
 
     calibrator = create_calibrator(
@@ -225,11 +239,13 @@ def _ranges(path: Path, feeds: Sequence[Feed], folder: Path) -> dict[str, Any]:
     seen = collector.get_histogram_dict()
     limits = {name: (least, most) for name, (_, _, least, most, _) in seen.items()}
     found = {MINMAX: TensorsData(CalibrationMethod.MinMax, limits)}
-    for name, collector.percentile in PERCENTILES.items():
+    for name in PERCENTILES.keys() & methods:
+        collector.percentile = PERCENTILES[name]
         found[name] = calibrator.compute_data()
-    seen |= {name: _coarser(histogram) for name, histogram in seen.items()}
-    collector.method, collector.num_quantized_bins = ENTROPY, 128
-    found[ENTROPY] = calibrator.compute_data()
+    if ENTROPY in methods:
+        seen |= {name: _coarser(histogram) for name, histogram in seen.items()}
+        collector.method, collector.num_quantized_bins = ENTROPY, 128
+        found[ENTROPY] = calibrator.compute_data()
     return found
 
 

@@ -1,0 +1,181 @@
+"""Files in eight bits: how fast and how far from float32, ours and ONNX Runtime's by default.
+
+    python -m benchmarks.int8 [--networks resnet20 resnet20-half resnet50 …] [--size 224]
+    python -m benchmarks.int8 --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
+
+The first prints milliseconds of a call (one thread, batch 1) of three files of a network, which
+take turns: float32, ``onnxruntime.quantization.quantize_static`` as it comes (int8 activations, a
+scale for each tensor, least and largest value), and ours. *off* is the root mean square of the
+difference to float32, relative to the outputs, and *same* the share of inputs with the same largest
+score, on inputs that neither was calibrated with.
+
+``resnet20`` is the published one on CIFAR-10 (``$L0PRUNE_DATA``), ``resnet20-half`` cut to half of
+its MACs by magnitude, in eights. The others are torchvision's with random weights, and BatchNorm
+statistics of the smooth noise that stands for images: times are theirs, and errors compare the two
+quantizers only, since networks that have learned nothing amplify noise.
+
+The second times int8 files at random widths and prints how well ``measure`` predicts those that it
+has not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import l0prune
+from l0prune.capture.threads import muted
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.calibration import divided
+from l0prune.exporting.onnx.int8_search import Comparison, Search
+from l0prune.exporting.onnx.quantizer import Feed, Quantizer
+from l0prune.files.consent import RECIPES
+
+NETWORKS = ("resnet20", "resnet20-half", "resnet50", "mobilenet_v2", "efficientnet_b0")
+INPUTS = 64
+TURNS = 30
+
+
+def smooth_noise(count: int, size: int) -> Tensor:
+    """Images of noise whose neighbours are alike."""
+    return nn.functional.interpolate(
+        torch.randn(count, 3, size // 16, size // 16), size=size, mode="bicubic"
+    )
+
+
+def built(name: str, size: int) -> tuple[nn.Module, Tensor]:
+    """The network of this name in eval mode, and inputs of it."""
+    torch.manual_seed(0)
+    if name.startswith("resnet20"):
+        weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / "resnet20-12fca82f.th"
+        model = l0prune.load_model(f"{RECIPES / 'vision.py'}:resnet20", str(weights)).eval()
+        images, _ = next(
+            l0prune.load_data("cifar10").train.batches(
+                INPUTS, generator=torch.Generator().manual_seed(0)
+            )
+        )
+        if name.endswith("half"):
+            l0prune.gate(model, images[:2])
+            l0prune.fit(model, "macs=0.5", l0prune.score(model, "magnitude"), round_to=8)
+            model = l0prune.export(model, verify="float32").module
+        return model, images
+    images, model = smooth_noise(INPUTS, size), getattr(torchvision.models, name)()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None
+    with torch.no_grad():
+        model.train()(images[:16])
+    return model.eval(), images
+
+
+def write(model: nn.Module, images: Tensor, path: Path) -> None:
+    """Write the network in float32."""
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(
+        model,
+        (images[:2],),
+        str(path),
+        dynamo=True,
+        dynamic_shapes=({0: batch},),
+        external_data=False,
+        verbose=False,
+    )
+
+
+class Reader:
+    """Inputs as ONNX Runtime's quantizer reads them."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._left = iter(feeds)
+
+    def get_next(self) -> Feed | None:
+        return next(self._left, None)
+
+
+def by_default(path: Path, feeds: Sequence[Feed], to: Path) -> None:
+    """ONNX Runtime's quantizer as it comes."""
+    from onnxruntime.quantization import quantize_static
+
+    quantize_static(str(path), str(to), Reader(feeds))
+
+
+def row(name: str, size: int, folder: Path) -> str:
+    """A line of the table."""
+    paths = {key: folder / f"{key}.onnx" for key in ("float32", "default", "ours")}
+    model, images = built(name, size)
+    with muted():
+        write(model, images, paths["float32"])
+    given = collect.Network(paths["float32"], 1, collect.CPU)
+    (first,) = given.session.get_inputs()
+    feeds = [{first.name: part.numpy()} for part in images.split(4)]
+    seen, unseen = divided(feeds)
+    comparison = Comparison(given, unseen)
+    with muted():
+        by_default(paths["float32"], seen, paths["default"])
+    quantizer = Quantizer.of(paths["float32"], seen, folder)
+    search = Search(quantizer, comparison, folder / "tried.onnx")
+    search.run()
+    paths["ours"].write_bytes(search.made().SerializeToString())
+    networks = {key: collect.Network(path, 1, collect.CPU) for key, path in paths.items()}
+    one = {first.name: images[:1].numpy()}
+    times: dict[str, list[float]] = {key: [] for key in networks}
+    for _ in range(TURNS):
+        for key, network in networks.items():
+            network.median(one, 1)
+            times[key].append(network.median(one, 3))
+    ms = {key: collect.typical(each) for key, each in times.items()}
+    cells = [name, f"{ms['float32']:.3g}"]
+    for key in ("default", "ours"):
+        errors, same = comparison.with_outputs(comparison.outputs(networks[key]))
+        (error,), (share,) = errors.values(), same.values()
+        cells += [f"{ms[key]:.3g}", f"{error:.1%}", f"{share:.0%}"]
+    kept = ", ".join(search.kept) or "–"
+    cells += [f"{ms['float32'] / ms['ours']:.2f}", search.method, kept]
+    return f"| {' | '.join(cells)} |"
+
+
+def predicted(name: str, size: int, samples: int) -> str:
+    """How well a table of int8 times predicts networks that it has not seen."""
+    model, images = built(name, size)
+    l0prune.gate(model, images[:2])
+    table = l0prune.measure(model, runtime="onnxruntime-int8", samples=samples)
+    quality, blocks = table.quality, table.of(l0prune.gates(model).plan).blocks()
+    most = max(set(blocks), key=blocks.count)
+    cells = [name, f"{table.dense:.3g}", str(quality.networks), f"{quality.median:.1%}"]
+    return f"| {' | '.join([*cells, f'{quality.worst:.1%}', f'{quality.noise:.1%}', str(most)])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--predict", nargs="+", default=())
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--samples", type=int, default=48)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"onnxruntime {collect.version()}, {collect.processor()}, one thread, batch 1")
+    if options.predict:
+        print("| | dense, ms | networks | median | worst | noise | block |\n|" + "---|" * 7)
+        for name in options.predict:
+            print(predicted(name, options.size, options.samples), flush=True)
+        return
+    print(
+        "| | float32, ms | default, ms | off | same | ours, ms | off | same | × | by | in float32 |"
+    )
+    print("|" + "---|" * 11)
+    for name in options.networks:
+        with tempfile.TemporaryDirectory() as folder:
+            print(row(name, options.size, Path(folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
