@@ -177,6 +177,8 @@ GUIDES = {
 def test_the_examples_of_how_to_guides_run(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n".join(GUIDES[guide])
+    if "torchao" in code:
+        pytest.importorskip("torchao")
     if guide in ("load-the-result", "free-sizes"):
         pytest.importorskip("transformers")
         scope = _with_a_transformer()

@@ -102,7 +102,7 @@ def _objection(model: Any) -> str:
         return (
             f"This one is prepared for quantization ({prepared} rounds or observes values): prune "
             "the model as it was before that, and prepare the smaller one. See "
-            "docs/quantization.md, 'Prune first, quantize then'."
+            "docs/howto/in-eight-bits.md, 'Prune first, quantize then'."
         )
     tensors = [*model.parameters(), *model.buffers()]
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for t in tensors):

@@ -298,11 +298,11 @@ class Export:
                 Before 18 it is torch's former exporter that writes the file.
             int8: write ``model.int8.onnx`` beside ``model.onnx``, too: weights and activations in
                 eight bits, which ONNX Runtime's quantizer makes of the file. What it is calibrated
-                with: a data source, whose training examples are taken and whose test examples are
-                tested; or a batch of inputs, as ``gate`` takes them, or an iterable of such. The
-                certificate is about the file in float32; what eight bits change is measured
-                (``int8`` of the export, which the metadata of the second file carries), and
-                warned of where it is much or where nothing is gained.
+                with: data as ``finetune`` takes them, whose training examples are taken and whose
+                test examples are tested; or a batch of inputs, as ``gate`` takes them, or an
+                iterable of such. The certificate is about the file in float32; what eight bits
+                change is measured (``int8`` of the export, which the metadata of the second file
+                carries), and warned of where it is much or where nothing is gained.
             external_data: write the weights into the file beside it in any case.
 
         Returns:

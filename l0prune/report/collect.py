@@ -71,6 +71,7 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
     size, times = sum(file.stat().st_size for file in dense.files), dense.times
+    size -= 0 if dense.int8 is None else dense.int8.bytes
     before = None if times is None else times.dense_bytes
     return Content(
         title=type(dense.module).__name__,
@@ -82,7 +83,7 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
             time=None if times is None else _time(times),
         ),
         certificate=[Comparison(**check) for check in dense.certificate.to_dict()],
-        notes=dense.note,
+        notes="\n".join(filter(None, (dense.note, _note_on_int8(dense)))),
         axes=axes,
         layers=layers,
         repeat=repeat_facts(dense.files).model_copy(update={"preprocessing": dense.preprocessing}),
@@ -266,6 +267,14 @@ def _time(times: Times) -> Time:
         runtime=times.runtime,
         processor=times.processor,
     )
+
+
+def _note_on_int8(dense: Export) -> str:
+    """Return what eight bits change; empty where no int8 file was written."""
+    if dense.int8 is None:
+        return ""
+    said = (each[:1].upper() + each[1:] for each in dense.int8.warnings)
+    return " ".join((f"In int8: {dense.int8}.", *(f"{each}." for each in said)))
 
 
 def _cuts_of(dense: Export) -> tuple[list[LayerChange], list[Axis]]:

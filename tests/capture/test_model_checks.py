@@ -44,7 +44,7 @@ def test_a_model_without_values_is_gated_and_not_exported():
 def test_what_is_prepared_for_quantization_is_refused(made):
     x = torch.randn(2, 4)
     prepared = nn.Sequential(nn.Linear(4, 8), made(), nn.Linear(8, 2)).eval()
-    with pytest.raises(UsageError, match=r"\(1 rounds or observes.*See docs/quantization\.md"):
+    with pytest.raises(UsageError, match=r"\(1 rounds or observes.*See docs/howto/in-eight-bits"):
         l0prune.gate(prepared, x)
     stub = nn.Sequential(QuantStub(), *plain()).eval()  # does nothing before it is prepared
     assert l0prune.gates(l0prune.gate(stub, x)).plan.size == 12

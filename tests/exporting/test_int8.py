@@ -13,7 +13,14 @@ from onnx import TensorProto, helper, numpy_helper
 from l0prune.capture.sizes import ANY
 from l0prune.errors import L0pruneWarning, UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, rows_in
+from l0prune.exporting.onnx.calibration import (
+    EXAMPLES,
+    divided,
+    feeds_of,
+    first_row,
+    is_source,
+    rows_in,
+)
 from l0prune.exporting.onnx.int8 import Int8, check_possible
 from l0prune.exporting.onnx.int8_search import Comparison, Search, differences, relative_error
 from l0prune.exporting.onnx.quantizer import (
@@ -215,6 +222,15 @@ def test_inputs_become_calls_of_a_few_examples():
     seen, unseen = divided(feeds)
     assert (rows_in(seen, piece()), rows_in(unseen, piece())) == (16, 4)
     assert first_row(unseen[0], piece())["x"].shape == (1, 3)
+
+
+def test_data_with_targets_give_their_inputs():
+    inputs = [[torch.full((8, 3), float(i)), torch.tensor(4)] for i in range(30)]
+    train = [(batch, torch.zeros(8, dtype=torch.int64)) for batch in inputs]
+    feeds = feeds_of((train, train[:1]), piece(), ["x"])
+    assert rows_in(feeds, piece()) == EXAMPLES
+    assert feeds[-1]["x"].max() == EXAMPLES // 8 - 1
+    assert not is_source((torch.zeros(8, 3), torch.zeros(8, 3)))
 
 
 def test_a_file_of_one_batch_size_is_given_whole_batches():

@@ -22,7 +22,6 @@ def answers(path, x):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:l0prune. the int8 file is not faster")
 def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     monkeypatch.setattr(int8, "_SECONDS", 0.01)
     dense = l0prune.export(gated())
@@ -41,6 +40,9 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     assert np.isclose(recorded["errors"]["output"], error, rtol=1e-3)
     assert 0 < error < 0.05
     assert "In int8: output" in _shown(dense)
+    content = dense.report().content
+    assert "In int8: output" in content.notes
+    assert content.gain.bytes.after == plain.stat().st_size
 
 
 def _shown(dense):

@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import l0prune
 from benchmarks.quantization import WAYS, off, size
 from l0prune.files.cut_layers import PickedLinear
 
-PAGE = Path(__file__).parents[2] / "docs/quantization.md"
+PAGE = Path(__file__).parents[2] / "docs/howto/in-eight-bits.md"
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,11 @@ def test_a_cut_module_in_8_bits(cut, name):
     assert all(torch.equal(cut.state_dict()[key], tensor) for key, tensor in before.items())
 
 
-def test_the_code_of_the_page_runs():
+def test_the_code_of_the_page_runs(cut):
     pytest.importorskip("torchao", reason="torchao is not installed")
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    found = {}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "torchao" in block)
+    found = {"dense": SimpleNamespace(module=cut)}
     exec(code, found)
-    assert size(found["small"]) < size(found["dense"].module) / 3
-    assert off(found["dense"].module, found["small"], torch.randn(50, 64)) < 0.03
+    assert size(found["small"]) < size(cut) / 3
+    assert off(cut, found["small"], torch.randn(50, 64)) < 0.03

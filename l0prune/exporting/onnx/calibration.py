@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,11 @@ from torch import Tensor
 from l0prune.capture.compat import pytree
 from l0prune.capture.sizes import Inputs
 from l0prune.data import Data
-from l0prune.data.dataset import as_arguments, inputs_and_targets, without_labels
+from l0prune.data.dataset import as_arguments, without_labels
 from l0prune.errors import UsageError, warn
 from l0prune.exporting.onnx.quantizer import Feed
 from l0prune.exporting.pieces import ExportedPart
-from l0prune.running.batches import example_inputs
-from l0prune.running.task import Task, is_split
+from l0prune.running.task import Task, batch_length, is_split
 
 EXAMPLES = 128  # taken of a data source
 _FEW = 16
@@ -30,16 +29,17 @@ def feeds_of(given: Any, piece: ExportedPart, names: Sequence[str]) -> list[Feed
     """Return what a file is fed, of a few examples each where its batch is free.
 
     Args:
-        given: a data source, whose training examples are taken; or a batch of inputs: a tensor, a
-            tuple of positional or a mapping of keyword arguments; or an iterable of such batches.
+        given: data as ``finetune`` takes them, whose training examples are taken; or a batch of
+            inputs: a tensor, a tuple of positional or a mapping of keyword arguments; or an
+            iterable of such batches.
         piece: of the model, which the file was made from.
         names: of the file's inputs.
 
     Raises:
         UsageError: they are too few, do not fit the model, or hold numbers that are not finite.
     """
-    if isinstance(given, Data | Task):
-        batches: Iterator[Any] = iter((_first_of(given),))
+    if is_source(given):
+        batches = _inputs_of(Task.of(given))
     elif isinstance(given, Tensor | tuple | Mapping):
         batches = iter((given,))
     else:
@@ -89,15 +89,32 @@ def first_row(feed: Feed, piece: ExportedPart) -> Feed:
     return {name: x[:1] if dims.get(0) == "batch" else x for (name, x), dims in named}
 
 
-def _first_of(source: Data | Task) -> Any:
-    """Return inputs of training examples, in any order."""
-    task = Task.of(source)
-    if not is_split(task.train):
-        return example_inputs(task, EXAMPLES)
-    generator = torch.Generator().manual_seed(0)
-    size = min(EXAMPLES, len(task.train))
-    batch = next(task.train.batches(size, generator=generator))
-    return without_labels(inputs_and_targets(task.pair(batch))[0])
+def is_source(given: Any) -> bool:
+    """Return whether this is data with targets, as ``finetune`` takes it, and no inputs alone.
+
+    Of a pair that is (training, test) neither is an input of a model.
+    """
+    plain = Tensor | Mapping | tuple | bool | int | float | str | None
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    return isinstance(given, Data | Task) or (
+        is_pair and not any(isinstance(part, plain) for part in given)
+    )
+
+
+def _inputs_of(task: Task) -> Iterator[Any]:
+    """Yield inputs of training examples, in any order, until they are enough."""
+    if is_split(task.train):
+        generator = torch.Generator().manual_seed(0)
+        size = min(EXAMPLES, len(task.train))
+        batches: Iterable[Any] = islice(task.train.batches(size, generator=generator), 1)
+    else:
+        batches = task.train
+    examples = 0
+    for inputs, targets in map(task.pair, batches):
+        yield without_labels(inputs)
+        examples += batch_length(inputs, targets)
+        if examples >= EXAMPLES:
+            return
 
 
 def _arguments(batch: Any, example: Inputs) -> Inputs:

@@ -17,11 +17,10 @@ import onnx
 import torch
 
 from l0prune.capture.example_inputs import examples_in
-from l0prune.data import Data
 from l0prune.data.dataset import WHOLE
 from l0prune.errors import UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, rows_in
+from l0prune.exporting.onnx.calibration import divided, feeds_of, first_row, is_source, rows_in
 from l0prune.exporting.onnx.file import describe
 from l0prune.exporting.onnx.int8_search import (
     Comparison,
@@ -247,7 +246,7 @@ def _metrics(
     paths: tuple[Path, Path], given: Any, piece: ExportedPart
 ) -> tuple[dict[str, tuple[float, float]], int]:
     """Return loss and metric of two files on test data, if there is some, and its examples."""
-    if not isinstance(given, Data | Task):
+    if not is_source(given):
         return {}, 0
     task, cpu = Task.of(given), torch.device("cpu")
     size = examples_in(piece.answers[0].inputs)
