@@ -107,7 +107,8 @@ _SHOWN = ("setting", "dense", "quality")
 def _write_bundle(
     model: Any, folder: Path, batch: int, samples: int, seed: int, runtime: str, json: bool
 ) -> None:
-    from l0prune.timing.runtimes import Job, OnnxRuntime, runtime_of
+    from l0prune.timing.onnx_files import Job, OnnxRuntime
+    from l0prune.timing.runtimes import runtime_of
 
     with shown(err):
         chosen = runtime_of(runtime)

@@ -1,15 +1,12 @@
-"""Runtimes that networks can be timed on, by name: ONNX Runtime and PyTorch."""
+"""Runtimes that networks can be timed on, by name: those of ONNX files, and PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -22,6 +19,7 @@ from l0prune.running.stages import stage
 from l0prune.timing.eager import Compiled, CutGraphs, Eager, Inputs, facts_of
 from l0prune.timing.facts import facts_to_json, number_of, plan_id
 from l0prune.timing.latency import Observe
+from l0prune.timing.onnx_files import SECONDS, Job, OnnxRuntime, Runtime
 from l0prune.timing.sizes import (
     SizeFinder,
     Widths,
@@ -30,34 +28,6 @@ from l0prune.timing.sizes import (
     sampled_widths,
     slots_of,
 )
-
-
-@dataclass(frozen=True)
-class Job:
-    """Networks to time, and how.
-
-    Attributes:
-        model: gated.
-        folder: where files and results are kept.
-        threads: that one call may use.
-        batch: examples in a call.
-        samples: networks.
-        seed: of their widths.
-        progress: called with how many networks are timed, and of how many.
-    """
-
-    model: nn.Module
-    folder: Path
-    threads: int
-    batch: int
-    samples: int = 0
-    seed: int = 0
-    progress: Callable[[int, int], None] | None = None
-
-    @property
-    def out(self) -> Path:
-        """Folder of the results."""
-        return self.folder / "results.json"
 
 
 def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
@@ -144,94 +114,6 @@ class AlternatingTimer:
         return lambda: call(*args, **kwargs)
 
 
-_SECONDS = 1.0  # of all turns, where a single network is timed
-
-
-class Runtime(Protocol):
-    """A runtime that can run and time networks.
-
-    Attributes:
-        version: of it.
-    """
-
-    version: str
-
-    def results(self, job: Job) -> dict[str, Any]:
-        """Time networks of random widths; what was timed already is taken from the folder.
-
-        Raises:
-            UsageError: the model cannot be timed on it.
-        """
-
-    def bench(self, job: Job) -> Observe:
-        """Return what times single networks of the model; its files lie in the job's folder."""
-
-
-class OnnxRuntime:
-    """ONNX Runtime with one of its providers.
-
-    Args:
-        providers: the first one is taken; the CPU where there are none.
-        name: under which its times are known.
-        convert: makes of each file what is timed, as ``in_int8`` does; None to leave it.
-
-    Raises:
-        UsageError: it has no such provider.
-    """
-
-    def __init__(
-        self, providers: Sequence[str], name: str = collect.NAME, convert: Any = None
-    ) -> None:
-        import onnxruntime
-
-        self.name, self.convert = name, convert
-        self.version = collect.version()
-        self.provider = providers[0] if providers else collect.CPU
-        available = onnxruntime.get_available_providers()
-        if self.provider not in available:
-            raise UsageError(
-                f"this ONNX Runtime has no {self.provider}, but {', '.join(available)}: install "
-                "the onnxruntime package that has it, such as onnxruntime-gpu for CUDA"
-            )
-
-    def results(self, job: Job) -> dict[str, Any]:
-        """See ``Runtime``."""
-        self.write(job)
-        try:
-            return collect.collect(job.folder, job.out, job.threads, self.provider, job.progress)
-        except collect.FellBack as error:
-            raise UsageError(str(error)) from error
-
-    def write(self, job: Job) -> None:
-        """Write the networks of a job into its folder, with a script that times them."""
-        from l0prune.timing.network_files import write_bundle  # which loads onnx
-
-        write_bundle(
-            job.model,
-            job.folder,
-            batch=job.batch,
-            samples=job.samples,
-            seed=job.seed,
-            runtime=self.name,
-            convert=self.convert,
-        )
-
-    def bench(self, job: Job) -> Observe:
-        """See ``Runtime``."""
-        from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
-
-        files = NetworkFiles(job.model, job.batch, job.folder, self.convert)
-        inputs = dict(np.load(job.folder / INPUTS).items())
-        dense = collect.Network(job.folder / DENSE, job.threads, self.provider)
-
-        def ratio(kept: Tensor) -> float:
-            path = files.write("chosen.onnx", kept)
-            network = collect.Network(path, job.threads, self.provider)
-            return collect.share(**collect.networks_turns(network, dense, inputs, _SECONDS))
-
-        return ratio
-
-
 class Torch:
     """PyTorch, on the device that is its first provider."""
 
@@ -246,10 +128,11 @@ class Torch:
     def bench(self, job: Job) -> Observe:
         """See ``Runtime``."""
         turns = AlternatingTimer(job.model, self._kind(self.provider, job.threads), job.batch)
-        return lambda kept: collect.share(**turns.of_slots(kept, _SECONDS))
+        return lambda kept: collect.share(**turns.of_slots(kept, SECONDS))
 
 
-def _int8(providers: Sequence[str]) -> OnnxRuntime:
+def _in_int8() -> Callable[[Any, dict[str, Any]], Any]:
+    """Return what makes int8 files; says where times of them are not those of other machines."""
     from l0prune.exporting.onnx.quantizer import has_dot_products, in_int8  # loads onnx
 
     if not has_dot_products():
@@ -257,12 +140,20 @@ def _int8(providers: Sequence[str]) -> OnnxRuntime:
             "this processor has no VNNI instructions: times of int8 files here say nothing of "
             "those on one that has. Measure on a machine like the one that will serve"
         )
-    return OnnxRuntime(providers, "onnxruntime-int8", in_int8)
+    return in_int8
+
+
+def _openvino(providers: Sequence[str], name: str, convert: Any = None) -> Runtime:
+    from l0prune.timing.openvino import OpenVino  # derives from what is above
+
+    return OpenVino(providers, name, convert)
 
 
 RUNTIMES: dict[str, Callable[[Sequence[str]], Runtime]] = {
     collect.NAME: OnnxRuntime,
-    "onnxruntime-int8": _int8,
+    "onnxruntime-int8": lambda providers: OnnxRuntime(providers, "onnxruntime-int8", _in_int8()),
+    "openvino": lambda providers: _openvino(providers, "openvino"),
+    "openvino-int8": lambda providers: _openvino(providers, "openvino-int8", _in_int8()),
     "eager": lambda providers: Torch(Eager, providers),
     "compile": lambda providers: Torch(Compiled, providers),
 }

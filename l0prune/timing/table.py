@@ -27,7 +27,8 @@ from l0prune.running.stages import stage
 from l0prune.timing.facts import Group, plan_id
 from l0prune.timing.latency import Observe, TimedLatency
 from l0prune.timing.latency_model import LatencyModel
-from l0prune.timing.runtimes import Job, runtime_of
+from l0prune.timing.onnx_files import Job
+from l0prune.timing.runtimes import runtime_of
 
 
 @dataclass(frozen=True)

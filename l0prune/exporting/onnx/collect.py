@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -142,20 +142,25 @@ def turns(own: Median, dense: Median, seconds: float) -> dict[str, list[float]]:
     return found
 
 
+class Loaded(Protocol):
+    """A file in a runtime."""
+
+    def median(self, inputs: dict[str, Any], times: int) -> float:
+        """Return the median in milliseconds of so many calls."""
+
+
+Load = Callable[[Path, int, str], Loaded]
+"""Loads a file, for so many threads, with what the runtime runs it on."""
+
+Nodes = Callable[[Path, dict[str, Any], int, int, str], dict[str, float]]
+"""Milliseconds of each node, by its number, of so many calls, threads, and where."""
+
+
 def networks_turns(
-    own: Network, dense: Network, inputs: dict[str, Any], seconds: float
+    own: Loaded, dense: Loaded, inputs: dict[str, Any], seconds: float
 ) -> dict[str, list[float]]:
     """Return ``turns`` of two files."""
     return turns(partial(own.median, inputs), partial(dense.median, inputs), seconds)
-
-
-def timed(
-    path: Path, dense: Network, inputs: dict[str, Any], threads: int, provider: str
-) -> dict[str, Any]:
-    """Return the times of one network, of the dense one beside it, and of each of its nodes."""
-    found = networks_turns(Network(path, threads, provider), dense, inputs, SECONDS)
-    times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
-    return {**found, "nodes": profiled(path, inputs, times, threads, provider)}
 
 
 def profiled(
@@ -249,17 +254,28 @@ def collect(
     threads: int = 1,
     provider: str = CPU,
     say: Any = None,
+    *,
+    load: Load = Network,
+    nodes: Nodes = profiled,
+    its_version: str = "",
 ) -> dict[str, Any]:
-    """Time all networks of the folder that ``out`` has no figures of yet."""
+    """Time all networks of the folder that ``out`` has no figures of yet.
+
+    In another runtime than ONNX Runtime where ``load``, ``nodes`` and ``its_version`` are of that.
+    """
     about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
     inputs = dict(np.load(folder / "inputs.npz").items())
-    settings = settings_of(about["runtime"], version(), provider, threads)
+    settings = settings_of(about["runtime"], its_version or version(), provider, threads)
     results = known(out, settings, about) or {**settings, "about": about, "samples": {}}
-    dense = Network(folder / about["dense"], threads, provider)
+    dense = load(folder / about["dense"], threads, provider)
     dense.median(inputs, 3)
     for number, name in enumerate(about["samples"], start=1):
         if name not in results["samples"]:
-            results["samples"][name] = timed(folder / name, dense, inputs, threads, provider)
+            path = folder / name
+            found = networks_turns(load(path, threads, provider), dense, inputs, SECONDS)
+            times = min(MOST_RUNS, max(RUNS, round(SECONDS * 1e3 / typical(found["own"]))))
+            of_nodes = nodes(path, inputs, times, threads, provider)
+            results["samples"][name] = {**found, "nodes": of_nodes}
             keep(results, out)
         if say is not None:
             say(number, len(about["samples"]))

@@ -1,0 +1,184 @@
+"""Runtimes of ONNX files: what is common to them, and ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from l0prune.errors import UsageError
+from l0prune.exporting.onnx import collect
+from l0prune.timing.latency import Observe
+
+
+@dataclass(frozen=True)
+class Job:
+    """Networks to time, and how.
+
+    Attributes:
+        model: gated.
+        folder: where files and results are kept.
+        threads: that one call may use.
+        batch: examples in a call.
+        samples: networks.
+        seed: of their widths.
+        progress: called with how many networks are timed, and of how many.
+    """
+
+    model: nn.Module
+    folder: Path
+    threads: int
+    batch: int
+    samples: int = 0
+    seed: int = 0
+    progress: Callable[[int, int], None] | None = None
+
+    @property
+    def out(self) -> Path:
+        """Folder of the results."""
+        return self.folder / "results.json"
+
+
+SECONDS = 1.0  # of all turns, where a single network is timed
+
+
+class Runtime(Protocol):
+    """A runtime that can run and time networks.
+
+    Attributes:
+        version: of it.
+    """
+
+    version: str
+
+    def results(self, job: Job) -> dict[str, Any]:
+        """Time networks of random widths; what was timed already is taken from the folder.
+
+        Raises:
+            UsageError: the model cannot be timed on it.
+        """
+
+    def bench(self, job: Job) -> Observe:
+        """Return what times single networks of the model; its files lie in the job's folder."""
+
+
+class OnnxFiles:
+    """Runtime that runs ONNX files. A further one is a subclass with ``load`` and ``nodes``.
+
+    Attributes:
+        name: under which its times are known.
+        version: of it.
+        provider: what it runs files on.
+        convert: makes of each file what is timed, as ``in_int8`` does; None to leave it.
+    """
+
+    name: str
+    version: str
+    provider: str
+    convert: Callable[[Any, dict[str, Any]], Any] | None = None
+
+    def load(self, path: Path, threads: int, provider: str) -> collect.Loaded:
+        """Load a file."""
+        raise NotImplementedError
+
+    def nodes(
+        self, path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
+    ) -> dict[str, float]:
+        """Return milliseconds of each node of a file, by the number in its name (``collect.NODE``).
+
+        Args:
+            path: of the file.
+            inputs: that it is given, by name.
+            times: calls.
+            threads: that a call may use.
+            provider: what it runs on.
+        """
+        raise NotImplementedError
+
+    def results(self, job: Job) -> dict[str, Any]:
+        """See ``Runtime``."""
+        self.write(job)
+        try:
+            return collect.collect(
+                job.folder,
+                job.out,
+                job.threads,
+                self.provider,
+                job.progress,
+                load=self.load,
+                nodes=self.nodes,
+                its_version=self.version,
+            )
+        except collect.FellBack as error:
+            raise UsageError(str(error)) from error
+
+    def write(self, job: Job) -> None:
+        """Write the networks of a job into its folder, with a script that times them."""
+        from l0prune.timing.network_files import write_bundle  # which loads onnx
+
+        write_bundle(
+            job.model,
+            job.folder,
+            batch=job.batch,
+            samples=job.samples,
+            seed=job.seed,
+            runtime=self.name,
+            convert=self.convert,
+        )
+
+    def bench(self, job: Job) -> Observe:
+        """See ``Runtime``."""
+        from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles  # which load onnx
+
+        files = NetworkFiles(job.model, job.batch, job.folder, self.convert)
+        inputs = dict(np.load(job.folder / INPUTS).items())
+        dense = self.load(job.folder / DENSE, job.threads, self.provider)
+
+        def ratio(kept: Tensor) -> float:
+            path = files.write("chosen.onnx", kept)
+            network = self.load(path, job.threads, self.provider)
+            return collect.share(**collect.networks_turns(network, dense, inputs, SECONDS))
+
+        return ratio
+
+
+class OnnxRuntime(OnnxFiles):
+    """ONNX Runtime with one of its providers.
+
+    Args:
+        providers: the first one is taken; the CPU where there are none.
+        name: see ``OnnxFiles``.
+        convert: see ``OnnxFiles``.
+
+    Raises:
+        UsageError: it has no such provider.
+    """
+
+    def __init__(
+        self, providers: Sequence[str], name: str = collect.NAME, convert: Any = None
+    ) -> None:
+        import onnxruntime
+
+        self.name, self.convert = name, convert
+        self.version = collect.version()
+        self.provider = providers[0] if providers else collect.CPU
+        available = onnxruntime.get_available_providers()
+        if self.provider not in available:
+            raise UsageError(
+                f"this ONNX Runtime has no {self.provider}, but {', '.join(available)}: install "
+                "the onnxruntime package that has it, such as onnxruntime-gpu for CUDA"
+            )
+
+    def load(self, path: Path, threads: int, provider: str) -> collect.Loaded:
+        """See ``OnnxFiles``."""
+        return collect.Network(path, threads, provider)
+
+    def nodes(
+        self, path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
+    ) -> dict[str, float]:
+        """See ``OnnxFiles``."""
+        return collect.profiled(path, inputs, times, threads, provider)
