@@ -22,7 +22,8 @@ Batch = Annotated[int, typer.Option(help="Examples in one call.")]
 Runtime = Annotated[
     str,
     typer.Option(
-        help="What runs the network: onnxruntime, onnxruntime-int8, eager or compile (PyTorch)."
+        help="What runs the network: onnxruntime, onnxruntime-int8, openvino, openvino-int8, "
+        "eager or compile (PyTorch)."
     ),
 ]
 Provider = Annotated[

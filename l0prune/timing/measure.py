@@ -171,8 +171,8 @@ def measure(
         threads: that one call may use.
         batch: examples in a call.
         runtime: ``"onnxruntime"``; ``"onnxruntime-int8"`` for the files of
-            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"eager"`` or
-            ``"compile"``, which are PyTorch's.
+            ``save_onnx(int8=…)``, where all that can be is in eight bits; ``"openvino"`` and
+            ``"openvino-int8"``; ``"eager"`` or ``"compile"``, which are PyTorch's.
         providers: of ONNX Runtime, such as ``"CUDAExecutionProvider"``, or a device of PyTorch's,
             such as ``"cuda"``; by default the CPU.
         samples: how many networks are timed.

@@ -36,7 +36,7 @@ class Setting:
     """Runtime, machine, threads and batch that times belong to.
 
     Attributes:
-        runtime: ``onnxruntime``, ``onnxruntime-int8``, ``eager`` or ``compile``.
+        runtime: its name, such as ``onnxruntime-int8`` or ``eager``.
         version: of it.
         provider: what runs it, such as ``CPUExecutionProvider`` or ``cpu``.
         threads: that one call may use.

@@ -195,7 +195,7 @@ def test_help_names_all_there_is_to_choose_from(command, name, choices):
     """The help is written by hand, since it is to come without loading torch."""
     code, out, _ = command(name, "--help")
     assert code == 0
-    words = re.sub(r"[^a-z-]+", " ", out).replace("- ", "-")  # a line may end at a hyphen
+    words = re.sub(r"[^a-z0-9-]+", " ", out).replace("- ", "-")  # a line may end at a hyphen
     assert set(choices) <= set(words.split())
 
 

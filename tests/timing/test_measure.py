@@ -1,9 +1,11 @@
 """A table of times, from timing to a budget in milliseconds."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import in_process
@@ -12,10 +14,11 @@ from timed_network import gated
 import l0prune
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
-from l0prune.timing import runtimes
+from l0prune.timing import onnx_files, runtimes
 from l0prune.timing.latency import OVERHEAD
 from l0prune.timing.measure import read_results, table_of
 
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
 SAMPLES = 12
 TRUST = ["--trust-pickle"]
 
@@ -24,7 +27,8 @@ TRUST = ["--trust-pickle"]
 def _quickly():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collect, "SECONDS", 0.002)
-        patch.setattr(runtimes, "_SECONDS", 0.01)
+        patch.setattr(onnx_files, "SECONDS", 0.01)
+        patch.setattr(runtimes, "SECONDS", 0.01)
         yield
 
 
@@ -62,6 +66,20 @@ def test_a_second_call_takes_what_was_timed(model, folder, table):
     again = l0prune.measure(model, samples=SAMPLES, folder=folder)
     assert (folder / "results.json").read_bytes() == before
     assert again == table
+
+
+@pytest.mark.usefixtures("table")
+def test_the_runtime_that_the_documentation_shows_times_files(folder, monkeypatch):
+    monkeypatch.setattr(runtimes, "RUNTIMES", dict(runtimes.RUNTIMES))
+    (code,) = re.findall(r"## A runtime\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(code, PAGE.name, "exec"), {})
+    mine = runtimes.runtime_of("mine")
+    about = json.loads((folder / "bundle.json").read_text())
+    inputs = dict(np.load(folder / "inputs.npz").items())
+    path = folder / about["samples"][0]
+    assert mine.load(path, 1, mine.provider).median(inputs, 3) > 0
+    assert mine.nodes(path, inputs, 2, 1, mine.provider).keys() >= {"00000"}
+    assert runtimes.runtime_of("mine-int8").convert is not None
 
 
 @pytest.mark.usefixtures("table")

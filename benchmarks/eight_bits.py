@@ -1,7 +1,7 @@
 """Files in eight bits: how fast and how far from float32, ours and ONNX Runtime's by default.
 
-    python -m benchmarks.int8 [--networks resnet20 resnet20-half resnet50 …] [--size 224]
-    python -m benchmarks.int8 --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
+    python -m benchmarks.eight_bits [--networks resnet20 resnet20-half resnet50 …] [--size 224]
+    python -m benchmarks.eight_bits --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
 
 The first prints milliseconds of a call (one thread, batch 1) of three files of a network, which
 take turns: float32, ``onnxruntime.quantization.quantize_static`` as it comes (int8 activations, a
