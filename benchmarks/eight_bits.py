@@ -1,6 +1,7 @@
 """Files in eight bits: how fast and how far from float32, ours and ONNX Runtime's by default.
 
     python -m benchmarks.eight_bits [--networks resnet20 resnet20-half resnet50 …] [--size 224]
+                                    [--inputs 64]
     python -m benchmarks.eight_bits --predict resnet20 mobilenet_v2 [--size 112] [--samples 48]
 
 The first prints milliseconds of a call (one thread, batch 1) of three files of a network, which
@@ -39,7 +40,6 @@ from l0prune.exporting.onnx.quantizer import Feed, Quantizer
 from l0prune.files.consent import RECIPES
 
 NETWORKS = ("resnet20", "resnet20-half", "resnet50", "mobilenet_v2", "efficientnet_b0")
-INPUTS = 64
 TURNS = 30
 
 
@@ -50,7 +50,7 @@ def smooth_noise(count: int, size: int) -> Tensor:
     )
 
 
-def built(name: str, size: int) -> tuple[nn.Module, Tensor]:
+def built(name: str, size: int, inputs: int = 16) -> tuple[nn.Module, Tensor]:
     """The network of this name in eval mode, and inputs of it."""
     torch.manual_seed(0)
     if name.startswith("resnet20"):
@@ -58,7 +58,7 @@ def built(name: str, size: int) -> tuple[nn.Module, Tensor]:
         model = l0prune.load_model(f"{RECIPES / 'vision.py'}:resnet20", str(weights)).eval()
         images, _ = next(
             l0prune.load_data("cifar10").train.batches(
-                INPUTS, generator=torch.Generator().manual_seed(0)
+                inputs, generator=torch.Generator().manual_seed(0)
             )
         )
         if name.endswith("half"):
@@ -66,7 +66,7 @@ def built(name: str, size: int) -> tuple[nn.Module, Tensor]:
             l0prune.fit(model, "macs=0.5", l0prune.score(model, "magnitude"), round_to=8)
             model = l0prune.export(model, verify="float32").module
         return model, images
-    images, model = smooth_noise(INPUTS, size), getattr(torchvision.models, name)()
+    images, model = smooth_noise(inputs, size), getattr(torchvision.models, name)()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = None
@@ -106,10 +106,10 @@ def by_default(path: Path, feeds: Sequence[Feed], to: Path) -> None:
     quantize_static(str(path), str(to), Reader(feeds))
 
 
-def row(name: str, size: int, folder: Path) -> str:
+def row(name: str, size: int, inputs: int, folder: Path) -> str:
     """A line of the table."""
     paths = {key: folder / f"{key}.onnx" for key in ("float32", "default", "ours")}
-    model, images = built(name, size)
+    model, images = built(name, size, inputs)
     with muted():
         write(model, images, paths["float32"])
     given = collect.Network(paths["float32"], 1, collect.CPU)
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--predict", nargs="+", default=())
     parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--inputs", type=int, default=64)
     parser.add_argument("--samples", type=int, default=48)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -174,7 +175,7 @@ def main() -> None:
     print("|" + "---|" * 11)
     for name in options.networks:
         with tempfile.TemporaryDirectory() as folder:
-            print(row(name, options.size, Path(folder)), flush=True)
+            print(row(name, options.size, options.inputs, Path(folder)), flush=True)
 
 
 if __name__ == "__main__":

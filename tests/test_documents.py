@@ -279,7 +279,9 @@ def test_every_page_and_section_that_a_message_names_exists():
     pages = {page for text in texts for page in re.findall(r"\b(?:docs/)?[\w/-]+\.md\b", text)}
     assert len(pages) > 2
     assert not {page for page in pages if not (ROOT / page).is_file()}
-    named = {found for text in texts for found in re.findall(r"(docs/[\w/-]+\.md), '([^']+)'", text)}
+    named = {
+        found for text in texts for found in re.findall(r"(docs/[\w/-]+\.md), '([^']+)'", text)
+    }
     assert len(named) > 1
     missing = [
         (page, section)
