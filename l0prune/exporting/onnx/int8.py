@@ -224,8 +224,9 @@ def _check_single(path: Path) -> None:
     graph = onnx.load(str(path), load_external_data=False).graph
     if any(tensor.external_data for tensor in graph.initializer):
         raise UsageError(
-            "this network is too large for an int8 file: weights of more than 2 GB lie beside "
-            "their file, and ONNX Runtime's quantizer is given files in one piece only"
+            "no int8 file is made of one whose weights lie beside it (external_data, or more than "
+            "2 GB): ONNX Runtime's quantizer is given files in one piece. Leave int8 or "
+            "external_data out"
         )
 
 
