@@ -97,6 +97,7 @@ def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
     assert dense.params < dense.params_before
     (found,) = _run(file, x)
     assert torch.allclose(found, model(x), atol=1e-5)
+    assert torch.allclose(load_model(str(file))(x), model(x), atol=1e-5)
     written_graph = onnx.load(file).graph
     assert [value.name for value in written_graph.input] == ["image 1"]
     assert [value.name for value in written_graph.output] == ["scores"]
@@ -381,3 +382,12 @@ def test_a_graph_that_would_fill_the_memory_is_refused(tmp_path):
     path = written(tmp_path / "net.onnx", nodes, weights)
     with pytest.raises(FileError, match="too large to be meant"):
         load_model(path)
+
+
+def test_the_comparison_is_of_an_input_that_matters(tmp_path):
+    nodes = [node("Gemm", "x w b", "h"), node("Softmax", "h", "y", axis=1)]
+    weights = {"w": draws(40, 3), "b": np.array([100, 0, 0], np.float32)}
+    model = load_model(written(tmp_path / "net.onnx", nodes, weights, ("batch", 40)))
+    (x,) = model.example_input_array
+    assert x.std() > 5  # at a deviation of 1 all is on the first class
+    assert (model(x)[0] - model(x)[1]).abs().max() > 1e-3
