@@ -12,7 +12,8 @@ of one. Then files of other exporters, from packages that are installed:
 Each is read with ``l0prune.load_model``, gated, cut by the size of its weights to a share of its
 MACs, and written again. The errors are relative to the outputs' scale: of the network beside the
 file that came in (``in``), of the smaller network beside the gated one in float64 (``cut``), of the
-file that goes out beside the gated network (``out``). A file that is refused says why.
+file that goes out beside the gated network (``out``). Where the file leaves sizes free and no file
+can be written that does, they are fixed. A file that is refused says why.
 """
 
 from __future__ import annotations
@@ -86,6 +87,15 @@ def exported(name: str, path: Path, exporter: str) -> Path:
     return path
 
 
+def cut(model: nn.Module, folder: Path, free: dict[str, dict[int, str]] | None) -> l0prune.Export:
+    """Gate, cut and write the network."""
+    l0prune.gate(model, model.example_input_array, dynamic_shapes=free)
+    l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
+    dense = l0prune.export(model)
+    dense.save_onnx(folder / "out.onnx")
+    return dense
+
+
 def row(path: Path, folder: Path) -> str:
     """Take one file in and out; return a row of the table."""
     start = time.perf_counter()
@@ -94,20 +104,23 @@ def row(path: Path, folder: Path) -> str:
     about = f"| {path.stem} | {maker} | {len(content.graph.node)} |"
     try:
         model = l0prune.load_model(str(path))
-        assert hasattr(model, "origin")
-        batch = "free" if not model.fixed_batch else str(model.fixed_batch)
-        l0prune.gate(model, model.example_input_array, dynamic_shapes=model.free or None)
-        l0prune.fit(model, f"macs={SHARE}", l0prune.score(model, "magnitude"))
-        dense = l0prune.export(model)
-        dense.save_onnx(folder / "out.onnx")
+        sizes = "free" if model.free else "as in the file"
+        try:
+            dense = cut(model, folder, model.free or None)
+        except L0pruneError:
+            if not model.free:
+                raise
+            sizes = "fixed"
+            dense = cut(l0prune.ungate(model), folder, None)
     except L0pruneError as error:
         return f"{about} refused: {' '.join(str(error).split())[:240]} |"
+    batch = "free" if not model.fixed_batch else str(model.fixed_batch)
     kinds = (("dense", "class"), "float64"), ("onnx", "float32")
-    cut, out = (dense.certificate.worst(*kind) for kind in kinds)
+    smaller, out = (dense.certificate.worst(*kind) for kind in kinds)
     seconds = time.perf_counter() - start
     return (
-        f"{about} {batch} | {dense.macs / dense.macs_before:.1%} | "
-        f"{dense.params / dense.params_before:.1%} | {model.origin.error:.0e} | {cut:.0e} | "
+        f"{about} {batch} | {sizes} | {dense.macs / dense.macs_before:.1%} | "
+        f"{dense.params / dense.params_before:.1%} | {model.origin.error:.0e} | {smaller:.0e} | "
         f"{out:.0e} | {seconds:.0f} s |"
     )
 
@@ -118,8 +131,9 @@ def main() -> None:
     parser.add_argument("--exporter", choices=("dynamo", "torchscript"), default="dynamo")
     parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
-    print("| file | written by | nodes | batch | MACs | params | in | cut | out | time |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = "file", "written by", "nodes", "batch", "other sizes", "MACs", "params", "in", "cut"
+    print(f"| {' | '.join((*columns, 'out', 'time'))} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     counts: Counter[bool] = Counter()
     with tempfile.TemporaryDirectory() as name:
         for path in files(Path(name), options.exporter, options.only):

@@ -117,7 +117,7 @@ def survey(
     spec_of_model, module = open_model(model, model_option, weights, trust_pickle)
     spec = chosen(data, "data") if input is None else None
     source = load_data(spec, chosen(data_root, "data_root"), module, chosen(tokenizer, "tokenizer"))
-    shapes = free_dims(dynamic, module)
+    shapes = free_dims(dynamic, None if input else module)
     _, example = example_inputs(input, source, module)
     found = l0prune.survey(module, *example, dynamic_shapes=shapes)
     result = found.to_dict()
@@ -177,7 +177,7 @@ def gate(
     l0prune.gate(
         module,
         *example,
-        dynamic_shapes=free_dims(dynamic, module),
+        dynamic_shapes=free_dims(dynamic, None if input else module),
         include=include or defaults.INCLUDE,
         exclude=exclude or defaults.EXCLUDE,
         keep=keep or defaults.KEEP,

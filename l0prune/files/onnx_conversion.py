@@ -186,7 +186,7 @@ class _Conversion:
             return
         *above, leaf = name.split(".")
         if not above and _is_made_up(name):
-            above = ["graph"]
+            above = ["values"]
         holder, taken = self._container([part for part in above if part])
         leaf = _free_name(holder, leaf, None)
         value = torch.from_numpy(np.array(array))
