@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,8 +68,9 @@ def measure(
 ) -> None:
     """Time the model at many widths, and write a table of what it takes at any.
 
-    A budget can then be in milliseconds. What was stopped goes on where it was. For another
-    device: --bundle DIR here, `python DIR/run.py` there, --from results.json here.
+    A budget can then be in milliseconds. What was stopped goes on where it was, and more --samples
+    go on from those that are timed (in MODEL.latency.times.json). For another device: --bundle DIR
+    here, `python DIR/run.py` there, --from results.json here.
 
     Examples:
         l0prune measure model.gated.pt --threads 4 --batch 1
@@ -130,10 +133,14 @@ def _timed(
     samples: int,
     seed: int,
 ) -> l0prune.LatencyTable:
-    """Make the table; its measurements are kept beside it until it is done."""
+    """Make the table; what was timed for it is kept beside it."""
     import shutil
 
-    folder = target.with_name(f"{target.name}.unfinished")
+    folder, kept = target.with_name(f"{target.name}.unfinished"), target.with_suffix(".times.json")
+    results = folder / "results.json"
+    if kept.exists() and not results.exists():
+        folder.mkdir(exist_ok=True)
+        shutil.copy(kept, results)
     with shown(err), _progress() as progress:
         table = l0prune.measure(
             model,  # type: ignore[arg-type]
@@ -146,22 +153,34 @@ def _timed(
             folder=folder,
             progress=progress,
         )
+    results.replace(kept)
     shutil.rmtree(folder)
     return table
 
 
+_KNOWN = 0.01  # seconds; to time a network takes longer than to find that it was timed before
+
+
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show the number of timed networks: a bar on a terminal, elsewhere a line now and then."""
-    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+    """Show how many networks are timed, and the time left: live, or in a line now and then."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
-        task = bar.add_task("timing networks", total=None)
+    left = TextColumn("{task.fields[left]}")
+    with Progress(*columns, left, console=err, transient=True) as bar:
+        task = bar.add_task("timing networks", total=None, left="")
+        began, known = time.monotonic(), 0
 
         def show(done: int, of: int) -> None:
-            bar.update(task, completed=done, total=of)
+            nonlocal began, known
+            now = time.monotonic()
+            if done == 1 or (known == done - 1 and now - began < _KNOWN):
+                began, known = now, done
+            seconds = round((of - done) * (now - began) / max(1, done - known))
+            left = f"{timedelta(seconds=seconds)} left" if known < done < of else ""
+            bar.update(task, completed=done, total=of, left=left)
             if not err.is_terminal and done % max(1, of // 4) == 0:
-                say(f"{done} of {of} networks timed")
+                say(", ".join(filter(None, (f"{done} of {of} networks timed", left))))
 
         yield show

@@ -45,6 +45,8 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     names = [*plan.tensors, *(s.tensor for s in plan.sites), *(c.tensor for c in plan.costs)]
     names += [*plan.parts, *plan.aliases, *plan.aliases.values(), *(c.owner for c in plan.costs)]
     names += [each.owner for each in plan.activations]
+    if not all(map(is_count, (width for of in plan.allowed.values() for width in of))):
+        raise ValueError("an axis may have a width that is no number of slots")
     names += [axis.name for axis in plan.axes]
     names += [name for group in (*plan.together, plan.allowed) for name in group]
     if not all(type(name) is str and name.isprintable() for name in names):

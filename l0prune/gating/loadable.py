@@ -406,9 +406,9 @@ def _warn_of_cost(found: Loadable, result: Plan, by: str) -> None:
     )
     branches = {axis.name for axis in found.plan.axes if axis.kind == KIND}
     alone = len(branches - set(result.names))
-    blocks = f", as do {alone} branches that are no whole layer" if alone else ""
-    whole = f" These stay whole: {_reasons(found)}{blocks}." if found.whole else ""
+    blocks = f" Branches that are no whole layer have no gate: {alone}." if alone else ""
+    whole = f" These stay whole: {_reasons(found)}." if found.whole else ""
     warn(
         f"for {by} to load the result by itself, layers keep one width, and gates reach {shares}."
-        f"{whole}"
+        f"{whole}{blocks}"
     )

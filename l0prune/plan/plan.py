@@ -516,7 +516,7 @@ class Plan:
                     for name, tensors, size, *rest in data["branches"]
                 ),
                 together=tuple(map(tuple, data.get("together", ()))),
-                allowed={n: tuple(map(int, of)) for n, of in data.get("allowed", {}).items()},
+                allowed={n: tuple(of) for n, of in dict(data.get("allowed", {})).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no plan: {error}") from error

@@ -40,13 +40,17 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
     settings = collect.settings_of(
         runtime.name, str(torch.__version__), str(runtime.device), runtime.threads
     )
-    asked = {"plan": plan_id(plan), "batch": job.batch, "seed": job.seed, "widths": widths}
+    asked = {
+        "plan": plan_id(plan),
+        "batch": job.batch,
+        "seed": job.seed,
+        "widths": widths,
+        "samples": [number_of(number) for number in range(job.samples)],
+    }
     results = collect.known(job.out, settings, asked)
     turns = AlternatingTimer(job.model, runtime, job.batch)
     if not results:
-        samples = [number_of(number) for number in range(job.samples)]
-        about = asked | {"samples": samples} | turns.facts()
-        results = {**settings, "about": about, "samples": {}}
+        results = {**settings, "about": asked | turns.facts(), "samples": {}}
     job.folder.mkdir(parents=True, exist_ok=True)
     about = results["about"]
     for number, (key, chosen) in enumerate(zip(about["samples"], widths, strict=True), start=1):

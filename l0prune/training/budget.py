@@ -259,6 +259,25 @@ class Budget:
         passed = min(1.0, self.done / length) if length else 1.0
         return self._begins ** (1 - passed) * self._shares**passed
 
+    def observe(self, open_: Tensor) -> None:
+        """Take what an export with these open gates has, bool and flat, for what is expected.
+
+        For runs whose gates have no gradient, before ``step``.
+        """
+        now = torch.tensor([*self.shares(open_.cpu()).values()])
+        self._excess = now.to(self.targets) / self.targets - 1
+
+    def meets(self, open_: Tensor, *, in_the_end: bool = False) -> bool:
+        """Return whether an export with these open gates is within the targets of this step.
+
+        Args:
+            open_: bool, flat.
+            in_the_end: within the budgets themselves.
+        """
+        targets = self._shares if in_the_end else self.targets
+        now = torch.tensor([*self.shares(open_.cpu()).values()])
+        return bool((now.to(targets) <= targets).all())
+
     @property
     def weight(self) -> float:
         """Gradient of the gates at a multiplier of 1, relative to that of the loss."""

@@ -108,14 +108,14 @@ class Compaction:
         self._loaded: dict[int, Mapping[str, Any]] = {}  # whole states, by the parameter's id
 
     @property
-    def _optimizers(self) -> list[Optimizer]:
+    def optimizers(self) -> list[Optimizer]:
         """Optimizers that follow, held weakly: the loop may let go of them."""
         return [found for each in self._following if (found := each()) is not None]
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """From here on the states of these optimizers follow, too, and what they save is of the
         whole. Others that followed before may step again, as long as the loop has them."""
-        known = self._optimizers
+        known = self.optimizers
         new = [each for each in map(bare, optimizers) if each not in known]
         if not new:
             return
@@ -179,13 +179,13 @@ class Compaction:
         try:
             if form.emptied:
                 self._check_runs()
-            check_states(self._optimizers, places)
+            check_states(self.optimizers, places)
             if self._own_loop and not resumes:
-                check_held(self._optimizers, places, self._root.named_parameters())
+                check_held(self.optimizers, places, self._root.named_parameters())
         except BaseException:
             cut.undo()
             raise
-        cut_states(self._optimizers, places)
+        cut_states(self.optimizers, places)
         if self.average is not None:
             self.average.resize(cut.left)
         self.cut, self.share = cut, self._share_of(kept)
@@ -267,7 +267,7 @@ class Compaction:
         self.cut, self.share = None, 1.0
         self._gates.made_whole_by = None
         self._unhook()
-        whole_states(self._optimizers, places, rest or {})
+        whole_states(self.optimizers, places, rest or {})
         if self.average is not None:
             self.average.resize(cut.in_whole)
 
@@ -308,7 +308,7 @@ class Compaction:
             self._root.register_state_dict_post_hook(partial(self._give_whole)),
             self._root.register_load_state_dict_pre_hook(partial(self._take_whole)),
         ]
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             self._hooks += [
                 optimizer.register_state_dict_post_hook(self._give_whole_states),
                 optimizer.register_load_state_dict_pre_hook(self._take_whole_states),

@@ -87,6 +87,8 @@ class Doctor:
             optimizers: those that step, as far as they are known.
             is_taken: the gates have an optimizer of their own beside them.
         """
+        if not self._terms.learns:
+            return {}
         self._steppers = [] if is_taken else [*map(ref, optimizers)]
         held = self._held()
         return self._new(
@@ -104,7 +106,7 @@ class Doctor:
         """
         if "train_loss" in record:
             self._losses.append(float(record["train_loss"]))
-        if record["phase"] == "settle":
+        if record["phase"] == "settle" or not self._terms.learns:
             return {}
         return self._new(self._after(record))
 

@@ -46,6 +46,7 @@ class GateTerms:
     Attributes:
         gates: the bank.
         lam: λ with N filled in.
+        learns: gates learn; else the weights of their slots pay a penalty.
         budget: the budgets, or None.
         fitted: how the widths were chosen when the gates began to stand, as plain data; empty
             before, and where there was nothing to say of it.
@@ -60,6 +61,7 @@ class GateTerms:
         self._model, self._settings, self._phases = model, settings, phases
         self.gates = gates
         self.lam = Lambda.of(_lambda(settings), n)
+        self.learns = settings.penalty is None
         self._priced = self.lam != Lambda(0.0) or settings.prior is not None
         self._penalty = partial(penalty, model, counting=settings.counting)
         self._prior: dict[str, Any] = {"prior": settings.prior, "n": n}
@@ -156,7 +158,7 @@ class GateTerms:
         """Before the gates stand: let the export just meet the budgets, in whole blocks."""
         with fitted.watched(self._note):
             if self.budget is not None:
-                self.budget.fit(fill=not self._priced)
+                self.budget.fit(fill=self.learns and not self._priced)
             elif self._settings.rounds:
                 fit(self._model, round_to=self._settings.round_to, latency=self._settings.latency)
 
@@ -186,6 +188,8 @@ class GateTerms:
 
 
 def _lambda(settings: GateSettings) -> Any:
+    if settings.penalty is not None:
+        return 0.0
     if settings.lam is not None:
         return settings.lam
     return LAMBDA if settings.budget is None else 0.0

@@ -38,6 +38,7 @@ class GateKeywords(TypedDict, total=False):
     l2_detach: bool
     prior: float | Mapping[str, float] | None
     gate_lr: float | None
+    penalty: str | None
     compact: Compact
 
 

@@ -20,6 +20,7 @@ from l0prune.training.averages import Followers, excess_of
 from l0prune.training.compaction import Compaction, CompactionPolicy
 from l0prune.training.doctor import Doctor
 from l0prune.training.gate_terms import GateTerms, add_gradients
+from l0prune.training.group_penalty import GroupPenalty
 from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
@@ -180,6 +181,13 @@ class Pruner:
         fraction = self._settings.branch_freeze_fraction
         self._decision = Decision(self.gates, learning, fraction, self.budget)
         self.doctor = Doctor(self._terms, self.phases)
+        self._penalty = (
+            None
+            if self._settings.penalty is None
+            else GroupPenalty(
+                self.model, self.gates, self._settings, self._n, self.phases, self.budget
+            )
+        )
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
         for name, given in (("steps", steps), ("warmup", warmup), ("settle", settle)):
@@ -225,6 +233,10 @@ class Pruner:
                 a score that is named cannot be told of this data.
             DataError: the data is empty, or nothing to learn from.
         """
+        if self._penalty is not None:
+            raise UsageError(
+                "with a penalty slots close by their weights, not by scores: leave start_from out"
+            )
         if self.step:
             raise UsageError(
                 f"gates start before the first step, and {self.step} steps are done: call "
@@ -281,7 +293,7 @@ class Pruner:
         """
         groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
         if self._drives_itself:
-            if self.gates.log_alpha.requires_grad:
+            if self.gates.log_alpha.requires_grad and self._penalty is None:
                 self.take_gates()
             return [group for group in groups if group["name"] != "gates"]
         if self.budget is not None:
@@ -333,15 +345,19 @@ class Pruner:
         if self._begun == self.step:
             return
         self._anneal()
-        if self.step == 0:
+        if self.step == 0 and self._penalty is None:
             self._decision.hold(0)
         settles = self.phases.begins_to_settle(self.step)
         if settles:
             self.make_whole()
+            if self._penalty is not None:
+                self._penalty.rank()
             self._terms.fit()
+            if self._penalty is not None:
+                self._penalty.stand()
             self._followers.follow(self.budget)
         self._begun = self.step
-        self.gates.fixed = self.phase == "settle"
+        self.gates.fixed = self.phase == "settle" or self._penalty is not None
         if self.step >= self.phases.total:
             return  # no step of the run is left to be cheaper
         if self.gates.fixed:
@@ -415,6 +431,8 @@ class Pruner:
         self._pending += 1
         if self._drives_itself and self._pending == _CALLS:
             self._speak({"after_step": _NO_AFTER})
+        if self._penalty is not None:
+            return None
         if self._own is not None:
             self._own.hand_over()
         extra = self._terms.penalty(self.step)
@@ -431,8 +449,14 @@ class Pruner:
             self._own.step(scale)
         return None if extra is None else extra.detach()
 
+    def shrink(self) -> None:
+        """After the optimizer's step, and before ``advance``: the penalty's part of the step."""
+        if self._penalty is not None and self.phase != "settle":
+            self._penalty.step(self.step, self.compaction.optimizers)
+
     def after_step(self) -> None:
         """After the optimizer's step: go on to the next one."""
+        self.shrink()
         self.advance()
         if self._drives_itself:
             self._unprepared += not self._pending
@@ -450,7 +474,8 @@ class Pruner:
         self.step += 1
         self._work += self.compaction.share
         self._anneal()
-        self._decision.hold(self.step)
+        if self._penalty is None:
+            self._decision.hold(self.step)
 
     def _anneal(self) -> None:
         self.gates.gate = self.gates.gate.at(self.phases.learned(self.step))
@@ -533,6 +558,7 @@ class Pruner:
             "work": self._work,
             "cut": self._shrinking.state_dict(),
             "decided": self._decision.first,
+            "penalty": None if self._penalty is None else self._penalty.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -555,8 +581,11 @@ class Pruner:
         self.doctor.load_state_dict(state["doctor"])
         self._terms.fitted = state["fitted"]
         self._decision.first = state["decided"]
+        if self._penalty is not None and state.get("penalty") is not None:
+            self._penalty.load_state_dict(state["penalty"])
         self._anneal()
-        self.gates.fixed = self._begun == self.step and self.phase == "settle"
+        is_settled = self._begun == self.step and self.phase == "settle"
+        self.gates.fixed = is_settled or self._penalty is not None
         self._shrinking.load_state_dict(state["cut"])
 
     def _axes(self) -> list[list[Any]]:

@@ -80,7 +80,8 @@ def _train_in(
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
         begun = start.Beginning()
-        if pruner is not None and not world.from_first(goes_on):
+        scored = pruner is not None and settings.penalty is None
+        if pruner is not None and scored and not world.from_first(goes_on):
             learning, budget = pruner.phases.learning, pruner.budget
             begun = start.init_gates(model, settings, learning, budget, feed, device, world)
         with (

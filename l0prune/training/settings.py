@@ -169,6 +169,12 @@ class GateSettings(_Declared):
         "they learn. So they can move far enough and no further.",
     )
 
+    penalty: str | None = Field(
+        None,
+        description="A penalty on the weights of each slot in place of gates that learn: "
+        "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, or your "
+        "own. Its strength is λ or a budget. A slot whose weights have become zero is closed.",
+    )
     compact: Compact = Field(
         "auto",
         description="When closed slots are cut out while training goes on, for time and memory: "
@@ -221,6 +227,32 @@ class GateSettings(_Declared):
                 f"latency is a table of times, such as l0prune.measure(model), not {table!r}"
             )
         return table
+
+    @field_validator("penalty")
+    @classmethod
+    def _is_a_penalty(cls, name: str | None) -> str | None:
+        if name is not None:
+            from l0prune.training.shrinkage import shrinkage_of
+
+            shrinkage_of(name)
+        return name
+
+    @model_validator(mode="after")
+    def _penalty_or_gates(self) -> Self:
+        if self.penalty is None:
+            return self
+        for name in ("prior", "l2", "gate_lr"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"{name} is of gates that learn, and penalty={self.penalty!r} acts on the "
+                    "weights of the same slots in their place: leave one of the two out"
+                )
+        if self.lam is None and self.budget is None:
+            raise UsageError(
+                f"penalty={self.penalty!r} needs a strength: lam=1e-4 (a price of each weight's "
+                "size, in units of the loss), or a budget such as macs=0.5"
+            )
+        return self
 
     @property
     def rounds(self) -> bool:
@@ -492,6 +524,11 @@ class Settings(DenseSettings, GateSettings):
             raise UsageError(
                 "with learn=False the gates do not change, so that λ and budgets have no effect; "
                 "meet a budget with l0prune.fit before"
+            )
+        if self.penalty is not None and not (self.learn and self.start in STARTS):
+            raise UsageError(
+                f"penalty={self.penalty!r} closes slots by their weights, from all of them on: it "
+                "goes neither with learn=False nor with a start from scores"
             )
         if self.teacher is not None and not self.distill:
             raise UsageError("a teacher is not used with distill=0; try distill=0.5")

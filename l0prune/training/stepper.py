@@ -310,6 +310,8 @@ class Stepper:
         self._clip()
         extra = None if self._pruner is None else self._add_penalty(self._pruner)
         self._apply_gradients()
+        if self._pruner is not None:
+            self._pruner.shrink()
         if self.average is not None:
             self.average.update()
         if self._pruner is not None:

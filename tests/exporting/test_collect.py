@@ -90,3 +90,35 @@ def test_a_provider_that_falls_back_is_no_secret(tmp_path, monkeypatch):
     monkeypatch.setattr("onnxruntime.InferenceSession", Fallen)
     with pytest.raises(collect.FellBack, match="CUDAExecutionProvider was asked for"):
         collect.Network(tmp_path / "x.onnx", 1, "CUDAExecutionProvider")
+
+
+def about(count, **other):
+    names, widths = [f"{n:03d}.onnx" for n in range(count)], [[n] for n in range(count)]
+    return {"plan": "p", "id": str(count), "samples": names, "widths": widths} | other
+
+
+SETTINGS = {"threads": 1}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_networks_that_are_timed_are_known_whatever_their_number(tmp_path, count):
+    times = {name: {"own": [1.0]} for name in about(3)["samples"]}
+    collect.keep({**SETTINGS, "about": about(3), "samples": times}, tmp_path / "r.json")
+    found = collect.known(tmp_path / "r.json", SETTINGS, about(count))
+    assert found["about"] == about(count)
+    assert [*found["samples"]] == about(min(count, 3))["samples"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "left"),
+    [
+        ({"threads": 2}, about(3), None),
+        (SETTINGS, about(3, plan="q"), None),
+        (SETTINGS, about(3, widths=[[0], [9], [2]]), ["000.onnx", "002.onnx"]),
+    ],
+)
+def test_those_of_another_network_or_setting_are_not(tmp_path, settings, asked, left):
+    times = {name: {"own": [1.0]} for name in about(3)["samples"]}
+    collect.keep({**SETTINGS, "about": about(3), "samples": times}, tmp_path / "r.json")
+    found = collect.known(tmp_path / "r.json", settings, asked)
+    assert (list(found["samples"]) if found else None) == left

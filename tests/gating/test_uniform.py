@@ -1,5 +1,8 @@
 """One share of every layer's width, in choices at once, in training and in exports."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 from plans import plan_of
@@ -7,6 +10,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.files.plan_check import check_plan
 from l0prune.plan.plan import Plan
 from l0prune.selection.fitting import in_order
 
@@ -95,6 +99,18 @@ def test_training_ends_with_one_share_and_the_file_keeps_it(tmp_path):
     assert Plan.from_json(l0prune.gates(model).plan.to_json()).groups
 
 
+def test_widths_that_are_not_allowed_are_rounded_up():
+    plan = replace(plan_of([8, 8, 5], ()), together=(("a0", "a1"),), allowed={"a0": (2, 6, 8)})
+    open_ = torch.zeros(21, dtype=torch.bool)
+    open_[[0, 3, 4, 8, 16]] = True  # three of a0, one of a1, one of a2
+    counts = [int(of.sum()) for of in Plan.from_json(plan.to_json()).kept(open_).split([8, 8, 5])]
+    assert counts == [6, 6, 1]
+    for wrong in ([1], {"a0": ["x"]}, {"a0": [-1]}, {"a0": [1.5]}):
+        text = json.dumps(json.loads(plan.to_json()) | {"allowed": wrong})
+        with pytest.raises(ValueError):
+            check_plan(Plan.from_json(text), nn.Linear(1, 1))
+
+
 def test_a_width_of_one_block_alone_contradicts_it():
     model = gated(branches=False)
     with pytest.raises(UsageError, match=r"blocks.1.0 keeps 24 of 24 .* as many as blocks.0.0"):
@@ -113,7 +129,7 @@ def test_whole_blocks_may_go_beside():
 def test_axes_of_one_group_are_ordered_by_rank_and_others_by_score():
     """Worth of a rank: the mean over the axes. Ranks of 2 in 4: the halves."""
     plan = plan_of([2, 4, 2], ())
-    tied = Plan(**{**vars(plan), "together": (("a0", "a1"),)})
+    tied = replace(plan, together=(("a0", "a1"),))
     scores = torch.tensor([3.0, 1.0, 8.0, 2.0, 6.0, 4.0, 2.0, 9.0], dtype=torch.float64)
     # at shares 1/8, 1/4, 3/8, 5/8, 3/4, 7/8: (1+2)/2, (1+4)/2, (1+4)/2, (3+6)/2, (3+8)/2, …
     order = in_order(tied, scores)[0].tolist()

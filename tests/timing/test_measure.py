@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,40 @@ def test_a_call_that_was_stopped_goes_on(model, folder):
     assert seen == [(number, SAMPLES) for number in range(1, SAMPLES + 1)]
     assert list(found) == list(whole)
     assert all(found[name] == whole[name] for name in list(whole)[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("table")
+def test_more_samples_go_on_from_those_that_are_timed(model, folder, tmp_path):
+    def times():
+        return json.loads((tmp_path / "results.json").read_text())["samples"]
+
+    shutil.copy(folder / "results.json", tmp_path)
+    first = times()
+    more = l0prune.measure(model, samples=SAMPLES + 2, folder=tmp_path)
+    assert len(more.samples) == len(times()) == SAMPLES + 2
+    assert {name: times()[name] for name in first} == first
+    fewer = l0prune.measure(model, samples=SAMPLES, folder=tmp_path)
+    assert [widths for widths, _ in fewer.samples] == [w for w, _ in more.samples[:SAMPLES]]
+    assert len(times()) == SAMPLES + 2
+
+
+@pytest.mark.slow
+def test_the_command_keeps_what_it_timed_and_says_how_long_it_takes(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    l0prune.save(gated(), "small.gated.pt")
+    code, _, err = in_process(capfd, "measure", "small.gated.pt", "--samples", SAMPLES, *TRUST)
+    assert code == 0, err
+    assert f"{SAMPLES // 2} of {SAMPLES} networks timed, 0:0" in err
+    first = json.loads(Path("small.latency.times.json").read_text())["samples"]
+    code, _, err = in_process(capfd, "measure", "small.gated.pt", "--samples", 14, *TRUST)
+    assert code == 0, err
+    found = json.loads(Path("small.latency.times.json").read_text())["samples"]
+    assert len(found) == len(l0prune.LatencyTable.load("small.latency.json").samples) == 14
+    assert {name: found[name] for name in first} == first
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "small.gated.pt", "small.latency.json", "small.latency.times.json",
+    }  # fmt: skip
 
 
 def test_a_file_holds_all_of_it(table, tmp_path):

@@ -36,6 +36,7 @@ FEWEST, MOST = 2, 100  # runs of a turn
 RUNS = 5  # by which nodes are known, at least
 MOST_RUNS = 2000  # at most: of a tiny network more would be millions of lines to read
 NODE = re.compile(r"n(\d{5})_")
+OF_SAMPLES = ("samples", "widths", "id")  # of a description, what follows their number
 BEFORE = "before"  # what no node of the file's is charged with, since it is the first
 
 
@@ -231,12 +232,20 @@ def settings_of(runtime: str, version: str, provider: str, threads: int) -> dict
 
 
 def known(out: Path, settings: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """Return what an earlier run, which was stopped, found of the same; else nothing."""
+    """Return what an earlier run found of these networks, or of some of them; else nothing."""
     try:
         old: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        is_same = old | settings == old and old["about"] | about == old["about"]
-        return old if is_same and old["digest"] == digest(old) else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        before, found = old["about"], old["samples"]
+        rest = {key: value for key, value in about.items() if key not in OF_SAMPLES}
+        is_same = old | settings == old and before | rest == before
+        if not is_same or old["digest"] != digest(old):
+            return {}
+        widths = dict(zip(before["samples"], before["widths"], strict=True))
+        asked = zip(about["samples"], about["widths"], strict=True)
+        names = [name for name, wanted in asked if widths.get(name) == wanted and name in found]
+        samples = {name: found[name] for name in names}
+        return {**old, "about": before | about, "samples": samples}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

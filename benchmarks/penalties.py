@@ -1,0 +1,65 @@
+"""Penalties on the weights of slots beside gates that learn, on the same recipe and budget.
+
+    python -m benchmarks.penalties
+    python -m benchmarks.penalties --recipe cifar-resnet --set finetune.budget=macs=0.39
+
+Each row fine-tunes the same dense network with the recipe's settings and one penalty; the row
+``gates`` has none, ``gates-alike`` no start from scores either, as penalties have none. All take as
+many steps. Error and MACs are those of the exported model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.isolation import ROOT
+from l0prune.cli.recipe_files import load
+from l0prune.cli.recipe_run import run
+from l0prune.training.shrinkage import names
+
+GATES = {"gates": (), "gates-alike": ("finetune.start=alike",)}
+SHORT = ("finetune.budget=macs=0.25", "finetune.epochs=15")  # of the default recipe
+
+
+def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str, Any]:
+    """Do the recipe with one penalty, from the dense network of the rows before."""
+    own = GATES.get(row, (f"finetune.penalty={row}",))
+    folder = out / row
+    folder.mkdir(parents=True, exist_ok=True)
+    if (dense := out / "dense.pt").exists() and not (folder / "dense.pt").exists():
+        shutil.copy(dense, folder)
+    result = run(load(recipe, [*own, *overrides]), folder)
+    if not dense.exists() and (folder / "dense.pt").exists():
+        shutil.copy(folder / "dense.pt", dense)
+    return {"row": row, **result}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", default="digits-resnet")
+    parser.add_argument("--rows", nargs="+", default=[*GATES, *names()])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "penalties")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    short = SHORT if options.recipe == "digits-resnet" else ()
+    overrides = [*short, f"finetune.seed={options.seed}", *options.set]
+    print("| penalty | error | MACs | params |", "|---" * 4 + "|", sep="\n")
+    for row in options.rows:
+        found = measure(row, options.recipe, overrides, options.out / f"seed-{options.seed}")
+        share = found["macs"] / found["macs_before"]
+        print(
+            f"| {row} | {found['test_error']:.2%} | {share:.1%} | {found['params']:,} |", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
