@@ -115,7 +115,7 @@ def row(path: Path, folder: Path) -> str:
     except L0pruneError as error:
         return f"{about} refused: {' '.join(str(error).split())[:240]} |"
     batch = "free" if not model.fixed_batch else str(model.fixed_batch)
-    kinds = (("dense", "class"), "float64"), ("onnx", "float32")
+    kinds = (("graph", "class"), "float64"), ("onnx", "float32")
     smaller, out = (dense.certificate.worst(*kind) for kind in kinds)
     seconds = time.perf_counter() - start
     return (

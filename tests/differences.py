@@ -79,7 +79,7 @@ def _not_this_way(network):
 
 def graph_difference(gated, dense, args, kwargs=None, *, may_vanish=False):
     """The same of the captured graph, which is made only where the class cannot stand for it."""
-    if any(check.what == "dense" for check in dense.certificate.checks):
+    if any(check.what == "graph" for check in dense.certificate.checks):
         return 0.0  # it was made, and its certificate is one of what it computes
     with as_graph():
         other = l0prune.export(gated)
@@ -107,7 +107,7 @@ def run_onnx(path, *inputs):
     return [torch.from_numpy(each) for each in session.run(None, feed)]
 
 
-def others(dense, args, kwargs, kinds=("dense", "class")):
+def others(dense, args, kwargs, kinds=("graph", "class")):
     """Inputs with other floats than the example, in 1, 3 and 7 examples where that is free."""
     tried = {check.batch for check in dense.certificate.checks if check.what in kinds}
     sizes = [size for size in (1, 3, 7) if size > 1 or 1 in tried] if len(tried) > 1 else [None]

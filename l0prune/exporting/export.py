@@ -1,4 +1,4 @@
-"""Public export: from a gated model to a dense one, as lists of passes over one value.
+"""Public export: from a gated model to a smaller one, as lists of passes over one value.
 
 Each pass takes a ``Network`` and gives one, and has a file of its name or of what it works on. The
 first list needs no capture; where it shows no model to be right, the second begins anew. ``verify``
@@ -68,7 +68,7 @@ def export(model: nn.Module, *, verify: Verify = "float64") -> Export:
         NotGated: the model carries no gates.
         UsageError: a copy of the model computes something else than the model itself.
         CaptureError: torch.export can no longer follow it.
-        CertificateError: the dense model differs from the gated one beyond rounding.
+        CertificateError: the small model differs from the gated one beyond rounding.
         L0pruneError: there is not enough memory.
     """
     gated, bank = holder(model)

@@ -140,15 +140,15 @@ class Step:
 
 @dataclass
 class Export:
-    """A dense model that computes what the gated one does in eval mode.
+    """A smaller model that computes what the gated one does in eval mode.
 
     Attributes:
-        module: the dense network, on the device and in the dtypes of the model. It is of the
+        module: the small network, on the device and in the dtypes of the model. It is of the
             model's own class at the new sizes, and may be trained on, where the class allows them;
             else it is the captured graph, for evaluation. Programs and files are made on the CPU.
         rebuilt: the module, or for a model captured in parts every part of it, is of its own class.
         certificate: the measured errors.
-        macs: of the dense network, for one example.
+        macs: of the small network, for one example.
         params_before, macs_before: of the network before the cut.
         widths: for each axis (kept slots, all slots).
         fidelity: how near the module's outputs are to the network's that ``shrink`` was given, on
@@ -229,7 +229,7 @@ class Export:
             UsageError: the module has other tensors than were exported.
         """
         self._look()
-        shown: tuple[Compared, ...] = ("program",) if self.changed else ("dense", "program")
+        shown: tuple[Compared, ...] = ("program",) if self.changed else ("graph", "program")
         if self.certificate.worst(shown, "float64") is None:
             self.certificate = self.certificate.with_checks(self._made.checks())
         return self._made.pieces
@@ -247,7 +247,7 @@ class Export:
 
     @property
     def program(self) -> ExportedProgram:
-        """The dense network as a ``torch.export`` program.
+        """The small network as a ``torch.export`` program.
 
         Raises:
             UsageError: the model was captured in parts; ``pieces`` have a program each.
@@ -531,7 +531,7 @@ class Export:
         errors = [
             f"{error:.0e} in {dtype}"
             for dtype in PRECISIONS
-            if (error := self.certificate.worst(("class", "dense", "program"), dtype)) is not None
+            if (error := self.certificate.worst(("class", "graph", "program"), dtype)) is not None
         ]
         params = _share(self.params, self.params_before, "params")
         macs = _share(self.macs, self.macs_before, "MACs")

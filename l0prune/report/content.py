@@ -120,7 +120,7 @@ class Comparison(Section):
     """One comparison of the certificate.
 
     Attributes:
-        what: ``dense`` (the sliced graph), ``class`` (the user's class at the new sizes),
+        what: at the new sizes ``graph`` (the captured graph) or ``class`` (the user's class);
             ``program`` (the exported program), ``onnx`` (the file in ONNX Runtime) or
             ``source`` (the ONNX file that the model was made from, before any cut).
         dtype: that both computed in.

@@ -63,7 +63,7 @@ def test_where_nothing_is_handed_out_float64_is_enough():
 
 
 def test_its_own_rounding_excuses_no_error_in_float64():
-    with pytest.raises(CertificateError, match="dense in float64"):
+    with pytest.raises(CertificateError, match="graph in float64"):
         certified(Plus(512.0), Plus(0.0, error=1e-8))
 
 

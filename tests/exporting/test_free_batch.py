@@ -74,7 +74,7 @@ def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp
     assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
     assert compared(dense, "onnx") == {2, 3}
     if not dense.rebuilt:  # the own class takes the model's own way for one example
-        assert compared(dense, "dense") == {2, 3}
+        assert compared(dense, "graph") == {2, 3}
     assert dense.to_dict()["batches"] == ["2 or more"]
     with pytest.raises((RuntimeError, AssertionError)):
         dense.program.module()(torch.randn(1, 4))
@@ -121,7 +121,7 @@ def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_p
     assert metadata(dense, tmp_path)["l0prune.batch"] == "1 or more"
     assert dense.program is not None
     kinds = {check.what for check in dense.certificate.checks}
-    assert kinds in ({"class", "onnx", "program"}, {"dense", "class", "onnx"})
+    assert kinds in ({"class", "onnx", "program"}, {"graph", "class", "onnx"})
     assert all(compared(dense, kind) == {1, 2, 3} for kind in kinds)
     x = torch.randn(1, 4)
     torch.testing.assert_close(dense.program.module()(x), model(x))

@@ -33,8 +33,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # other model's; but no more than this, beyond which float32 proves nothing.
 LARGEST = 1e-4
 
-Compared = Literal["dense", "class", "program", "onnx", "source"]
-MODEL: tuple[Compared, ...] = ("dense", "class")  # what the module is that is handed out
+Compared = Literal["graph", "class", "program", "onnx", "source"]
+MODEL: tuple[Compared, ...] = ("graph", "class")  # what the module is that is handed out
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Check:
     """One comparison of two models.
 
     Attributes:
-        what: ``dense`` (the sliced graph), ``class`` (the model's own class at the new sizes),
+        what: at the new sizes ``graph`` (the captured graph) or ``class`` (the model's own class);
             ``program`` (what torch.export makes of that), ``onnx`` (the file, run by ONNX
             Runtime), ``source`` (the ONNX file that the model was made from, before any cut).
         dtype: ``float64`` or ``float32``.
@@ -168,7 +168,7 @@ class Certificate:
 
 
 def compare(
-    answers: Sequence[Answer], dense: nn.Module, what: Compared = "dense", part: str = ""
+    answers: Sequence[Answer], dense: nn.Module, what: Compared = "graph", part: str = ""
 ) -> list[Check]:
     """Compare a model, or a part of it, in float64 and float32 with what the gated one answers.
 
@@ -182,7 +182,7 @@ def compare(
 
 
 def each_check(
-    answers: Sequence[Answer], dense: nn.Module, what: Compared = "dense", part: str = ""
+    answers: Sequence[Answer], dense: nn.Module, what: Compared = "graph", part: str = ""
 ) -> Iterator[Check]:
     """Yield the checks of ``compare``, each when it is done."""
     for dtype in answers[0].dtypes if answers else ():
@@ -216,7 +216,7 @@ def compare_in_parts(
         name, outputs = name_of(exact), _outputs(_names(calls), errors)
         checks.append(
             Check(
-                "dense",
+                "graph",
                 name,
                 examples_given(given),
                 largest(errors),

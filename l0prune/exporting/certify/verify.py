@@ -109,7 +109,7 @@ def verify(network: Network) -> Network:
     """Verify the graphs, which must be right, and the own class, which may be; choose the best.
 
     Raises:
-        CertificateError: the dense model does not compute what the gated one does, or cannot be
+        CertificateError: the small model does not compute what the gated one does, or cannot be
             compared with it.
     """
     predicted = cost_of(network.captured.plan).actual(network.selected.is_open, "params")

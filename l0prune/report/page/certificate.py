@@ -21,7 +21,8 @@ _INDENT = 14
 _MOST_OUTPUTS = 8  # of one kind of comparison that have a row of their own
 _SMALLEST = 1e-17  # differences of 0 are shown there
 WHAT = {
-    "dense": "sliced graph",
+    "graph": "captured graph",
+    "dense": "captured graph",  # in reports of before it was called so
     "class": "own class",
     "program": "exported program",
     "onnx": "ONNX file",
