@@ -38,7 +38,7 @@ def tensor(value: Value, like: Tensor | None = None) -> Value:
     """Return a tensor in the place of a Host; floats are of the dtype of ``like``."""
     if not isinstance(value, np.ndarray):
         return value
-    kind = torch.as_tensor(value if value.dtype != object else np.zeros(0, np.int64)).dtype
+    kind = torch.from_numpy(np.zeros(0, np.int64 if value.dtype == object else value.dtype)).dtype
     if kind.is_floating_point and like is not None and like.is_floating_point():
         kind = like.dtype
     return torch.tensor(value.tolist(), dtype=kind, device=None if like is None else like.device)
@@ -334,7 +334,7 @@ def _constant_of_shape(given: Attributes, shape: Value) -> Value:
     value = given.get("value", np.zeros(1, np.float32))
     if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= LARGEST_HOST:
         return np.full(sizes, value.item(), value.dtype)
-    return torch.full(sizes, value.item(), dtype=torch.as_tensor(value).dtype)
+    return torch.full(sizes, value.item(), dtype=torch.from_numpy(np.zeros(0, value.dtype)).dtype)
 
 
 @_operator("Range")
