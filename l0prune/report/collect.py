@@ -70,8 +70,8 @@ def from_export(dense: Export, first: Export | None = None) -> Content:
     if first is not dense:
         first_layers, first_axes = _cuts_of(first)
         layers, axes = _layers_since(first_layers, layers), _axes_since(first_axes, axes)
-    size, times = sum(file.stat().st_size for file in dense.files), dense.times
-    size -= 0 if dense.int8 is None else dense.int8.bytes
+    files = dense.files if dense.int8 is None else dense.files[:1]  # the one in float32
+    size, times = sum(file.stat().st_size for file in files), dense.times
     before = None if times is None else times.dense_bytes
     return Content(
         title=type(dense.module).__name__,

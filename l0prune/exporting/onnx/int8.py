@@ -69,7 +69,6 @@ class Int8:
         metrics: loss and metric on test data, of the file in float32 and in int8.
         tested: test examples.
         has_vnni: whether the processor multiplies and adds bytes in one instruction.
-        bytes: size of the file.
     """
 
     method: str
@@ -83,7 +82,6 @@ class Int8:
     metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     tested: int = 0
     has_vnni: bool = True
-    bytes: int = 0
 
     @property
     def warnings(self) -> list[str]:
@@ -212,7 +210,6 @@ def write_int8(
         metrics=metrics,
         tested=tested,
         has_vnni=has_dot_products(),
-        bytes=target.stat().st_size,
     )
     own = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
     about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
