@@ -120,7 +120,8 @@ def uniform(plan: Plan) -> Plan:
     ]
     plan = plan.select(cut)
     of_widths = tuple(axis.name for axis in plan.axes if axis.kind != KIND)
-    others = [group for group in plan.together if set(group).isdisjoint(of_widths)]
+    branches = set(plan.names).difference(of_widths)
+    others = [group for group in plan.together if branches.issuperset(group)]
     return replace(plan, together=(of_widths, *others))
 
 
