@@ -19,6 +19,7 @@ from l0prune.capture.example_inputs import plain
 from l0prune.capture.provenance import module_of, without_call
 from l0prune.errors import UsageError, first_line
 from l0prune.exporting.capture_parts import capture_parts
+from l0prune.exporting.certify.lending import settle
 from l0prune.exporting.network import copies_of, run
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.slice import select, slice_graphs, slice_tensors
@@ -54,6 +55,7 @@ class CutGraphs:
         """Return the network in which these slots are open; bool, flat."""
         whole = replace(self._captured, z=open_.to(torch.float64))
         (graph,) = run((select, slice_tensors, slice_graphs), whole).graphs.values()
+        settle(graph, torch.float32)  # parameters that were folded as they are read
         return graph.float()
 
     def inputs(self) -> Inputs:

@@ -16,8 +16,10 @@ import l0prune
 from l0prune.errors import FileError, UsageError
 from l0prune.exporting.onnx import collect
 from l0prune.timing import onnx_files, runtimes
+from l0prune.timing.eager import CutGraphs
 from l0prune.timing.latency import OVERHEAD
 from l0prune.timing.measure import read_results, table_of
+from l0prune.timing.sizes import all_slots
 
 PAGE = Path(__file__).parents[2] / "docs/extending.md"
 SAMPLES = 12
@@ -279,6 +281,14 @@ def test_results_that_make_no_sense_are_refused(folder, part):
 def test_what_is_not_there_is_refused(model, given, said):
     with pytest.raises(UsageError, match=said):
         l0prune.measure(model, **given)
+
+
+def test_graphs_for_pytorch_run_in_float32(model):
+    graphs = CutGraphs(model, batch=1)
+    network = graphs.network(all_slots(graphs.plan))
+    args, kwargs = graphs.inputs()
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+    torch.testing.assert_close(network(*args, **kwargs), model.eval()(*args, **kwargs))
 
 
 @pytest.mark.slow
