@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,6 +79,11 @@ class _Conversion:
         nodes = list(self.graph.model.graph.node)
         self.readers = Counter(name for node in nodes for name in node.input)
         self.readers.update(self.graph.outputs)
+        self.initializers = {each.name for each in self.graph.model.graph.initializer}
+        self.kinds_of_readers: dict[str, set[str]] = defaultdict(set)
+        for node in nodes:
+            for name in list(node.input)[1:]:
+                self.kinds_of_readers[name].add(node.op_type)
         self.by_input = {name: node for node in nodes for name in node.input if name}
         self.done: set[int] = set()
         for node in nodes:
@@ -174,9 +179,7 @@ class _Conversion:
     def _keep(self, name: str) -> None:
         """Keep an array that the steps read: sizes as they are, weights as parameters."""
         array = self.graph.weights[name]
-        readers = {
-            node.op_type for node in self.graph.model.graph.node if name in list(node.input)[1:]
-        }
+        readers = self.kinds_of_readers[name]
         is_short = array.size <= LARGEST_HOST and array.ndim <= 1
         if array.size == 1 or (is_short and array.dtype.kind in "iub"):
             self.network._hosts[name] = array
@@ -191,16 +194,11 @@ class _Conversion:
         leaf = _free_name(holder, leaf, None)
         value = torch.from_numpy(np.array(array))
         is_weight = value.is_floating_point() and bool(value.isfinite().all())
-        if is_weight and name in self.graph_initializers:
+        if is_weight and name in self.initializers:
             holder.register_parameter(leaf, self.parameter(name))
         else:
             holder.register_buffer(leaf, value)
         self.network._places[name] = (".".join(taken), leaf)
-
-    @property
-    def graph_initializers(self) -> set[str]:
-        """Names of the arrays that are initializers, and not constants of nodes."""
-        return {each.name for each in self.graph.model.graph.initializer}
 
     def _container(self, parts: Sequence[str]) -> tuple[nn.Module, list[str]]:
         """The module at a path, made where there is none, and the parts of its real path."""

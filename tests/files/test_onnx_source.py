@@ -105,6 +105,7 @@ def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
     assert (check.error, check.tolerance) == (again.origin.error, 1e-5)
 
 
+@pytest.mark.slow
 def test_with_all_gates_open_the_file_that_goes_out_is_the_one_that_came_in(exported, tmp_path):
     model = load_model(str(exported))
     l0prune.gate(model, model.example_input_array, open_probability=0.999)
