@@ -127,6 +127,7 @@ RIVALS: dict[str, Way] = {
 }
 """Open gates by a study and the number of parameters to cut."""
 BIASED = {"flap-bias"}
+OURS = "l0prune"  # slots and weights by compensation
 
 
 @contextmanager
@@ -144,6 +145,22 @@ def cut_by(way: str, study: Study, cut: float) -> Iterator[Tensor]:
             gates.log_alpha.copy_(before)
 
 
+def compensated(calibration: Sequence[Tensor], cut: int) -> nn.Module:
+    """SmolLM2 with so many parameters cut by l0prune itself, by the calibration text alone."""
+    model = gated(calibration[0][:2])
+    left = sum(p.numel() for p in model.parameters()) - l0prune.gates(model).plan.size - cut
+    l0prune.fit(
+        model, f"params={left}", data=[(rows, rows) for rows in calibration], compensate=True
+    )
+    return model
+
+
+def gated(example: Tensor) -> nn.Module:
+    """SmolLM2 with gates on its heads and MLP neurons."""
+    wanted = ["*.heads", "*.mlp.*"]
+    return l0prune.gate(smollm2(), (example,), include=wanted, branches=False)
+
+
 def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.Namespace) -> None:
     """Print a row for each way and share."""
     model = smollm2()
@@ -154,7 +171,7 @@ def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.N
     print(
         f"dense: perplexity {dense:.2f}; {outside:,} parameters outside the embedding", flush=True
     )
-    l0prune.gate(model, (test[:2],), include=["*.heads", "*.mlp.*"], branches=False)
+    model = gated(test[:2])
     batches = [(rows, None) for rows in calibration.split(given.batch_size)]
     blocks = list(model.get_submodule("model.layers").children())
     study = Study(model, batches, lambda tokens, _: model.get_submodule("model")(tokens), blocks)
@@ -162,12 +179,21 @@ def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.N
     for share in shares:
         for way in ways:
             start = time.perf_counter()
+            if way == OURS:
+                ours = compensated([rows for rows, _ in batches], round(share * outside))
+                seconds = time.perf_counter() - start
+                print_row(way, share, perplexity(ours, test), dense, seconds)
+                continue
             with cut_by(way, study, share * outside) as open_:
                 seconds = time.perf_counter() - start
                 found = perplexity(model, test)
             gone = float(study.sizes[~open_].sum()) / outside
-            added = math.log(found / dense)
-            print(f"| {way} | {gone:.1%} | {found:.2f} | {added:.3f} | {seconds:.0f} |", flush=True)
+            print_row(way, gone, found, dense, seconds)
+
+
+def print_row(way: str, gone: float, found: float, dense: float, seconds: float) -> None:
+    added = math.log(found / dense)
+    print(f"| {way} | {gone:.1%} | {found:.2f} | {added:.3f} | {seconds:.0f} |", flush=True)
 
 
 def main() -> None:
@@ -176,7 +202,7 @@ def main() -> None:
     )
     parser.add_argument("--model", choices=["smollm2"], default="smollm2")
     parser.add_argument("--share", type=float, nargs="+", default=[0.2, 0.3, 0.5])
-    parser.add_argument("--ways", nargs="+", choices=RIVALS, default=list(RIVALS))
+    parser.add_argument("--ways", nargs="+", choices=[*RIVALS, OURS], default=[*RIVALS, OURS])
     parser.add_argument("--tokens", type=int, default=131072, help="of calibration")
     parser.add_argument("--window", type=int, default=1024, help="of calibration")
     parser.add_argument("--test-tokens", type=int, default=12000)
