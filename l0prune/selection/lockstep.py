@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import OpOverload, TorchDispatchMode
+from l0prune.capture.compat import OpOverload, TorchDispatchMode, schema_of
 from l0prune.selection.matrices import Product, product_of
 
 OTHER_WAYS = (
     "the network's forward takes other ways for other inputs (where one reads {0}, another reads "
     "something else), and so cannot be compensated: fit without compensate, and train afterwards"
 )
+
+
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 class Weights:
@@ -52,6 +56,7 @@ class Read:
         args: its arguments.
         product: what it does with them.
         out: the result; before that, None.
+        stream: what the result is going to be added to, where that is known.
     """
 
     name: str
@@ -59,6 +64,7 @@ class Read:
     args: tuple[Any, ...]
     product: Product
     out: Tensor | None = None
+    stream: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -119,6 +125,7 @@ class Forward:
 
     Attributes:
         output: what ``compute`` returned, at the end.
+        kept: results of operators by their number, of those whose numbers were put there as keys.
     """
 
     def __init__(
@@ -128,6 +135,8 @@ class Forward:
         note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
     ) -> None:
         self.output: Any = None
+        self.kept: dict[int, Tensor | None] = {}
+        self._count = 0
         self._compute, self._weights, self._note = compute, weights, note
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._read: Read | None = None
@@ -170,9 +179,12 @@ class Forward:
 
     def call(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, and stop before one that multiplies with a weight."""
+        self._count = number = self._count + 1
         product = product_of(operator, args, lambda value: self._weights.name(value) is not None)
         if product is None:
             result = operator(*args, **kwargs)
+            if number in self.kept:
+                self.kept[number] = result
             self._note(operator, args, result)
             return result
         name = self._weights.name(args[product.weight])
@@ -184,6 +196,8 @@ class Forward:
             raise _Abandoned
         if read.out is None:
             read.out = operator(*args, **kwargs)
+        if number in self.kept:
+            self.kept[number] = read.out
         return read.out
 
 
@@ -240,6 +254,8 @@ class Reader:
         name: of the weight.
         calls: how often one forward does.
         bias: name of the bias that is added then; empty where there is none.
+        stream: the number of the operator that made what the result is added to; 0 where nothing
+            of its shape is known.
         norm: names of the weight, bias, mean and variance of the BatchNorm that alone reads the
             result, each empty where there is none; None without such a norm.
     """
@@ -247,22 +263,49 @@ class Reader:
     name: str
     calls: int = 0
     bias: str = ""
+    stream: int = 0
     norm: tuple[str, ...] | None = None
 
 
 @dataclass
 class _Survey:
+    """What one forward does with its weights.
+
+    Attributes:
+        used: names of tensors that other operators than products take.
+        last: the last product's result, as it is seen by now, and the name of its weight.
+        made: by id, what operators made, and their numbers.
+    """
+
     weights: Weights
     readers: dict[str, Reader] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)  # by operators that are no products
+    used: set[str] = field(default_factory=set)
     last: tuple[Tensor, str] | None = None
+    made: dict[int, tuple[ReferenceType[Tensor], int]] = field(default_factory=dict)
+    count: int = 0
 
     def note(self, operator: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        self.count += 1
+        if isinstance(result, Tensor):
+            self.made[id(result)] = ref(result), self.count
         norm = norm_of(operator, args, self.weights)
-        if norm is not None and self.last is not None and args[0] is self.last[0]:
-            self.readers[self.last[1]].norm = norm
-        if norm is None and not _is_view(operator):
+        is_seen_otherwise = _is_view(operator) or operator == torch.ops.aten._unsafe_view.default
+        if self.last is not None and any(arg is self.last[0] for arg in args):
+            last, name = self.last
+            if norm is not None and args[0] is last:
+                self.readers[name].norm = norm
+            if operator in _SUMS:
+                self.readers[name].stream = self._number(args[args[0] is last], last)
+            if is_seen_otherwise:
+                self.last = result, name
+        if norm is None and not is_seen_otherwise:
             self.used |= {name for arg in args if (name := self.weights.name(arg)) is not None}
+
+    def _number(self, value: Any, like: Tensor) -> int:
+        """Return the number of the operator that made a tensor of this shape; 0 for another."""
+        made, number = self.made.get(id(value), (None, 0))
+        is_it = made is not None and made() is value and value.shape == like.shape
+        return number if is_it else 0
 
     def read(self, read: Read) -> None:
         reader = self.readers.setdefault(read.name, Reader(read.name))
@@ -270,7 +313,9 @@ class _Survey:
         reader.bias = self.weights.name(read.bias) or ""
         if reader.bias and read.bias is not None and read.bias.numel() != _size(self, reader.bias):
             reader.bias = ""  # a part of it: the parts of the weight come one after another
+        self.count += 1
         self.last = read.run(), read.name
+        self.made[id(read.out)] = ref(self.last[0]), self.count
 
 
 def _size(survey: _Survey, name: str) -> int:
@@ -292,7 +337,9 @@ def norm_of(
 
 def _is_view(operator: OpOverload) -> bool:
     """Return whether the result is the argument itself, seen otherwise."""
-    aliased = [arg.alias_info for arg in operator._schema.arguments if arg.alias_info is not None]
+    aliased = [
+        arg.alias_info for arg in schema_of(operator).arguments if arg.alias_info is not None
+    ]
     return bool(aliased) and not any(info.is_write for info in aliased)
 
 

@@ -8,6 +8,7 @@ takes the weight's place, and both go on.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from l0prune.running.batches import call
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.lockstep import (
     OTHER_WAYS,
+    Forward,
     Read,
     Reader,
     Weights,
@@ -60,11 +62,15 @@ class Tandem:
             forwards(computes[1], self.of_cut, self._note) as cut,
         ):
             left = dict.fromkeys(readers, 0)
+            streams = Counter(r.stream for r in readers.values() if r.stream and r.calls == 1)
+            for forward in (*dense, *cut):
+                forward.kept.update(dict.fromkeys(streams))
             moments: dict[str, tuple[Moments, Moments]] = {}
             while True:
                 theirs = [forward.advance() for forward in dense]
                 ours = [forward.advance() for forward in cut]
                 pairs = [self._pair(a, b) for a, b in zip(theirs, ours, strict=True)]
+                self._add_streams(readers, pairs, [*zip(dense, cut, strict=True)], streams)
                 names = {None if pair is None else pair[0].name for pair in pairs}
                 if names == {None}:
                     break
@@ -74,6 +80,28 @@ class Tandem:
         for norm, statistics in self.norms.items():
             self._tell(norm, statistics)
         return self.layers
+
+    def _add_streams(
+        self,
+        readers: Mapping[str, Reader],
+        pairs: Sequence[tuple[Read, Read] | None],
+        running: Sequence[tuple[Forward, Forward]],
+        streams: Counter[int],
+    ) -> None:
+        """Note what the results are going to be added to; let go of what nobody needs any more."""
+        for pair, of_pair in zip(pairs, running, strict=True):
+            reader = readers.get(pair[0].name) if pair is not None else None
+            if pair is None or reader is None or not streams[reader.stream]:
+                continue
+            for read, forward in zip(pair, of_pair, strict=True):
+                read.stream = forward.kept[reader.stream]
+        for name in {pair[0].name for pair in pairs if pair is not None} & readers.keys():
+            number = readers[name].stream
+            if streams[number]:
+                streams[number] -= 1
+                if not streams[number]:
+                    for forward in (each for of_pair in running for each in of_pair):
+                        del forward.kept[number]
 
     def _pair(self, dense: Read | None, cut: Read | None) -> tuple[Read, Read] | None:
         if dense is None or cut is None or dense.name != cut.name:
@@ -131,6 +159,12 @@ class Tandem:
             variance.copy_(new_variance)
 
 
+def _are_fed_alike(dense: Read, cut: Read) -> bool:
+    if dense.stream is not None and cut.stream is not None:
+        return torch.equal(dense.given, cut.given) and torch.equal(dense.stream, cut.stream)
+    return torch.equal(dense.given, cut.given)
+
+
 class _Statistics:
     """Mean and variance of each channel, streamed."""
 
@@ -177,7 +211,7 @@ class _Layer:
         self.is_cut = len(self.features) < alive.shape[1]
         self.has_bias = bool(reader.bias) or reader.norm is not None
         _, features, outputs = alive.shape
-        self.is_wide = outputs > features
+        self.is_wide = outputs > features and read.stream is None
         self.rows = batches * dense.product.outputs(dense.run(), None).shape[1]
         self.is_few = self.rows < _FOR_EACH * features
         self.places = self._places(alive) if self.is_few or features > _LARGEST else 1
@@ -198,15 +232,7 @@ class _Layer:
         is_hopeless = self.is_large and self.places == 1
         if is_hopeless or not len(self.features) or not len(self.outputs):
             return False
-        at = [
-            n
-            for n in range(len(self.read.args))
-            if n not in (self.read.product.weight, self.read.product.bias)
-        ]
-        values = [
-            (d.args[n], c.args[n]) for d, c in pairs for n in at if isinstance(d.args[n], Tensor)
-        ]
-        return self.is_cut or not all(torch.equal(dense, cut) for dense, cut in values)
+        return self.is_cut or not all(_are_fed_alike(dense, cut) for dense, cut in pairs)
 
     def moments(self) -> Moments:
         """Return sums that are still empty."""
@@ -228,6 +254,9 @@ class _Layer:
             y = dense.product.inputs(dense.args, wanted)
         else:
             y = dense.product.outputs(dense.out, wanted)[..., self.outputs]
+            if dense.stream is not None and cut.stream is not None:
+                missing = (dense.stream - cut.stream).reshape(dense.out.shape)
+                y = y + dense.product.outputs(missing, wanted)[..., self.outputs]
         moments.add(x, y)
 
     def change(self, seen: Moments, held: Moments) -> float:

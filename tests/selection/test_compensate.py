@@ -100,6 +100,26 @@ def test_every_reader_of_a_transformer():
     l0prune.export(model)
 
 
+def test_what_a_stream_lost_is_made_up_for_by_what_is_added_to_it():
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.into, self.out, self.beside = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            stream = self.out(self.into(x))
+            return stream + self.beside(x)
+
+    torch.manual_seed(0)
+    model, x = Stream().eval(), torch.randn(300, 6)
+    l0prune.gate(model, x[:2], include=["into"])
+    closed(model, "into", [0, 1, 2, 3, 4])  # three slots cannot say what six inputs are
+    found = l0prune.compensate(model, x)
+    assert found.before.error > 0.1
+    assert found.after.error < 1e-6
+    assert set(found.layers) == {"out.weight", "beside.weight"}
+
+
 def test_tied_weights_stay():
     class Tied(nn.Module):
         def __init__(self):
