@@ -291,21 +291,21 @@ class _Survey:
         norm = norm_of(operator, args, self.weights)
         is_seen_otherwise = _is_view(operator) or operator == torch.ops.aten._unsafe_view.default
         if self.last is not None and any(arg is self.last[0] for arg in args):
-            last, name = self.last
+            last, of = self.last
             if norm is not None and args[0] is last:
-                self.readers[name].norm = norm
+                self.readers[of].norm = norm
             if operator in _SUMS:
-                self.readers[name].stream = self._number(args[args[0] is last], last)
+                self.readers[of].stream = self._number(args[args[0] is last], last)
             if is_seen_otherwise:
-                self.last = result, name
+                self.last = result, of
         if norm is None and not is_seen_otherwise:
             self.used |= {name for arg in args if (name := self.weights.name(arg)) is not None}
 
     def _number(self, value: Any, like: Tensor) -> int:
         """Return the number of the operator that made a tensor of this shape; 0 for another."""
         made, number = self.made.get(id(value), (None, 0))
-        is_it = made is not None and made() is value and value.shape == like.shape
-        return number if is_it else 0
+        is_it = made is not None and made() is value
+        return number if is_it and value.shape == like.shape else 0
 
     def read(self, read: Read) -> None:
         reader = self.readers.setdefault(read.name, Reader(read.name))
