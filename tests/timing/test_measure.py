@@ -271,7 +271,7 @@ def test_results_that_make_no_sense_are_refused(folder, part):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"runtime": "tvm"}, "runtime is one of onnxruntime, eager, compile"),
+        ({"runtime": "tvm"}, "runtime is one of onnxruntime, onnxruntime-int8"),
         ({"providers": "NowhereExecutionProvider"}, "has no NowhereExecutionProvider"),
         ({"runtime": "eager", "providers": "nowhere"}, "cannot use the device 'nowhere'"),
         ({"threads": 0}, "threads must be a whole number"),
