@@ -31,7 +31,7 @@ from l0prune.selection.compensate import (
     inputs_of,
 )
 from l0prune.selection.division import Division
-from l0prune.selection.fit import blocks_for, fit
+from l0prune.selection.fit import blocks_for, check_request, fit
 from l0prune.timing.measure import measure
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
@@ -96,6 +96,9 @@ def shrink(
     gate(work, *as_arguments(_head(first, 2)), **{"branches": False, **gating})
     if latency is None and budget is not None and _is_about_time(budget):
         latency = measure(work)
+    if budget is not None:
+        asked: Any = {"round_to": "auto", "latency": latency, "kinds": ()}
+        check_request(work, budget, **asked, scored=True, data=False)
     curve: list[Step] = []
     with calibration(work, inputs, samples, batch_size, device, seed) as found:
         division = found.division()
