@@ -164,11 +164,22 @@ class Calibration:
 
     def division(self) -> Division:
         """Look at what each layer is worth to the outputs; see ``division``."""
-        count = sum(batch_length(batch, None) for batch in self.used) / len(self.used)
         with bypass(self.root), stage("looking at each layer cut alone"):
-            probes = max(1, round(PROBES / count))
             judge = divergence if self.has_classes else relative_error
-            return Division(self.root, self.gates.plan, self.used, judge, probes)
+            return Division(self.root, self.gates.plan, self.used, self.judged_by(), judge)
+
+    def judged_by(self) -> list[Any]:
+        """Return batches, or a part of one, with about as many outputs as tell layers apart."""
+        first = self.used[0]
+        length = batch_length(first, None)
+        with torch.no_grad():
+            outputs = output_tensor(call(self.root, first))
+        dim = class_dim(outputs)
+        places = outputs.numel() / (1 if dim is None else outputs.shape[dim]) / length
+        needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
+        if needed < length:
+            return [Batch(first, None).head(needed).inputs]
+        return self.used[: math.ceil(needed / length)]
 
 
 @contextmanager

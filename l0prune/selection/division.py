@@ -44,7 +44,8 @@ _ROUND = 1 / 16  # of the slots that are left go at once
 _LARGEST = 2304  # features of which the whole covariance is taken
 _ROWS = 1 << 18  # of one layer, at most
 _TURNS = 3  # in which costs are looked at where the slots of the turn before are gone
-PROBES = 256  # examples, about, on which the outputs are looked at
+PROBES = 256  # outputs, about, that are looked at: examples, or places of them with classes
+_MANY, _FEWER = 24, (0.35, 0.7)  # axes of which fewer widths are looked at
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # of an axis gone when the outputs are looked at
 _DAMPING = 1e-4
 
@@ -230,7 +231,7 @@ class Division:
         plan: whose axes may be cut.
         batches: inputs.
         judge: the error of outputs, against those of the dense network on the same batch.
-        probes: how many of the batches the outputs are looked at with.
+        probes: inputs of which the outputs are looked at.
     """
 
     def __init__(
@@ -238,8 +239,8 @@ class Division:
         model: nn.Module,
         plan: Plan,
         batches: Sequence[Any],
+        probes: Sequence[Any],
         judge: Judge,
-        probes: int = 1,
     ) -> None:
         self.model, self.plan, self.batches = model, plan, batches
         self.weights = Weights(model)
@@ -249,7 +250,8 @@ class Division:
             for name, reader in readers_of(model, partial(call, model, batches[0])).items()
             if reader.calls == 1
         }
-        self.probes = batches[:probes]
+        self.probes = probes
+        self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
         self.dense = [self._outputs(batch, {}) for batch in self.probes]
         self.curves = self._curves()
 
@@ -303,7 +305,7 @@ class Division:
         }
         curve, left = Curve(number), torch.ones(axis.size, dtype=torch.bool)
         error = 0.0
-        levels = sorted({max(1, round(part * axis.size)) for part in _WIDTHS if axis.size > 1})
+        levels = sorted({max(1, round(part * axis.size)) for part in self.widths if axis.size > 1})
         levels = [level for level in levels if level < axis.size]
         while int(left.sum()) > 1:
             errors = torch.stack([state.errors(axis.size) for state in states.values()]).sum(0)

@@ -29,7 +29,7 @@ def test_errors_are_those_of_direct_least_squares():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), relative_error, probes=4)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
         hidden = plain[1](plain[0](x))
         curve = next(c for c in division.curves if plan.axes[c.axis].size == 12)
         read = plain[2](hidden)
@@ -48,7 +48,7 @@ def test_outputs_are_those_of_the_network_with_one_axis_cut():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), relative_error, probes=4)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
         curve = next(c for c in division.curves if plan.axes[c.axis].size == 8)
         hidden, wanted = plain[:4](x), plain(x)
     gone, error = min(curve.outputs.items())
@@ -61,7 +61,7 @@ def test_scores_meet_a_budget_where_it_costs_least():
     l0prune.gate(model, x[:2])
     plan = l0prune.gates(model).plan
     with bypass(model), torch.no_grad():
-        division = Division(model, plan, list(x.split(100)), relative_error)
+        division = Division(model, plan, list(x.split(100)), [x], relative_error)
     wanted = bounds(plan, limits("macs=0.6"), ())
     scores = division.scores_for(wanted, [1] * len(plan.axes))
     assert scores.shape == (plan.size,)
