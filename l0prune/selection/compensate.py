@@ -21,8 +21,10 @@ from l0prune.capture.copying import copied
 from l0prune.capture.model_checks import evaluating
 from l0prune.data.dataset import map_tensors, without_labels
 from l0prune.errors import DataError, warn
+from l0prune.files.artifact import named_tensors
 from l0prune.gating.attaching import bypass, detach, holder
 from l0prune.gating.bank import Gates
+from l0prune.gating.multipliers import along
 from l0prune.plan.numbers import check_whole
 from l0prune.running.batches import Batch, Feed, call
 from l0prune.running.criteria import is_classification, tensor_output
@@ -36,13 +38,14 @@ from l0prune.selection.score_input import output_tensor
 
 _FEWEST, _ENOUGH = 3, 8  # batches: at least, and where there is a choice
 _NARROW, _ERROR = 2.0, 0.02  # held-out error over that of what was fitted; and what is small
+_NOTHING = 1e-30  # in the place of a variance of zero
 _JUDGED = 5  # one batch in so many is used for nothing but to tell what has been gained
 SAMPLES, BATCH_SIZE = 512, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """How near a network's outputs are to those of the network that it was cut from.
+    """Nearness of a network's outputs to those of the network that it was cut from.
 
     Attributes:
         error: the mean square of the difference over the variance of the original's outputs.
@@ -63,7 +66,7 @@ class Fidelity:
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """What a compensation has done, on inputs that were used for nothing else.
+    """Gain of a compensation, on inputs that were used for nothing else.
 
     Attributes:
         before: of the cut network.
@@ -280,12 +283,12 @@ def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fide
         for batch in batches:
             wanted, found = (output_tensor(call(net, batch)) for net in (dense, other))
             dim = class_dim(wanted)
-            error += float((wanted - found).double().square().sum())
-            scale += float((wanted - wanted.mean(0)).double().square().sum())
+            off, spread = _squares(found, wanted)
+            error, scale = error + off, scale + spread
             if dim is not None:
                 same = wanted.argmax(dim) == found.argmax(dim)
                 alike, count = alike + float(same.sum()), count + same.numel()
-    return Fidelity(error / max(scale, 1e-30), alike / count if count else None)
+    return Fidelity(error / max(scale, _NOTHING), alike / count if count else None)
 
 
 def class_dim(outputs: Tensor) -> int | None:
@@ -317,38 +320,40 @@ def divergence(found: Any, wanted: Any) -> float:
 
 def relative_error(found: Any, wanted: Any) -> float:
     """Return the squared error of outputs over the variance of those that are wanted."""
-    found, wanted = output_tensor(found), output_tensor(wanted)
-    scale = (wanted - wanted.mean(0)).double().square().sum().clamp(min=1e-30)
-    return float((found - wanted).double().square().sum() / scale)
+    error, scale = _squares(output_tensor(found), output_tensor(wanted))
+    return error / max(scale, _NOTHING)
+
+
+def _squares(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """Return the sums of the squared error, and of the squared distance from the mean."""
+    error, distance = found - wanted, wanted - wanted.mean(0)
+    return float(error.double().square().sum()), float(distance.double().square().sum())
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:
     """Return a copy without gates whose tensors are multiplied by them."""
     result = copied(root)
     detach(result)
-    tensors = {**dict(result.named_parameters()), **dict(result.named_buffers())}
-    for name, by in multipliers(gates).items():
+    tensors = dict(named_tensors(result))
+    for name, by in multipliers(gates, tensors).items():
         tensors[name].data.mul_(by.to(tensors[name]))
     return result
 
 
-def multipliers(gates: Gates) -> dict[str, Tensor]:
-    """Return what multiplies each gated tensor in eval mode, by name, to be broadcast."""
+def multipliers(gates: Gates, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the multiplier of each gated tensor in eval mode, by name, to be broadcast."""
     found: dict[str, Tensor] = {}
     z = gates.z()
     for site in gates.plan.sites:
-        spread = gates.plan.spread(site.layout, z)
-        dims = len(gates.plan.tensors[site.tensor])
-        spread = spread.reshape([-1 if dim == site.dim else 1 for dim in range(dims)])
+        spread = along(tensors[site.tensor], gates.plan.spread(site.layout, z), site.dim)
         found[site.tensor] = found.get(site.tensor, 1.0) * spread
     return found
 
 
 def _write_back(root: nn.Module, cut: nn.Module, gates: Gates) -> None:
     """Copy what has changed into the gated model, whose gates multiply it."""
-    mine = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    theirs = {**dict(cut.named_parameters()), **dict(cut.named_buffers())}
-    by = multipliers(gates)
+    mine, theirs = dict(named_tensors(root)), dict(named_tensors(cut))
+    by = multipliers(gates, theirs)
     with torch.no_grad():
         for name, new in theirs.items():
             old = mine[name]

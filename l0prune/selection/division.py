@@ -1,4 +1,4 @@
-"""What goes, and of which layers, where weights are compensated: a division of a budget over axes.
+"""Division of a budget over axes where weights are compensated: which slots go, of which layers.
 
 Within an axis slots go in the order of the error that is left after compensation: of a reader with
 weights W and inputs of covariance C, slots c leave
@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.gating.multipliers import along
 from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
@@ -39,6 +41,7 @@ from l0prune.selection.lockstep import (
     forwards,
     readers_of,
 )
+from l0prune.selection.matrices import by_channel
 
 _ROUND = 1 / 16  # of the slots that are left go at once
 _LARGEST = 2304  # features of which the whole covariance is taken
@@ -107,7 +110,7 @@ class _State:
 
 @dataclass
 class Curve:
-    """How the error grows while slots of an axis go.
+    """Growth of the error while slots of an axis go.
 
     Attributes:
         axis: number of the axis.
@@ -129,26 +132,12 @@ class Curve:
         Never less than one that went before: of a slot that adds less than those before it, they
         go together, at their mean.
         """
-        gone, local = torch.tensor(self.gone), torch.tensor(self.local, dtype=torch.float64)
-        at = sorted(self.outputs)
+        at, slots = sorted(self.outputs), range(1, len(self.order) + 1)
         errors = dict(zip(self.gone, self.local, strict=True))
-        ratio = torch.tensor([self.outputs[n] / max(errors[n], 1e-30) for n in at]).double()
-        slots = torch.arange(1, len(self.order) + 1, dtype=torch.float64)
-        total = _interpolated(slots, gone.double(), local) * _interpolated(
-            slots, torch.tensor(at).double(), ratio
-        )
-        total = total.cummax(0).values
+        ratio = [self.outputs[n] / max(errors[n], 1e-30) for n in at]
+        total = np.interp(slots, self.gone, self.local) * np.interp(slots, at, ratio)
+        total = torch.from_numpy(total).cummax(0).values
         return _pooled(torch.diff(total, prepend=total.new_zeros(1)))
-
-
-def _interpolated(at: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Linear between the points, constant beyond."""
-    right = torch.searchsorted(x, at).clamp(1, max(1, len(x) - 1))
-    if len(x) == 1:
-        return y.expand(len(at))
-    left = right - 1
-    part = ((at - x[left]) / (x[right] - x[left])).clamp(0, 1)
-    return y[left] + part * (y[right] - y[left])
 
 
 def _pooled(values: Tensor) -> Tensor:
@@ -191,13 +180,8 @@ class _Input:
         """Count what calls on some batches read."""
         moments = Moments()
         for read in reads:
-            rows = read.product.outputs(read.run(), None).shape[1]
-            wanted = None
-            if rows > (most := _ROWS // (len(reads) * places)):
-                generator = torch.Generator().manual_seed(moments.count)
-                wanted = torch.randperm(rows, generator=generator)[:most].to(read.given.device)
-            x = read.product.inputs(read.args, wanted)
-            x = x.unflatten(2, (-1, places)).mT.flatten(1, 2)
+            wanted = read.some_rows(_ROWS // (len(reads) * places), seed=moments.count)
+            x = by_channel(read.product.inputs(read.args, wanted), places)
             moments.add(x, x[..., :0])
         covariance, _, _ = moments.about(mean=has_bias)
         covariance = covariance.cpu()
@@ -289,7 +273,7 @@ class Division:
 
     def _input(self, reader: Reader, reads: Sequence[Read]) -> _Input:
         matrix = reads[0].product.matrix(reads[0].weight)
-        rows = sum(read.product.outputs(read.run(), None).shape[1] for read in reads)
+        rows = sum(read.rows for read in reads)
         features, places = matrix.shape[1], 1
         if features > _LARGEST or rows < 2 * features:
             slots = torch.stack([self._slots(n, reads[0], 1) for n in self._axes(reader.name)])
@@ -336,7 +320,7 @@ class Division:
             table = self.plan.gate_table(layout)
             mine = (table >= axis.start) & (table < axis.start + axis.size)
             found = torch.where(mine, table - axis.start, -1).max(0).values
-            slots = found.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
+            slots = along(tensor, found, dim)
         return along_reads(slots, read, tensor)[0, ::places, 0].cpu()
 
     def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
@@ -392,9 +376,8 @@ class Division:
             each = cost[axis.slice].mean()
             if each > 0:
                 order = torch.tensor(curve.order)
-                ranks = 1 + 1e-9 * torch.arange(
-                    len(order), dtype=torch.float64
-                )  # ties keep their order
+                # Ties keep their order.
+                ranks = 1 + 1e-9 * torch.arange(len(order), dtype=torch.float64)
                 found[axis.start + order] = curve.increments().clamp(min=1e-12) * ranks / each
         finite = found[found.isfinite()]
         return found.nan_to_num(posinf=1e3 * float(finite.max()) if len(finite) else 1.0)

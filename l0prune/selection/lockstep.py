@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import OpOverload, TorchDispatchMode, schema_of
+from l0prune.files.artifact import named_tensors
 from l0prune.selection.matrices import Product, product_of
 
 OTHER_WAYS = (
@@ -33,8 +34,7 @@ class Weights:
     """Names of a model's tensors, by their memory."""
 
     def __init__(self, model: nn.Module) -> None:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        self.tensors = {name: tensor for name, tensor in named_tensors(model) if tensor.numel()}
         self._names = {_memory(tensor): name for name, tensor in reversed(self.tensors.items())}
 
     def name(self, value: Any) -> str | None:
@@ -80,11 +80,24 @@ class Read:
 
     @property
     def given(self) -> Tensor:
-        """What the weight multiplies."""
+        """The factor that the weight multiplies."""
         which = (self.product.weight, self.product.bias)
         found: Tensor
         found, *_ = (a for n, a in enumerate(self.args) if n not in which and isinstance(a, Tensor))
         return found
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that the weight multiplies, in each group."""
+        groups, _, outputs = self.product.matrix(self.weight).shape
+        return self.run().numel() // (groups * outputs)
+
+    def some_rows(self, most: int, seed: int) -> Tensor | None:
+        """Return at most so many of the rows, chosen at random; None for all."""
+        if self.rows <= most:
+            return None
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(self.rows, generator=generator)[:most].to(self.given.device)
 
     def run(self) -> Tensor:
         """Compute the result, once."""
@@ -112,7 +125,7 @@ class Read:
 
 
 class _Abandoned(BaseException):
-    """Nobody waits for this forward any more."""
+    """The end of a forward that nobody waits for any more."""
 
 
 class Forward:
@@ -269,7 +282,7 @@ class Reader:
 
 @dataclass
 class _Survey:
-    """What one forward does with its weights.
+    """Notes on the weights of one forward.
 
     Attributes:
         used: names of tensors that other operators than products take.

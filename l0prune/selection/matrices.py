@@ -69,6 +69,14 @@ def product_of(
     return None
 
 
+def by_channel(rows: Tensor, places: int) -> Tensor:
+    """Return each place of a kernel or a flatten as a row of the channels.
+
+    Shape: rows (groups, rows, channels · places), result (groups, rows · places, channels).
+    """
+    return rows.unflatten(2, (-1, places)).mT.flatten(1, 2)
+
+
 def _matmul(at: int, *, is_left: bool) -> Product:
     def grouped(matrix: Tensor) -> Tensor:
         matrix = matrix.mT if is_left else matrix
@@ -81,8 +89,7 @@ def _matmul(at: int, *, is_left: bool) -> Product:
     weight, other = (at, at + 1) if is_left else (at + 1, at)
 
     def unmatrix(matrix: Tensor) -> Tensor:
-        matrix = matrix.mT if is_left else matrix
-        return matrix
+        return matrix.mT if is_left else matrix
 
     return Product(
         weight=weight,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
+from l0prune.gating.multipliers import along
 from l0prune.plan.plan import Plan
 from l0prune.running.batches import call
 from l0prune.selection.least_squares import Moments, Solution, solve
@@ -26,10 +27,12 @@ from l0prune.selection.lockstep import (
     Read,
     Reader,
     Weights,
+    along_reads,
     forwards,
     norm_of,
     readers_of,
 )
+from l0prune.selection.matrices import by_channel
 
 _ROWS = 1 << 19  # of one layer, at most: positions of maps next to each other say much the same
 _LARGEST = 5120  # features of which the whole covariance is taken …
@@ -191,28 +194,17 @@ class _Layer:
     ) -> None:
         self.tandem, self.reader, self.dense, self.read = tandem, reader, dense, read
         tensor = tandem.of_cut.tensors[reader.name]
-        alive = torch.ones((), dtype=torch.bool, device=tensor.device)
-        for dim, layout in enumerate(
-            tandem.plan.tensors[tandem.plan.aliases.get(reader.name, reader.name)]
-        ):
-            mask = tandem.plan.mask(layout, tandem.kept).to(tensor.device)
-            alive = alive & mask.reshape([-1 if d == dim else 1 for d in range(tensor.dim())])
-        lies = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=torch.bool, device=tensor.device
-        )
-        lies.copy_(alive.expand(tensor.shape))
-        weight = read.weight
-        lies = lies.as_strided(
-            weight.shape, weight.stride(), weight.storage_offset() - tensor.storage_offset()
-        )
-        alive = read.product.matrix(lies)
+        plan, alive = tandem.plan, torch.ones((), dtype=torch.bool)
+        for dim, layout in enumerate(plan.tensors[plan.aliases.get(reader.name, reader.name)]):
+            alive = alive & along(tensor, plan.mask(layout, tandem.kept), dim)
+        alive = along_reads(alive, read, tensor)
         self.features = alive.any(0).any(1).nonzero().flatten()
         self.outputs = alive.any(0).any(0).nonzero().flatten()
         self.is_cut = len(self.features) < alive.shape[1]
         self.has_bias = bool(reader.bias) or reader.norm is not None
         _, features, outputs = alive.shape
         self.is_wide = outputs > features and read.stream is None
-        self.rows = batches * dense.product.outputs(dense.run(), None).shape[1]
+        self.rows = batches * dense.rows
         self.is_few = self.rows < _FOR_EACH * features
         self.places = self._places(alive) if self.is_few or features > _LARGEST else 1
         self.is_large = len(self.features) > (_LARGEST // 4 if self.is_few else _LARGEST)
@@ -241,15 +233,11 @@ class _Layer:
     def count(self, moments: Moments, dense: Read, cut: Read, batches: int) -> None:
         """Count a batch: what the cut network's layer reads, and what the dense one's gives."""
         assert dense.out is not None
-        rows = dense.product.outputs(dense.out, None).shape[1]
-        wanted = None
-        if rows > (most := _ROWS // batches):
-            generator = torch.Generator().manual_seed(moments.count)
-            wanted = torch.randperm(rows, generator=generator)[:most].to(dense.out.device)
+        wanted = dense.some_rows(_ROWS // batches, seed=moments.count)
         x = cut.product.inputs(cut.args, wanted)[..., self.features]
         if self.places > 1:
             y = dense.product.inputs(dense.args, wanted)
-            x, y = (each.unflatten(2, (-1, self.places)).mT.flatten(1, 2) for each in (x, y))
+            x, y = (by_channel(each, self.places) for each in (x, y))
         elif self.is_wide:
             y = dense.product.inputs(dense.args, wanted)
         else:
@@ -306,7 +294,8 @@ class _Layer:
         bias = self.dense.bias
         if bias is None:
             return None
-        return bias.double().reshape(self.dense_matrix().shape[0], -1)[:, self.outputs]
+        groups = len(self.dense.product.matrix(self.dense.weight))
+        return bias.double().reshape(groups, -1)[:, self.outputs]
 
     def _shift(self, found: Solution) -> None:
         """Put the constant into the bias, or take it from the mean of the norm behind."""
