@@ -1,4 +1,4 @@
-"""What a folder says: defaults in ``l0prune.toml``, its models, its images, names of its files."""
+"""Facts of a folder: defaults in ``l0prune.toml``, its models, its images, names of its files."""
 
 from __future__ import annotations
 

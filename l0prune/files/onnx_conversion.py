@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Graph:
-    """What a conversion reads of a file.
+    """Content of a file that a conversion reads.
 
     Attributes:
         model: its content, without functions of its own.
@@ -245,7 +245,7 @@ class _Conversion:
 
 
 def _is_made_up(name: str) -> bool:
-    """Whether it is a name that torch's exporter gives to a value, and will give again."""
+    """Return whether it is a name that torch's exporter gives to a value, and will give again."""
     plain = re.sub(r"(_\d+)+$", "", name)
     return plain == "val" or hasattr(torch.ops.aten, plain)
 

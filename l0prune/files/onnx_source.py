@@ -254,7 +254,7 @@ def _given(value: onnx.ValueInfoProto, path: str) -> Given:
 
 
 def _ranks(model: onnx.ModelProto, path: str) -> dict[str, int]:
-    """How many dims each value has, where shape inference finds it."""
+    """Return the number of dims of each value, where shape inference finds it."""
     import onnx
 
     try:
@@ -320,7 +320,7 @@ def _session(path: str) -> Any:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the file computes in ONNX Runtime, and how near a network came to it."""
+    """Outputs of the file in ONNX Runtime, and the error of a network beside them."""
 
     example: tuple[Tensor, ...]
     outputs: Sequence[Tensor]

@@ -8,6 +8,7 @@ is the group lasso's λ·Σ√|g|·‖w‖. A weight between two slots belongs t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -185,7 +186,7 @@ class GroupPenalty:
         return result
 
     def _excessive(self, t: Tensor, candidates: Tensor, *, in_the_end: bool = False) -> Tensor:
-        """Of these slots the fewest, smallest first, without which the budget's target is met.
+        """Return the fewest of these slots, smallest first, without which the budget is met.
 
         All of them where it is not met then, either.
         """
@@ -198,12 +199,9 @@ class GroupPenalty:
             open_[order[:count]] = False
             return self._budget.meets(open_, in_the_end=in_the_end)  # type: ignore[union-attr]
 
-        low, high = 0, len(order)
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if meets(middle) else (middle + 1, high)
+        fewest = bisect_left(range(len(order)), True, key=meets)
         result = torch.zeros_like(candidates)
-        result[order[:low].to(result.device)] = True
+        result[order[:fewest].to(result.device)] = True
         return result
 
     def _in_order(self, t: Tensor, candidates: Tensor) -> Tensor:
@@ -262,7 +260,7 @@ class GroupPenalty:
 
 
 class _Shrunk(NamedTuple):
-    """What an operator makes of the groups.
+    """Outcome of an operator for the groups.
 
     Attributes:
         sizes: of each, 0 where it is to be zero.

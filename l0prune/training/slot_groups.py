@@ -102,7 +102,7 @@ def squares(part: Part) -> Tensor:
 
 
 class Metric:
-    """How stiff the optimizers hold each weight: 1 over the length of its step for a gradient of 1.
+    """Stiffness of each weight under its optimizer: 1 over its step for a gradient of 1.
 
     For Adam and its kind that is (√v̂ + ε)/rate, else 1/rate.
 

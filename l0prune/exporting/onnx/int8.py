@@ -85,7 +85,7 @@ class Int8:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know before the file is served; empty where all is well."""
+        """Return the cautions for who serves the file; empty where all is well."""
         found = []
         if self.times.share * _FASTER > 1:
             found.append(

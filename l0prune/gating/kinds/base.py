@@ -69,8 +69,7 @@ class LearnsTemperature(Protocol):
     """A gate whose temperature may learn, too: a parameter of its own beside ``log_alpha``."""
 
     def temperature_start(self, sizes: Sequence[int]) -> Tensor | None:
-        """Where the parameter begins, by the sizes of the axes; None where nothing but log α
-        learns."""
+        """Return the parameter's start, by the sizes of the axes; None where only log α learns."""
         ...
 
     def temperature_index(self, sizes: Sequence[int]) -> Tensor:
@@ -88,7 +87,7 @@ class AtTemperature(Gate, Protocol):
 
     @property
     def shift_learned(self) -> Tensor:
-        """What is added to ``initial`` for the same P(z ≠ 0) now; shape ``(gates,)``."""
+        """Summand to ``initial`` for the same P(z ≠ 0) now; shape ``(gates,)``."""
         ...
 
     def among(self, chosen: Tensor) -> AtTemperature:

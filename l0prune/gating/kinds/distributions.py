@@ -64,7 +64,7 @@ class HardConcrete(Distribution):
         super().__init__(self.log_alpha.shape, validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> HardConcrete:
-        """The same distribution with more batch dims; see ``torch.distributions.Distribution``."""
+        """Return it with more batch dims; see ``torch.distributions.Distribution``."""
         new: HardConcrete = self._get_checked_instance(HardConcrete, _instance)
         for name in self.arg_constraints:
             setattr(new, name, getattr(self, name).expand(batch_shape))

@@ -222,7 +222,7 @@ class AtBeta(HardConcrete):
 
     @property
     def shift_learned(self) -> Tensor:
-        """What is added to a log α of the start for the same P(z ≠ 0), shape ``(gates,)``."""
+        """Summand to a log α of the start for the same P(z ≠ 0), shape ``(gates,)``."""
         moved: Tensor = self._shift - reaches(0, START, self.gamma, self.zeta)
         return moved
 
