@@ -135,8 +135,8 @@ class Curve:
         at, slots = sorted(self.outputs), range(1, len(self.order) + 1)
         errors = dict(zip(self.gone, self.local, strict=True))
         ratio = [self.outputs[n] / max(errors[n], 1e-30) for n in at]
-        total = np.interp(slots, self.gone, self.local) * np.interp(slots, at, ratio)
-        total = torch.from_numpy(total).cummax(0).values
+        shape, level = np.interp(slots, self.gone, self.local), np.interp(slots, at, ratio)
+        total = torch.from_numpy(shape * level).cummax(0).values
         return _pooled(torch.diff(total, prepend=total.new_zeros(1)))
 
 

@@ -74,7 +74,8 @@ def by_channel(rows: Tensor, places: int) -> Tensor:
 
     Shape: rows (groups, rows, channels · places), result (groups, rows · places, channels).
     """
-    return rows.unflatten(2, (-1, places)).mT.flatten(1, 2)
+    split: Tensor = rows.unflatten(2, (-1, places))
+    return split.mT.flatten(1, 2)
 
 
 def _matmul(at: int, *, is_left: bool) -> Product:
