@@ -35,6 +35,7 @@ from l0prune.selection.fit import blocks_for, check_request, fit
 from l0prune.timing.measure import measure
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
+from l0prune.training.checkpoint import put_back, snapshot
 
 _TRIED = 5  # sizes, for a tolerance
 _SMALLEST = 0.05  # share of the MACs, below which a tolerance does not go
@@ -70,7 +71,7 @@ def shrink(
             that were held out: ``"1%"`` or 0.01 of the examples may get another class, or of the
             outputs' variance be error where there are no classes.
         recover: epochs of training afterwards, in which the smaller network learns the answers of
-            the original one.
+            the original one, to all inputs: also to those that ``fidelity`` is then measured on.
         latency: a table of times for a budget in latency; one is measured where none is given.
         samples: how many inputs are used, at most.
         batch_size: examples at a time, where the source lets us choose.
@@ -107,14 +108,13 @@ def shrink(
         else:
             assert budget is not None
             _cut(found, division, budget, latency)
+        judged, place = found.judged, device_of(found.root)
     if recover:
         task = with_pseudo_labels(inputs, model, device=device)
         run.finetune(work, task, epochs=recover, learn=False, device=device, seed=seed)
     result = export(work)
-    with calibration(work, inputs, samples, batch_size, device, seed) as found, evaluating(model):
-        place = device_of(found.root)
-        with on_device(model, place), on_device(result.module, place):
-            result.fidelity = fidelity(model, result.module, found.judged)
+    with evaluating(model), on_device(model, place), on_device(result.module, place):
+        result.fidelity = fidelity(model, result.module, judged)
     result.curve = tuple(curve)
     return result
 
@@ -158,14 +158,12 @@ def _smallest(found: Calibration, division: Division, allowed: float) -> list[St
     Raises:
         UsageError: none of those that were tried is.
     """
-    whole = {name: tensor.clone() for name, tensor in found.root.state_dict().items()}
+    whole = snapshot(found.root)
     best, steps = dict[str, Tensor](), list[Step]()
     low, high = math.log(_SMALLEST), 0.0
     for _ in range(_TRIED):
         share = math.exp((low + high) / 2)
-        with torch.no_grad():
-            for name, tensor in found.root.state_dict().items():
-                tensor.copy_(whole[name])
+        put_back(found.root, whole)
         try:
             after = _cut(found, division, f"macs={share:.4f}").after
         except UsageError:  # less than can be taken away
@@ -177,7 +175,7 @@ def _smallest(found: Calibration, division: Division, allowed: float) -> list[St
         )
         if far <= allowed:
             high = math.log(share)
-            best = {name: tensor.clone() for name, tensor in found.root.state_dict().items()}
+            best = snapshot(found.root)
         else:
             low = math.log(share)
     if not best:
@@ -187,7 +185,5 @@ def _smallest(found: Calibration, division: Division, allowed: float) -> list[St
             f"no smaller network was found whose outputs stay within {allowed:.1%}.{said} Allow "
             "more, or give more inputs"
         )
-    with torch.no_grad():
-        for name, tensor in found.root.state_dict().items():
-            tensor.copy_(best[name])
+    put_back(found.root, best)
     return sorted(steps, key=lambda step: step.share)
