@@ -66,13 +66,25 @@ def error_rate(outputs: Any, targets: Any) -> Tensor:
 
 
 def is_classification(outputs: Any, targets: Any) -> bool:
-    """Return whether outputs are class scores, one row an example, and targets choose a class."""
+    """Return whether outputs are class scores, one row an example, and targets choose a class.
+
+    Of a sequence's scores it is not told.
+    """
+    scores = tensor_output(outputs)
+    return scores is not None and class_dim(outputs) == 1 and _are_classes(scores, targets)
+
+
+def class_dim(outputs: Any) -> int | None:
+    """Return the dim of a model's output tensor along which its numbers are scores of classes.
+
+    It is dim 1, as in torch; of ``.logits`` of shape (batch, places, classes) the last. None where
+    there is one number for an example, or the output is no tensor.
+    """
     scores = tensor_output(outputs)
     if scores is None or scores.dim() < 2:
-        return False
-    # What is called logits may be a sequence, whose classes come last: there it is not told.
-    is_sequence = not isinstance(outputs, Tensor) and scores.dim() > 2
-    return not is_sequence and _are_classes(scores, targets)
+        return None
+    dim = 2 if scores.dim() == 3 and not isinstance(outputs, Tensor) else 1
+    return dim if scores.shape[dim] > 1 else None
 
 
 def tensor_output(outputs: Any) -> Tensor | None:

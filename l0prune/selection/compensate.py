@@ -27,7 +27,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.multipliers import along
 from l0prune.plan.numbers import check_whole
 from l0prune.running.batches import Batch, Feed, call
-from l0prune.running.criteria import is_classification, tensor_output
+from l0prune.running.criteria import class_dim, is_classification
 from l0prune.running.device import choose_device, on_device
 from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.stages import stage
@@ -176,9 +176,9 @@ class Calibration:
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
-            outputs = output_tensor(call(self.root, first))
-        dim = class_dim(outputs)
-        places = outputs.numel() / (1 if dim is None else outputs.shape[dim]) / length
+            outputs = call(self.root, first)
+        found, dim = output_tensor(outputs), class_dim(outputs)
+        places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
         if needed < length:
             return [Batch(first, None).head(needed).inputs]
@@ -281,8 +281,9 @@ def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fide
     error = scale = alike = count = 0.0
     with torch.no_grad():
         for batch in batches:
-            wanted, found = (output_tensor(call(net, batch)) for net in (dense, other))
-            dim = class_dim(wanted)
+            outputs = call(dense, batch)
+            wanted, found = (output_tensor(each) for each in (outputs, call(other, batch)))
+            dim = class_dim(outputs)
             off, spread = _squares(found, wanted)
             error, scale = error + off, scale + spread
             if dim is not None:
@@ -291,30 +292,17 @@ def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fide
     return Fidelity(error / max(scale, _NOTHING), alike / count if count else None)
 
 
-def class_dim(outputs: Tensor) -> int | None:
-    """Return the dim along which outputs are of classes: the last of a sequence's, else the first.
-
-    None where there is one number for an example.
-    """
-    if outputs.dim() < 2:
-        return None
-    dim = 2 if outputs.dim() == 3 else 1
-    return dim if outputs.shape[dim] > 1 else None
-
-
 def are_classes(outputs: Any, targets: Any) -> bool:
     """Return whether outputs are scores of classes: by the targets, or since they are logits."""
-    found = tensor_output(outputs)
-    if found is None or class_dim(found) is None:
+    if class_dim(outputs) is None:
         return False
     return is_classification(outputs, targets) or not isinstance(outputs, Tensor)
 
 
 def divergence(found: Any, wanted: Any) -> float:
     """Return the mean divergence KL(wanted‖found) of class scores, in nats."""
-    found, wanted = output_tensor(found), output_tensor(wanted)
     dim = class_dim(wanted) or 1
-    logs, others = wanted.float().log_softmax(dim), found.float().log_softmax(dim)
+    logs, others = (output_tensor(each).float().log_softmax(dim) for each in (wanted, found))
     return float((logs.exp() * (logs - others)).sum(dim).mean())
 
 

@@ -16,7 +16,7 @@ from l0prune.gating.attaching import detach
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.batches import Feed, call
-from l0prune.running.criteria import tensor_output
+from l0prune.running.criteria import class_dim, tensor_output
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
@@ -105,14 +105,14 @@ class Teacher:
         learned, taught = self._features
         with torch.no_grad():
             answers = call(self._network, inputs)
-        extra = self._distance(_answer(outputs), _answer(answers))
+        extra = self._distance(_answer(outputs), _answer(answers), class_dim(outputs))
         for mine, theirs in zip(learned.take(), taught.take(), strict=True):
             extra = (
                 extra + F.mse_loss(mine.float(), theirs.float()) / theirs.float().square().mean()
             )
         return (1 - self._share) * loss + self._share * extra
 
-    def _distance(self, mine: Tensor, theirs: Tensor) -> Tensor:
+    def _distance(self, mine: Tensor, theirs: Tensor, dim: int | None) -> Tensor:
         """T²·KL between softened class probabilities, the mean over all examples and places.
 
         One column is no choice between classes: there it is the mean squared difference.
@@ -122,10 +122,10 @@ class Teacher:
                 f"the teacher gives {tuple(theirs.shape)}, the model {tuple(mine.shape)}: distill "
                 "compares their outputs, which must have one shape"
             )
-        if mine.dim() < 2 or mine.shape[1] == 1:
+        if dim is None:
             return F.mse_loss(mine.float(), theirs.float())
-        soft = [F.log_softmax(s.float() / self._temperature, 1) for s in (mine, theirs)]
-        each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(1)
+        soft = [F.log_softmax(s.float() / self._temperature, dim) for s in (mine, theirs)]
+        each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(dim)
         return self._temperature**2 * each.mean()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -152,9 +152,7 @@ def _answer(outputs: Any) -> Tensor:
             f"the network returns a {type(outputs).__name__}; distill needs one that returns a "
             "tensor, or has one as .logits"
         )
-    # Scores called logits come last for each place of a sequence; else they are dim 1, as in torch.
-    is_sequence = not isinstance(outputs, Tensor) and answer.dim() == 3
-    return answer.movedim(-1, 1) if is_sequence else answer
+    return answer
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from l0prune.errors import UsageError
 from l0prune.running.criteria import (
     LOSSES,
     METRICS,
+    class_dim,
     cross_entropy,
     error_rate,
     is_classification,
@@ -164,6 +165,15 @@ def test_classes_are_told_from_sequences():
     assert not is_classification(outputs(sequence), torch.zeros(2, 3).long())
     assert not is_classification({"a": SCORES}, TARGETS)
     assert not is_classification(SCORES[0], TARGETS)
+
+
+def test_classes_are_dim_1_and_of_a_sequence_the_last():
+    outputs = namedtuple("Outputs", "logits")
+    assert class_dim(torch.zeros(2, 3)) == class_dim(torch.zeros(2, 3, 7)) == 1
+    assert class_dim(outputs(torch.zeros(2, 7, 3))) == 2
+    assert class_dim(outputs(torch.zeros(2, 3, 7, 7))) == class_dim(torch.zeros(2, 3, 7, 7)) == 1
+    for single in (torch.zeros(2), torch.zeros(2, 1, 7), outputs(torch.zeros(2, 7, 1)), [1]):
+        assert class_dim(single) is None
 
 
 def test_class_numbers_may_have_any_whole_type():

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import DataError, L0pruneWarning, UsageError
+from l0prune.selection.compensate import divergence, fidelity
 
 
 def closed(model, axis, slots):
@@ -54,6 +56,32 @@ def test_what_repeats_is_given_back_exactly(norm):
     exported = l0prune.export(model)
     assert exported.widths["conv"] == (4, 8)
     torch.testing.assert_close(exported.module(x), model(x), atol=1e-4, rtol=1e-4)
+
+
+class Called(nn.Module):
+    """A network whose scores of classes, dim 1, are called logits and come last."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return SimpleNamespace(logits=self.network(x).mT)
+
+
+@pytest.mark.parametrize("around", [nn.Identity, Called])
+def test_agreement_and_divergence_are_over_classes(around):
+    one, other = nn.Conv1d(3, 4, 1), nn.Conv1d(3, 4, 1)
+    x = torch.randn(8, 3, 6)
+    wanted, found = one(x).mT, other(x).mT  # classes last
+    if around is Called:
+        one, other = Called(one), Called(other)
+    agreed = fidelity(one, other, [x]).agreement
+    assert agreed == (wanted.argmax(-1) == found.argmax(-1)).double().mean()
+    logs = [each.log_softmax(-1) for each in (wanted, found)]
+    expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()
+    with torch.no_grad():
+        assert divergence(other(x), one(x)) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_norms_know_their_statistics_afterwards():

@@ -57,6 +57,16 @@ def test_the_words_of_a_text_are_compared_at_each_token():
     torch.testing.assert_close(mixed, 0.75 * 3.0 + 0.25 * 4 * divergence)
 
 
+def test_classes_of_plain_scores_are_compared_at_each_place():
+    model, network_ = (nn.Conv1d(FEATURES, 4, 1) for _ in range(2))
+    series = torch.randn(3, FEATURES, 5)
+    teacher = Teacher.of(model, Settings(distill=1.0, temperature=2.0, teacher=network_))
+    mine, theirs = ((each(series) / 2).mT.log_softmax(-1) for each in (model, network_))
+    divergence = (theirs.exp() * (theirs - mine)).sum(-1).mean()
+    mixed = teacher.mixed(torch.tensor(3.0), model(series), series)
+    torch.testing.assert_close(mixed, 4 * divergence)
+
+
 @pytest.mark.parametrize("shape", [(12, 1), (12,)])
 def test_numbers_are_learned_by_their_squared_difference(shape):
     end = nn.Flatten(len(shape) - 1)
