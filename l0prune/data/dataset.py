@@ -276,10 +276,15 @@ def sampled(split: Split, most: int) -> Split:
     if len(split) <= most:
         return split
     drawn = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:most]
+    return chosen(split, drawn)
+
+
+def chosen(split: Split, index: Tensor) -> Split:
+    """Return a split of the examples of these numbers; one of another class whole."""
     if isinstance(split, Tensors):
-        return replace(split, inputs=split.inputs[drawn], targets=split.targets[drawn])
+        return replace(split, inputs=split.inputs[index], targets=split.targets[index])
     if isinstance(split, Loaded):
-        part = Subset(split.dataset, drawn.sort().values.tolist())
+        part = Subset(split.dataset, index.sort().values.tolist())
         return Loaded(part, split.workers, None, split.collate)
     return split
 

@@ -25,6 +25,7 @@ from l0prune.data.dataset import (
     Loaded,
     Split,
     Tensors,
+    chosen,
     inputs_and_targets,
     map_tensors,
     to_device,
@@ -39,7 +40,7 @@ from l0prune.files.user_code import called, named
 from l0prune.running.batches import call
 from l0prune.running.criteria import AUTO, NEXT_TOKEN, PERPLEXITY, tensor_output
 from l0prune.running.device import choose_device, on_device, precision
-from l0prune.running.task import Source, Task, is_split
+from l0prune.running.task import Source, Task, batch_length, is_split
 
 
 def with_pseudo_labels(
@@ -49,6 +50,7 @@ def with_pseudo_labels(
     batch_size: int = 100,
     device: str | torch.device = "auto",
     autocast: str | None = None,
+    held_out: Sequence[Any] = (),
 ) -> Task:
     """Put the network's own answers in place of the targets, as pseudo-labels.
 
@@ -64,6 +66,8 @@ def with_pseudo_labels(
         batch_size: examples at a time, where the source lets us choose.
         device: where it answers; see ``Settings``.
         autocast: see ``Settings``.
+        held_out: batches of inputs whose examples are left out of the training part, since
+            something else is going to be judged by them.
 
     Returns:
         A task with the loss and metric of ``data``, both of (outputs, answers); in place of
@@ -80,24 +84,37 @@ def with_pseudo_labels(
         task = replace(task, metric=None, metric_name="")
     place = choose_device(device, network)
 
-    def labelled(source: Source) -> Source:
-        if isinstance(source, Tensor):
-            source = Tensors(source, torch.zeros(len(source)))
-        if isinstance(source, Loaded):  # whose examples may be inputs alone
-            batches = _with_answers(source, torch.zeros(len(source))).batches(batch_size)
-        else:
-            batches = source.batches(batch_size) if is_split(source) else iter(source)
-        pairs = [_pseudo_labelled(network, _inputs_of(batch), place) for batch in batches]
-        if isinstance(source, Tensors):
-            return Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
-        if isinstance(source, Loaded):
-            return _with_answers(source, torch.cat([answers for _, answers in pairs]))
-        return pairs
-
+    held = {each for batch in held_out for each in _examples(batch)}
     with on_device(network, place), evaluating(network), precision(place, autocast):
-        train = labelled(task.train)
-        test = None if task.test is None else labelled(task.test)
+        given = network, batch_size, place
+        train = _labelled(task.train, *given, held)
+        test = None if task.test is None else _labelled(task.test, *given, set())
     return replace(task, train=train, test=test)
+
+
+def _labelled(
+    source: Source, network: nn.Module, batch_size: int, place: torch.device, held: set[bytes]
+) -> Source:
+    if isinstance(source, Tensor):
+        source = Tensors(source, torch.zeros(len(source)))
+    if isinstance(source, Loaded):  # whose examples may be inputs alone
+        batches = _with_answers(source, torch.zeros(len(source))).batches(batch_size)
+    else:
+        batches = source.batches(batch_size) if is_split(source) else iter(source)
+    pairs, left = list[tuple[Any, Tensor]](), list[Tensor]()
+    for batch in batches:
+        pairs.append(_pseudo_labelled(network, _inputs_of(batch), place))
+        if held:
+            left.append(torch.tensor([each not in held for each in _examples(pairs[-1][0])]))
+    if isinstance(source, Tensors):
+        source = Tensors(source.inputs, torch.cat([answers for _, answers in pairs]))
+    elif isinstance(source, Loaded):
+        source = _with_answers(source, torch.cat([answers for _, answers in pairs]))
+    elif held:
+        return [_rows_of(*each) for each in zip(pairs, left, strict=True) if bool(each[1].any())]
+    else:
+        return pairs
+    return chosen(source, torch.cat(left).nonzero().flatten()) if held else source
 
 
 def _inputs_of(batch: Any) -> Any:
@@ -106,6 +123,23 @@ def _inputs_of(batch: Any) -> Any:
     return map_tensors(
         batch if isinstance(batch, Tensor) else without_labels(inputs_and_targets(batch)[0])
     )
+
+
+def _examples(inputs: Any) -> list[bytes]:
+    """Return the numbers of each example in a batch of inputs."""
+    length, rows = batch_length(inputs, None), list[list[bytes]]()
+
+    def note(tensor: Tensor) -> None:
+        if tensor.dim() and len(tensor) == length:
+            flat = tensor.detach().cpu().contiguous().view(length, -1).view(torch.uint8)
+            rows.append([row.tobytes() for row in flat.numpy()])
+
+    map_tensors(inputs, note)
+    return [b"".join(parts) for parts in zip(*rows, strict=True)]
+
+
+def _rows_of(pair: tuple[Any, Tensor], rows: Tensor) -> Any:
+    return map_tensors(pair, lambda each: each[rows] if each.shape[:1] == rows.shape else each)
 
 
 def _pseudo_labelled(network: nn.Module, inputs: Any, device: torch.device) -> tuple[Any, Tensor]:

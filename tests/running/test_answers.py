@@ -68,6 +68,19 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
     assert alone.test is None
 
 
+@pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))
+def test_examples_that_are_held_out_are_not_learned_from(kind):
+    model, x = network().eval(), torch.randn(7, 3)
+    given = sources(x)[kind]
+    given = Tensors(*given) if kind == "a pair of tensors" else given
+    held = [{"input": x[5:6]} if kind == "mappings" else x[5:6], x[[0]]]
+    task = l0prune.with_pseudo_labels((given, given), model, batch_size=3, held_out=held)
+    inputs, targets = in_order(task.train)
+    assert torch.equal(inputs, x[[1, 2, 3, 4, 6]])
+    torch.testing.assert_close(targets, model(inputs).detach())
+    assert len(in_order(task.test)[0]) == 7
+
+
 @pytest.mark.parametrize("kind", ["a tensor of inputs", "a dataset of inputs"])
 def test_inputs_alone_are_shuffled_with_their_answers(kind):
     x = torch.randn(7, 3)
