@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from l0prune.errors import UsageError
 from l0prune.exporting.export import export
 from l0prune.exporting.result import Export, Step
 from l0prune.gating.gate import gate
-from l0prune.plan.limits import LimitsLike, bounds, limits
+from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
 from l0prune.plan.numbers import check_whole
 from l0prune.running.device import device_of, on_device
@@ -25,13 +26,12 @@ from l0prune.selection.compensate import (
     BATCH_SIZE,
     SAMPLES,
     Calibration,
-    Compensation,
     calibration,
     fidelity,
     inputs_of,
 )
 from l0prune.selection.division import Division
-from l0prune.selection.fit import blocks_for, check_request, fit
+from l0prune.selection.fit import check_request, fit_and_compensate
 from l0prune.timing.measure import measure
 from l0prune.timing.table import LatencyTable
 from l0prune.training import run
@@ -71,7 +71,7 @@ def shrink(
             that were held out: ``"1%"`` or 0.01 of the examples may get another class, or of the
             outputs' variance be error where there are no classes.
         recover: epochs of training afterwards, in which the smaller network learns the answers of
-            the original one, to all inputs: also to those that ``fidelity`` is then measured on.
+            the original one, to all inputs but those that ``fidelity`` is measured on.
         latency: a table of times for a budget in latency; one is measured where none is given.
         samples: how many inputs are used, at most.
         batch_size: examples at a time, where the source lets us choose.
@@ -106,11 +106,11 @@ def shrink(
         if allowed is not None:
             curve = _smallest(found, division, allowed)
         else:
-            assert budget is not None
-            _cut(found, division, budget, latency)
+            fit_and_compensate(found, budget, division, latency=latency)
         judged, place = found.judged, device_of(found.root)
     if recover:
-        task = with_pseudo_labels(inputs, model, device=device)
+        source = list(_batches(inputs, batch_size)) if isinstance(inputs, Mapping) else inputs
+        task = with_pseudo_labels(source, model, device=device, held_out=judged)
         run.finetune(work, task, epochs=recover, learn=False, device=device, seed=seed)
     result = export(work)
     with evaluating(model), on_device(model, place), on_device(result.module, place):
@@ -133,23 +133,17 @@ def tolerance_of(given: float | str) -> float:
     return given
 
 
+def _batches(inputs: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    parts = zip(*(tensor.split(size) for tensor in inputs.values()), strict=True)
+    return (dict(zip(inputs, part, strict=True)) for part in parts)
+
+
 def _head(inputs: Any, count: int) -> Any:
     return map_tensors(inputs, lambda tensor: tensor[:count].cpu() if tensor.dim() else tensor)
 
 
 def _is_about_time(budget: LimitsLike) -> bool:
     return any(limit.measure == LatencyTable.name for limit in limits(budget))
-
-
-def _cut(
-    found: Calibration, division: Division, budget: LimitsLike, latency: Source | None = None
-) -> Compensation:
-    """Cut and compensate a network that is whole."""
-    plan = found.gates.plan
-    wanted = bounds(plan, limits(budget), () if latency is None else (latency,))
-    blocks = blocks_for(plan, wanted, "auto", latency)
-    fit(found.root, budget, division.scores_for(wanted, blocks), latency=latency)
-    return found.compensate()
 
 
 def _smallest(found: Calibration, division: Division, allowed: float) -> list[Step]:
@@ -165,7 +159,7 @@ def _smallest(found: Calibration, division: Division, allowed: float) -> list[St
         share = math.exp((low + high) / 2)
         put_back(found.root, whole)
         try:
-            after = _cut(found, division, f"macs={share:.4f}").after
+            after = fit_and_compensate(found, f"macs={share:.4f}", division)[1].after
         except UsageError:  # less than can be taken away
             low = math.log(share)
             continue

@@ -14,7 +14,6 @@ score, by what it costs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +38,7 @@ from l0prune.selection.lockstep import (
     Weights,
     along_reads,
     forwards,
+    places_of,
     readers_of,
 )
 from l0prune.selection.matrices import by_channel
@@ -277,8 +277,7 @@ class Division:
         features, places = matrix.shape[1], 1
         if features > _LARGEST or rows < 2 * features:
             slots = torch.stack([self._slots(n, reads[0], 1) for n in self._axes(reader.name)])
-            changes = (slots[:, 1:] != slots[:, :-1]).any(0).nonzero().flatten() + 1
-            places = math.gcd(*changes.tolist(), features)
+            places = places_of(reads[0], slots)
         return _Input.of(reads, places, has_bias=bool(reader.bias) or reader.norm is not None)
 
     def _curve(self, number: int, readers: dict[str, _Input]) -> Curve:

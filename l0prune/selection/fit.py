@@ -3,19 +3,12 @@
 Expected amounts are what gates learn by. What a user gets is the real amount of the sliced model,
 and widths come in whole slots (or blocks of them): here the last few gates are opened and closed,
 in the order of their scores, until that amount is right.
-
-A score tells slots from each other, and another branches; how many branches are worth as much as
-which widths, neither says. So ``OneShot`` cuts the same part of the way in several ways, from
-widths alone to branches alone, and the loss decides. Half of the way tells best: where scores cut
-all of it the loss is far above chance, and does not say from where a network learns best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import ceil
 from typing import Any
 
 import torch
@@ -34,14 +27,13 @@ from l0prune.running.batches import usual_batch_size
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.selection import fitted
-from l0prune.selection.compensate import calibration
+from l0prune.selection.compensate import Calibration, Compensation, calibration
 from l0prune.selection.correction import corrected, observations, observed
+from l0prune.selection.division import Division
 from l0prune.selection.fitting import Fitting, Movable, Widths, blocks_of
+from l0prune.selection.oneshot import OneShot
 from l0prune.selection.score_input import ScoreInput
 from l0prune.selection.scores import score
-
-_TRIED = 12  # ways beside widths alone, at most: each costs a forward
-
 
 LOOKS = 8, 128  # batches, and examples of each, that tell how many branches go
 
@@ -104,14 +96,11 @@ def fit(
     gates.make_whole()
     wanted = _wanted(gates.plan, budget, round_to, latency)
     if compensate:
-        blocks_now = blocks_for(gates.plan, wanted, round_to, latency)
+        blocks_for(gates.plan, wanted, round_to, latency)
         with calibration(model, _needed(data)) as found:
-            if scores is None and wanted:
-                scores = found.division().scores_for(wanted, blocks_now)
             options: Any = {"round_to": round_to, "fill": fill, "latency": latency, "kinds": kinds}
-            counts = fit(model, budget, scores, **options)
-            found.compensate()
-            return counts
+            division = found.division() if scores is None and wanted else None
+            return fit_and_compensate(found, budget, division, scores=scores, **options)[0]
     asked = (kinds,) if isinstance(kinds, str) else kinds
     open_ = gates.open().cpu()
     by_magnitude = scores is None and _are_unlearned(gates, wanted, open_, asked)
@@ -143,6 +132,29 @@ def fit(
         )
     with stage("fitting to the budget"):
         return meet(model, wanted, worth, in_blocks, fill=fill, movable=movable, start=open_)
+
+
+def fit_and_compensate(
+    found: Calibration,
+    budget: LimitsLike | None,
+    division: Division | None,
+    *,
+    scores: Tensor | None = None,
+    round_to: Widths = "auto",
+    latency: Source | None = None,
+    **options: Any,
+) -> tuple[dict[str, float], Compensation]:
+    """Cut a network, by what a division says where there is one, and compensate it.
+
+    Returns:
+        What ``fit`` returns, and the gain of the compensation.
+    """
+    if division is not None:
+        plan = found.gates.plan
+        wanted = _wanted(plan, budget, round_to, latency)
+        scores = division.scores_for(wanted, blocks_for(plan, wanted, round_to, latency))
+    counts = fit(found.root, budget, scores, round_to=round_to, latency=latency, **options)
+    return counts, found.compensate()
 
 
 def _needed(data: Any) -> Any:
@@ -375,109 +387,3 @@ def _without_branches(
     except UsageError:
         return left, None  # branches have to go for the rest of the way, too
     return open_, widths
-
-
-@dataclass(frozen=True)
-class OneShot:
-    """A cut at once, by scores, of a part of the way to some limits.
-
-    Attributes:
-        wanted: the limits.
-        blocks: for each axis, how many slots close together.
-        scores: of slots and of branches, shape ``(plan.size,)``.
-        part: of the way, in factors: half of it to 0.36 is to 0.6.
-    """
-
-    wanted: Sequence[Bound]
-    blocks: Sequence[int]
-    scores: Tensor
-    part: float = 0.5
-
-    def choose(self, of: ScoreInput) -> tuple[Tensor, bool]:
-        """Choose the open gates, and say whether a loss settled how many branches stay.
-
-        Ways from which widths alone can go all of the way come before others, and those that take
-        no more than all of the way asks for (or the least more) before those that do.
-
-        Args:
-            of: the gated network, and a batch or more of data.
-
-        Returns:
-            bool, flat, on the CPU; and False where there is no loss in eval mode, so that widths
-            alone have gone, or where branches still have to go for the rest of the way.
-
-        Raises:
-            UsageError: nothing is as small as that.
-        """
-        plan, open_ = of.plan, of.gates.open().cpu()
-        ways = list(self.candidates(plan, open_))
-        if not ways:
-            return self.cut_widths(plan, open_ & ~switches_of(plan)), False
-        whole = replace(self, part=1.0)
-        last = [way for way in ways if whole.is_possible(plan, way)]
-        among = last or ways
-        if self.part < 1:
-            most = max(map(self._left, among))
-            among = [way for way in among if self._left(way) == most]
-        if len(among) == 1:
-            return among[0], bool(last)
-        losses = of.losses(among)
-        if losses is None:
-            return among[0], False
-        return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
-
-    def candidates(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
-        """Yield open gates with ever more branches gone, those of lowest score first.
-
-        Args:
-            plan: of the network.
-            open_: the gates that are open now; bool, flat, on the CPU.
-        """
-        switches = (switches_of(plan) & open_).nonzero().flatten()
-        order = switches[self.scores[switches].argsort(stable=True)]
-        for count in range(0, len(order) + 1, _apart(len(order))):
-            start = open_.index_fill(0, order[:count], False)
-            try:
-                found = self.cut_widths(plan, start)
-            except UsageError:  # more of the branches have to go
-                continue
-            yield found
-            if torch.equal(found, without_idle(plan, start)):  # no slot closes any more
-                return
-
-    def cut_widths(self, plan: Plan, start: Tensor) -> Tensor:
-        """Cut widths alone, this part of the way, from the gates that are open at the start.
-
-        Args:
-            plan: of the network.
-            start: the gates that are open now; bool, flat, on the CPU.
-
-        Raises:
-            UsageError: no choice of slots is as small as that.
-        """
-        movable = Movable.of(~switches_of(plan), start)
-        fitting = Fitting(plan, self.scores, self.wanted, self.blocks, movable)
-        for bound in self.wanted:
-            fitting.most[bound] = bound.dense * bound.share**self.part
-        return without_idle(plan, fitting.choose(start, fill=False).open_)
-
-    def _left(self, open_: Tensor) -> float:
-        """Return the part that these open gates leave of what the limits allow, at most 1."""
-        return min(1.0, *(b.actual_share(open_) / b.share for b in self.wanted))
-
-    def is_possible(self, plan: Plan, start: Tensor) -> bool:
-        """Return whether widths alone can go this part of the way."""
-        try:
-            self.cut_widths(plan, start)
-        except UsageError:
-            return False
-        return True
-
-
-def most_trials(branches: int) -> int:
-    """Return the largest number of cuts tried on a network with so many branches."""
-    return branches // _apart(branches) + 1
-
-
-def _apart(branches: int) -> int:  # from one trial to the next
-    return max(1, ceil(branches / _TRIED))

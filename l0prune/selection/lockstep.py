@@ -7,6 +7,7 @@ enough, whatever the network's code looks like.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -257,6 +258,22 @@ def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
     weight = read.weight
     begin = weight.storage_offset() - whole.storage_offset()
     return read.product.matrix(lies.as_strided(weight.shape, weight.stride(), begin))
+
+
+def places_of(read: Read, labels: Tensor) -> int:
+    """Return how many features in a row are of one channel: those of a kernel or a flatten.
+
+    Args:
+        read: of the weight.
+        labels: of the features, alike within a channel; where all are, nothing is known of a
+            flatten.
+
+    Shape: labels (any number, features).
+    """
+    if read.operator == torch.ops.aten.convolution.default:
+        return read.weight.shape[2:].numel()
+    changes = (labels[:, 1:] != labels[:, :-1]).any(0).nonzero().flatten() + 1
+    return math.gcd(*changes.tolist(), labels.shape[1]) if len(changes) else 1
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ takes the weight's place, and both go on.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +29,7 @@ from l0prune.selection.lockstep import (
     along_reads,
     forwards,
     norm_of,
+    places_of,
     readers_of,
 )
 from l0prune.selection.matrices import by_channel
@@ -206,18 +206,9 @@ class _Layer:
         self.is_wide = outputs > features and read.stream is None
         self.rows = batches * dense.rows
         self.is_few = self.rows < _FOR_EACH * features
-        self.places = self._places(alive) if self.is_few or features > _LARGEST else 1
+        is_folded = self.is_few or features > _LARGEST
+        self.places = places_of(read, alive.any(0).any(1)[None]) if is_folded else 1
         self.is_large = len(self.features) > (_LARGEST // 4 if self.is_few else _LARGEST)
-
-    def _places(self, alive: Tensor) -> int:
-        """Return how many features in a row are of one channel: those of a kernel or a flatten."""
-        kernel = self.read.weight.shape[2:].numel() if self.read.product.weight == 1 else 1
-        if kernel > 1:
-            return kernel
-        is_alive = alive.any(0).any(1)
-        changes = (is_alive[1:] != is_alive[:-1]).nonzero().flatten() + 1
-        found = math.gcd(*changes.tolist(), len(is_alive))
-        return found if len(changes) else 1
 
     def has_to_change(self, pairs: Sequence[tuple[Read, Read]]) -> bool:
         """Return whether the layer is fed, or multiplies, anything else than the dense one's."""

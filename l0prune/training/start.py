@@ -23,7 +23,7 @@ from l0prune.running.criteria import Loss
 from l0prune.running.processes import World, is_sharded, process_group
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
-from l0prune.selection.fit import OneShot, most_trials
+from l0prune.selection.oneshot import OneShot, most_trials
 from l0prune.selection.score_input import ScoreInput
 from l0prune.selection.scores import (
     FORWARDS,

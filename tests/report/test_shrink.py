@@ -6,7 +6,9 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.report import shrink as module
 from l0prune.report.shrink import tolerance_of
+from l0prune.selection.compensate import fidelity
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +31,25 @@ def test_a_budget_without_labels(network):
     assert model.training == mode
     assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
     assert small.to_dict()["fidelity"]["agreement"] == small.fidelity.agreement
+
+
+def test_recovery_learns_nothing_from_what_it_is_judged_by(network, monkeypatch):
+    model, data = network
+    inputs, seen = {"input": data.train.inputs[:200]}, {}
+
+    def judge(dense, other, batches):
+        seen["judged"] = batches
+        return fidelity(dense, other, batches)
+
+    monkeypatch.setattr(module, "fidelity", judge)
+    monkeypatch.setattr(
+        module.run, "finetune", lambda model, task, **_: seen.update(learned=task.train)
+    )
+    l0prune.shrink(model, inputs, "macs=0.7", recover=1)
+    learned = torch.cat([each["input"] for each, _ in seen["learned"]])
+    held = torch.cat([each["input"] for each in seen["judged"]])
+    assert len(learned) + len(held) == 200
+    assert not (learned[:, None] == held).flatten(2).all(2).any()
 
 
 @pytest.mark.slow

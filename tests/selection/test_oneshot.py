@@ -14,8 +14,9 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import holder
 from l0prune.plan.switches import switches_of
 from l0prune.running.task import Task
-from l0prune.selection.fit import OneShot, _without_branches, blocks_for, most_trials, unmet
+from l0prune.selection.fit import _without_branches, blocks_for, unmet
 from l0prune.selection.fitting import Movable
+from l0prune.selection.oneshot import OneShot, most_trials
 from l0prune.selection.score_input import ScoreInput
 from l0prune.training.budget import Budget
 

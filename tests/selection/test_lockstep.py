@@ -1,0 +1,43 @@
+import pytest
+import torch
+from torch import nn
+
+from l0prune.selection.lockstep import Weights, forwards, places_of
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "labels", "places"),
+    [
+        (nn.Conv2d(4, 2, 3), (1, 4, 5, 5), torch.ones(1, 36), 9),
+        (nn.Conv2d(4, 2, 1), (1, 4, 5, 5), torch.arange(4)[None], 1),
+        (nn.Linear(12, 2), (1, 12), torch.tensor([[1] * 4 + [0] * 8]), 4),
+        (nn.Linear(12, 2), (1, 12), torch.arange(3).repeat_interleave(4)[None], 4),
+        (nn.Linear(12, 2), (1, 12), torch.stack([torch.arange(12), torch.zeros(12)]), 1),
+        (nn.Linear(12, 2), (1, 12), torch.ones(1, 12), 1),
+    ],
+)
+def test_features_of_one_channel_are_those_of_a_kernel_or_a_flatten(layer, shape, labels, places):
+    compute = [lambda: layer(torch.zeros(shape))]
+    with torch.no_grad(), forwards(compute, Weights(layer)) as (forward,):
+        read = forward.advance()
+        assert places_of(read, labels) == places
+        while forward.advance() is not None:
+            pass
+
+
+def test_a_batch_of_matrices_has_no_kernel():
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 4, 5))
+
+        def forward(self, x):
+            return torch.bmm(x, self.weight)
+
+    model = Many()
+    compute = [lambda: model(torch.zeros(3, 2, 4))]
+    with torch.no_grad(), forwards(compute, Weights(model)) as (forward,):
+        read = forward.advance()
+        assert places_of(read, torch.tensor([[1, 1, 0, 0]])) == 2
+        while forward.advance() is not None:
+            pass
