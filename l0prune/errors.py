@@ -122,5 +122,10 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, for a message; empty if there is none."""
-    return next(iter(str(error).splitlines()), "")
+    """Return the first line of an error's text, for a message; its type if there is none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text."""
+    return f"{type(error).__name__}: {first_line(error)}"

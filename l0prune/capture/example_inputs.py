@@ -163,8 +163,7 @@ def _is_plain(model: nn.Module, given: _Inputs, kept: _Inputs) -> bool:
             expected = model(*args, **kwargs)
         with same_draws(model, seed=0):
             found = call(model, kept)
-    outputs = [pytree.tree_leaves(output) for output in (expected, found)]
-    pairs = [[leaf for leaf in leaves if isinstance(leaf, Tensor)] for leaves in outputs]
+    pairs = [tensors_in(output) for output in (expected, found)]
     return len(pairs[0]) == len(pairs[1]) and all(
         torch.equal(a.as_subclass(Tensor).nan_to_num(), b.as_subclass(Tensor).nan_to_num())
         for a, b in zip(*pairs, strict=True)
@@ -239,6 +238,11 @@ class Opener:
                 copy.deepcopy(value)
             if {*map(id, noted.tensors)} != {*map(id, before)}:
                 self.written |= {numbers[id(tensor)] for tensor in before}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in inputs, an output, or any other tree."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def examples_in(inputs: Inputs) -> int:

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from l0prune.capture.compat import FakeTensor, OpOverload, TorchDispatchMode, pytree
+from l0prune.capture.example_inputs import tensors_in
 from l0prune.capture.provenance import origin_of
 from l0prune.errors import CaptureError
 
@@ -94,7 +95,7 @@ def _run(
 
 
 def _dtypes(result: Any) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [tensor.dtype for tensor in tensors_in(result)]
 
 
 class _Casts(TorchDispatchMode):

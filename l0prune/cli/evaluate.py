@@ -112,11 +112,7 @@ def evaluate(
 
 
 def _comparison(path: Path, against: Path, task: Any, batch_size: int) -> dict[str, Any]:
-    """Return how far the outputs of a file are from those of another one, on the test data.
-
-    Raises:
-        UsageError: one of them is no ONNX file.
-    """
+    """Return how far the outputs of a file are from those of another one, on the test data."""
     from l0prune.exporting.onnx.int8 import compared_on  # loads torch and onnx
     from l0prune.exporting.opened import ONNX, OnnxFile
     from l0prune.files.pickles import check_exists

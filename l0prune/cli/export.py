@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -70,20 +69,9 @@ Timed = Annotated[
 Threads = Annotated[int, typer.Option(min=1, help="Threads that a call may use when timed.")]
 
 
-class Precision(StrEnum):
-    """Values of ``--verify``."""
-
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-
-    @property
-    def setting(self) -> Literal["float64", "float32"]:
-        """Return the argument of ``l0prune.export``."""
-        return "float32" if self is Precision.FLOAT32 else "float64"
-
-
 Verified = Annotated[
-    Precision, typer.Option(help="float32 proves in less time, but only faults of 1e-5 and more.")
+    Literal["float64", "float32"],
+    typer.Option(help="float32 proves in less time, but only faults of 1e-5 and more."),
 ]
 Out = Annotated[
     Path | None, typer.Option(help="Path of the files, or a folder; default: MODEL here.")
@@ -104,7 +92,7 @@ def export(
     data_root: DataRoot = None,
     timed: Timed = True,
     threads: Threads = 1,
-    verify: Verified = Precision.FLOAT64,
+    verify: Verified = "float64",
     out: Out = None,
     report: WithReport = True,
     trust_pickle: TrustPickle = False,
@@ -132,7 +120,7 @@ def export(
     built_by = _builder(info, path, trust_pickle)
     say(f"exporting {path}")
     with shown(err):
-        dense = l0prune.export(model, verify=verify.setting)
+        dense = l0prune.export(model, verify=verify)
     dense.preprocessing = preprocessing_in(info, path)
     stem = _stem(out, path, dense.source)
     files: list[Path] = []
@@ -167,11 +155,7 @@ def export(
 def _examples(
     data: str | None, root: Path | None, info: dict[str, Any], path: Path, trust_pickle: bool
 ) -> Any:
-    """Return the data source that an int8 file is calibrated with.
-
-    Raises:
-        UsageError: none is named.
-    """
+    """Return the data source that an int8 file is calibrated with."""
     spec, folder = recorded_data(data, root, info, path, trust_pickle)
     if spec is None:
         raise UsageError(

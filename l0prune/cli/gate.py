@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,20 +32,6 @@ from l0prune.errors import UsageError
 from l0prune.files.consent import remember_root
 from l0prune.gating import defaults
 
-
-class KeepClass(StrEnum):
-    """Values of ``--keep-class``."""
-
-    YES = "yes"
-    NATIVE = "native"
-    NO = "no"
-
-    @property
-    def setting(self) -> bool | Literal["native"]:
-        """Return the argument of ``l0prune.gate``."""
-        return "native" if self is KeepClass.NATIVE else self is KeepClass.YES
-
-
 Html = Annotated[
     Path | None, typer.Option(help="Write the survey as this page, and its data as JSON beside it.")
 ]
@@ -68,7 +53,7 @@ Setting = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the noise (--jitter).")]
 Keep = Annotated[
-    KeepClass,
+    Literal["yes", "native", "no"],
     typer.Option(
         help="Whether the export should be of the model's own class: yes; native, with no "
         "layers that torch does not have; or no."
@@ -145,7 +130,7 @@ def gate(
     kind: Kind = defaults.KIND,
     setting: Setting = None,
     seed: Seed = defaults.SEED,
-    keep_class: Keep = KeepClass.YES,
+    keep_class: Keep = "yes",
     branches: Branches = None,
     no_branches: NoBranches = False,
     uniform: Uniform = defaults.UNIFORM,
@@ -184,7 +169,7 @@ def gate(
         open_probability=open_probability,
         jitter=jitter,
         seed=seed,
-        keep_class=keep_class.setting,
+        keep_class="native" if keep_class == "native" else keep_class == "yes",
         branches=False if no_branches else branches or defaults.BRANCHES,
         uniform=uniform,
         loadable_by=loadable_by,

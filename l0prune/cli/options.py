@@ -235,10 +235,15 @@ def parse_setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: write name=value.")
+    return name.strip(), toml_value(value)
+
+
+def toml_value(text: str) -> Any:
+    """Return a value as TOML reads it, or else the text."""
     try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
+        return tomllib.loads(f"value = {text}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
-        return name.strip(), value
+        return text
 
 
 def recorded_data(
@@ -302,14 +307,9 @@ def recorded_tokenizer(
 def load_data(
     spec: str | None, root: Path | None, model: Any = None, tokenizer: str | None = None
 ) -> Any:
-    """Load the data source of this name and tell the user about it; None where none is named.
+    """Load the data source of this name, as ``l0prune.load_data``, and tell the user about it.
 
-    Args:
-        spec: see ``l0prune.load_data``, as are ``root`` and ``tokenizer``.
-        model: which may know its tokenizer.
-
-    Raises:
-        L0pruneError: see ``l0prune.load_data``.
+    None where none is named. The model may know its tokenizer.
     """
     if spec is None:
         return None

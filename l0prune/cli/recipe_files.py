@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from l0prune.cli.options import toml_value
 from l0prune.errors import UsageError
 from l0prune.files.checked_json import read_toml
 from l0prune.files.consent import RECIPES, is_code
@@ -246,10 +246,7 @@ def _override(content: dict[str, Any], text: str) -> None:
             raise UsageError(f"{text!r}: the recipe does not say {key}, so nothing is left out.")
         del target[last]
         return
-    try:
-        target[last] = tomllib.loads(f"value = {value}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        target[last] = value
+    target[last] = toml_value(value)
 
 
 def _located(section: ModelSection | DataSection, folder: Path) -> ModelSection | DataSection:

@@ -43,12 +43,7 @@ def run(
 ) -> dict[str, Any]:
     """Run a recipe in ``folder``; stages that are done there are not done again.
 
-    Args:
-        recipe: what to do.
-        folder: of the run.
-        data_root: where the data lies.
-        report: whether ``report.html`` is written into the folder.
-
+    With ``report``, ``report.html`` is written into the folder.
     Returns:
         Sizes, errors, the certificate, the files.
 

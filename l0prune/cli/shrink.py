@@ -13,6 +13,7 @@ from l0prune.cli.options import (
     NO_DATA,
     DataRoot,
     DataSpec,
+    Dynamic,
     Json,
     Model,
     ModelOption,
@@ -42,10 +43,6 @@ Recover = Annotated[
 Samples = Annotated[int, typer.Option(min=3, help="Inputs to look at, at most.")]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, help="Inputs at a time.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="Globs of axes to leave whole.")]
-Dynamic = Annotated[
-    list[str] | None,
-    typer.Option("--dynamic", help="A size that stays free, as input:dim=name."),
-]
 Seed = Annotated[int, typer.Option(help="Of the choice of inputs.")]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.small.onnx.")]
 

@@ -20,12 +20,7 @@ from l0prune.running.stages import stage
 
 
 def capture_parts(network: Network) -> Network:
-    """Capture the model, whole or in parts, and infer the plans.
-
-    Raises:
-        CaptureError: torch.export can no longer follow it.
-        UsageError: the model has changed since it was gated.
-    """
+    """Capture the model, whole or in parts, and infer the plans."""
     return replace(network, parts=surveyed(network))
 
 
@@ -33,9 +28,7 @@ def capture_parts(network: Network) -> Network:
 def surveyed(network: Network, *, frees_batch: bool = True) -> Parts:
     """The model's parts, the whole with a free batch size where that finds the same plan.
 
-    Args:
-        network: the model.
-        frees_batch: whether a free batch size is tried, which takes twice as long and more.
+    With ``frees_batch`` a free batch size is tried, which takes twice as long and more.
 
     Raises:
         CaptureError: torch.export can no longer follow it.

@@ -45,13 +45,7 @@ class HandedOut:
     @classmethod
     @stage("running the smaller model")
     def of(cls, module: nn.Module, example: Inputs, state: Mapping[str, Tensor]) -> HandedOut:
-        """Look at a module.
-
-        Args:
-            module: on any device.
-            example: inputs of its forward.
-            state: copies of its tensors on the CPU, as far as they are known.
-        """
+        """Look at a module; ``state`` has copies of its tensors on the CPU, as far as known."""
         device = device_of(module)
         answer, macs = run_counted(module, example, device)
         return cls(example, _snapshot(module, state), answer, macs, device)

@@ -129,11 +129,7 @@ Pass = Callable[[Network], Network]
 
 
 def run(passes: Iterable[Pass], network: Network) -> Network:
-    """Let the passes follow one another.
-
-    Raises:
-        NotThisWay: one of them leads no further.
-    """
+    """Let the passes follow one another; ``NotThisWay`` where one of them leads no further."""
     for each in passes:
         network = each(network)
     return network

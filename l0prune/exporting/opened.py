@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.threads import muted
-from l0prune.errors import DataError, FileError
+from l0prune.errors import DataError, FileError, first_line
 from l0prune.files.artifact import load
 from l0prune.files.model_sources import load_model
 from l0prune.files.pickles import check_exists
@@ -78,7 +78,7 @@ class OnnxFile(nn.Module):
             )
             self.facts: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
         except Exception as error:  # of many classes of its own
-            raise FileError(f"ONNX Runtime cannot open {path}: {_first_line(error)}") from error
+            raise FileError(f"ONNX Runtime cannot open {path}: {first_line(error)}") from error
         self._path = path
 
     def forward(self, *inputs: Tensor, **named: Tensor) -> Any:
@@ -98,18 +98,14 @@ class OnnxFile(nn.Module):
         try:
             found = self._session.run(None, feed)
         except Exception as error:
-            reason = _first_line(error)
+            reason = first_line(error)
             raise DataError(f"{self._path} does not run on this data: {reason}") from error
         names = [each.name for each in self._session.get_outputs()]
         values = [torch.from_numpy(np.asarray(each)) for each in found]
         return values[0] if len(values) == 1 else Outputs(zip(names, values, strict=True))
 
     def _fitted(self, wanted: Any, tensor: Tensor) -> np.ndarray:
-        """The tensor in the type that the file takes.
-
-        Raises:
-            DataError: it has another shape or kind of numbers.
-        """
+        """The tensor in the type that the file takes; DataError where its shape or kind differ."""
         sizes, shape = list(wanted.shape), tuple(tensor.shape)
         fits = [a == b or not isinstance(a, int) for a, b in zip(sizes, shape, strict=False)]
         kind = np.dtype(_TYPES.get(wanted.type, "object"))
@@ -151,13 +147,9 @@ class _Program(nn.Module):
             with muted():  # torch logs a traceback before it raises
                 program = torch.export.load(path)
         except Exception as error:  # a damaged archive makes any of them
-            raise FileError(f"{path} is damaged: {_first_line(error)}") from error
+            raise FileError(f"{path} is damaged: {first_line(error)}") from error
         self._graph = (program.module(),)  # in a tuple: no submodule, so that modes pass it by
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The program's outputs."""
         return self._graph[0](*inputs, **named)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

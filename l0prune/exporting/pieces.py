@@ -156,7 +156,7 @@ class Whole:
         (piece,) = self.pieces
         inputs = [answer.inputs for answer in piece.answers]
         answers = answers_of(self.module, inputs, whose="module")
-        return compare(answers, piece.module, "program")
+        return list(compare(answers, piece.module, "program"))
 
     def of(self, module: nn.Module) -> Whole:
         """Pieces of the module as it is now."""

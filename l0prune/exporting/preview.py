@@ -36,12 +36,6 @@ def why_no_class(
     input of another batch than the example's, in eval mode. So it does not foresee what only
     another choice of slots shows.
 
-    Args:
-        model: without gates; it stays as it is.
-        plan: of it.
-        example: positional and keyword inputs of its forward.
-        free: sizes of its inputs that are free beside the batch.
-
     Returns:
         The reason; empty where the class is kept. None where that was not tried: on the meta
         device, with an object among the inputs, of a model captured in parts, of several dtypes, of

@@ -37,12 +37,8 @@ def write(
 ) -> Export:
     """Write down the result of an export; its files are made when they are asked for.
 
-    Args:
-        network: verified. Where the caller keeps no other reference to it, its tensors of float64
-            are let go of.
-        weights: the layers before the cut.
-        notes: what is to be said of it first.
-        images: what is known of the preprocessing of images.
+    The tensors of float64 of a verified network are let go of where the caller keeps no other
+    reference to it.
 
     Raises:
         CaptureError: a program of a part cannot be made.
@@ -137,11 +133,6 @@ def _counted(network: Network, unused: Sequence[str], found: float) -> tuple[Kep
 
     The plan of a class is that of the gates, which may come out of a file: where it does not count
     what the gated model is seen to do, the model is captured anew and counted by that.
-
-    Args:
-        network: what is handed out.
-        unused: parameters that eval mode does not use.
-        found: its MACs for one example, as torch counts them.
 
     Returns:
         The slots on a plan that counts right, the MACs, and what is to be said of these numbers.

@@ -47,11 +47,7 @@ class StandIn:
             vars(self)["__new__"] = lambda _, *arguments: _empty(real)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            UnpicklingError: always.
-        """
+        """Refuse."""
         raise UnpicklingError(f"a call of {self.real.__name__}, which no ordinary pickle makes")
 
     def __eq__(self, other: object) -> bool:
@@ -172,10 +168,8 @@ def check_ordinary(found: Any, length: int) -> None:
     Harmless parts, wired up cleverly, could become a harmful whole; ordinary modules are not.
     Stand-ins for classes are replaced by the classes, in place.
 
-    Args:
-        found: what was unpickled.
-        length: of its file, in bytes: tensors that repeat a few entries over and over may not
-            be much larger.
+    Tensors that repeat a few entries over and over may not be much larger than ``length``, the
+    bytes of the file.
 
     Raises:
         UnpicklingError: there is such a module somewhere in ``found``.

@@ -246,8 +246,7 @@ def _read(path: PathLike) -> Content:
     if not is_tensor_file(path):
         check_whole(Path(path))
         raise FileError(
-            f"{path} holds no gated model. `l0prune gate {path}` makes one of a "
-            "pickled module. (Gated models from before version 0.1.0 have to be made anew.)"
+            f"{path} holds no gated model. `l0prune gate {path}` makes one of a pickled module."
         )
     text = read_texts(path).get(GATED)
     if text is None:

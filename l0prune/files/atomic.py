@@ -229,11 +229,8 @@ def replaced_folder(path: PathLike, last: str, known: Collection[str]) -> Iterat
     that is there its files are moved one by one, ``last`` at the end; what else lies in it stays.
     Where the context raises, nothing is changed.
 
-    Args:
-        path: of the folder.
-        last: name of the file that says what the others are.
-        known: names of files that belong to ``last``: old ones that are not made anew are removed.
-
+    In it, the file ``last`` says what the others are; ``known`` ones that belong to it and are not
+    made anew are removed.
     Raises:
         FileError: the folder cannot be made, or something else has its name.
     """

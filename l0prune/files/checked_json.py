@@ -72,12 +72,8 @@ def checked(
 ) -> _Checked:
     """Return the data of a file as ``kind``, with the ``version`` and any ``digest`` checked.
 
-    Args:
-        content: JSON as text, or what it says.
-        kind: what it has to be.
-        newest: the last version of the format that we know.
-        where: what messages call the file.
-        or_else: what else it may be, if it is not damaged.
+    ``newest`` is the last version of the format that we know, ``where`` what messages call the
+    file, ``or_else`` what else it may be, if it is not damaged.
 
     Raises:
         FileError: it is damaged, was changed after it was written, or is of a newer version.
@@ -112,13 +108,14 @@ def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_seal(data: Mapping[str, Any], where: object) -> None:
-    """Compare the digest in JSON data with that of the data.
-
-    Raises:
-        FileError: it is another one, or there is none.
-    """
+    """Raise FileError where the digest in JSON data is not that of the data."""
     if data.get("digest") != sealed(data)["digest"]:
-        raise FileError(
-            f"{where} is damaged: its content has changed since it was written (its digest is "
-            "another). Copy or write it anew."
-        )
+        raise damaged(where)
+
+
+def damaged(where: object) -> FileError:
+    """Return the error for a file whose digest is another, or is not there."""
+    return FileError(
+        f"{where} is damaged: its content has changed since it was written (its digest is "
+        "another). Copy or write it anew."
+    )

@@ -315,12 +315,8 @@ def change(
 ) -> None:
     """Let a model's modules be what a manifest says, in place, but for the sizes of its tensors.
 
-    Args:
-        model: with its tensors at the new sizes.
-        layers: by path, what modules become.
-        attributes: by path, those that change.
-        tensors: among others those that layers gain, by name.
-        dropped: parameters in whose place are zeros.
+    The model has its tensors at the new sizes; ``tensors`` are, among others, those that layers
+    gain, by name. In place of the ``dropped`` parameters are zeros.
     """
     drop(model, dropped)
     for path, name in layers.items():

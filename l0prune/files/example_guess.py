@@ -21,7 +21,7 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.kept_state import restore_attributes
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.threads import muted
-from l0prune.errors import UsageError, first_line
+from l0prune.errors import UsageError, in_a_line
 from l0prune.files.model_sources import parse_input
 
 _BATCH, _LENGTH = 2, 16  # examples; tokens, or steps of a sequence
@@ -296,7 +296,7 @@ def _tried(model: nn.Module, text: str) -> tuple[str, bool]:
             for tensor in tensors:
                 tensor[:1] = 1 - tensor[:1].double()
     except Exception as error:  # whatever a forward raises
-        return f"{type(error).__name__}: {first_line(error)}", False
+        return in_a_line(error), False
     pairs = zip(outputs[0], outputs[-1], strict=False)
     return "", all(_is_rest_alike(a, b) for a, b in pairs if isinstance(a, Tensor) and a.ndim)
 

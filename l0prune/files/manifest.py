@@ -12,7 +12,7 @@ from torch import nn
 
 from l0prune.capture.configurations import class_of_transformers, configured, offline
 from l0prune.capture.copying import copied
-from l0prune.errors import FileError, UsageError, first_line
+from l0prune.errors import FileError, UsageError, in_a_line
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
@@ -101,15 +101,7 @@ class Manifest(Strict):
 
 
 def parsed(content: Any, where: object) -> Manifest:
-    """Return the manifest that a text or data say.
-
-    Args:
-        content: JSON as text, or what it says.
-        where: what messages call it.
-
-    Raises:
-        FileError: it is none, or damaged, or of a newer version.
-    """
+    """Return the manifest that JSON, as text or data, says; messages call it ``where``."""
     return checked(content, Manifest, FORMAT, where, ", or no manifest of l0prune")
 
 
@@ -119,11 +111,7 @@ GENERATION = "generation_config.json"
 def built(origin: Origin, where: str, *, trust: bool = False) -> nn.Module:
     """Build the model at its old sizes; its weights are anything.
 
-    Args:
-        origin: one that is known.
-        where: what messages call the file that names it.
-        trust: run any code that it names.
-
+    Messages call the file that names it ``where``. With ``trust`` any code that it names is run.
     Raises:
         FileError: it names code that it may not run, or builds no model.
         UsageError: the package that builds it is not installed.
@@ -160,8 +148,7 @@ def _of_transformers(origin: Origin, where: str) -> nn.Module:
     # A configuration that somebody else wrote can be wrong in as many ways as there are.
     except Exception as error:
         raise FileError(
-            f"{where} does not say how to build its {name}: {type(error).__name__}: "
-            f"{first_line(error)}"
+            f"{where} does not say how to build its {name}: {in_a_line(error)}"
         ) from error
     return model
 

@@ -6,16 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.files.onnx_operators import Host, numbers, tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,7 @@ def load_onnx(path: str) -> OnnxNetwork:
 def _converted(
     graph: Graph, given: Sequence[Given], session: Any, path: str
 ) -> tuple[OnnxNetwork, _Run]:
-    """The network, with a free batch if it can be, and the run in which it was the file's.
-
-    Raises:
-        FileError: it never was.
-    """
+    """The network, with a free batch if it can be, and the run in which it was the file's."""
     batch, failure = _declared_batch(given), FileError("")
     freed = network_of(_with_free_batch(graph)) if batch else None
     plain = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.serialization import MAGIC_NUMBER, get_unsafe_globals_in_checkpoint, safe_globals
 
-from l0prune.errors import FileError
+from l0prune.errors import FileError, first_line
 from l0prune.files.allow_list import allowed, check_ordinary
 from l0prune.files.atomic import PathLike
 
@@ -36,9 +36,7 @@ SAVE = "Save the whole module with torch.save(model, path)."
 def check_archive(file: str | io.BytesIO, name: str) -> None:
     """Refuse an archive that is none of ``torch.save``, or that would unpack to more than it is.
 
-    Args:
-        file: the path of a zip archive, or its bytes.
-        name: what messages call it.
+    Messages call it ``name``.
 
     Raises:
         FileError: it is damaged, of another kind, compressed, or holds an unusual pickle.
@@ -114,11 +112,7 @@ def _check_entries(archive: zipfile.ZipFile, name: str) -> None:
 
 
 def _check_sums(archive: zipfile.ZipFile) -> None:
-    """Read every entry whole: the library compares its checksum, which torch does not look at.
-
-    Raises:
-        BadZipFile: another one was written.
-    """
+    """Read every entry whole: the library compares its checksum, which torch does not look at."""
     for entry in archive.infolist():
         if entry.CRC:  # torch.serialization.set_crc32_options(False) writes none
             with archive.open(entry) as file:
@@ -224,7 +218,7 @@ def _load(file: str | io.BytesIO, name: str, trust: bool, room: int = 0) -> Any:
         raise FileError(_refusal(name, _is_old(file), error)) from error
     # A pickle is a program that somebody else wrote: it can make anything at all go wrong.
     except Exception as error:
-        raise FileError(f"{name} is damaged or truncated: {_first_line(error)}") from error
+        raise FileError(f"{name} is damaged or truncated: {first_line(error)}") from error
     return found
 
 
@@ -237,11 +231,7 @@ def _is_old(file: str | io.BytesIO) -> bool:  # as torch before 1.6 wrote it
 
 
 def _needed(file: str | io.BytesIO, name: str) -> list[Any]:
-    """The globals that the file names, each with the object that may stand for it.
-
-    Raises:
-        FileError: it names others.
-    """
+    """The globals that the file names, each with the object that may stand for it."""
     if _is_old(file):
         return []  # state_dicts need none, modules cannot be read
     globals_ = sorted(get_unsafe_globals_in_checkpoint(file))
@@ -251,7 +241,7 @@ def _needed(file: str | io.BytesIO, name: str) -> list[Any]:
         found = {global_: allowed(global_) for global_ in globals_}
     except (ImportError, RuntimeError) as error:
         raise FileError(
-            f"{name} needs torchvision, which cannot be imported here: {_first_line(error)}. "
+            f"{name} needs torchvision, which cannot be imported here: {first_line(error)}. "
             "Install the torchvision that belongs to this torch."
         ) from error
     refused = [global_ for global_, value in found.items() if value is None]
@@ -271,7 +261,7 @@ def _load_trusted(file: str | io.BytesIO, name: str) -> Any:
             return torch.load(file, map_location="cpu", weights_only=False)
     except (AttributeError, ImportError) as error:
         raise FileError(
-            f"{name} names a class that cannot be found here ({_first_line(error)}). Run in the "
+            f"{name} names a class that cannot be found here ({first_line(error)}). Run in the "
             "folder that holds its code, or give the code and the weights apart: "
             "--model path.py:factory --weights state.pt."
         ) from error
@@ -293,14 +283,10 @@ def _importable_from_here() -> Iterator[None]:
 def _refusal(name: str, is_old: bool, error: pickle.UnpicklingError) -> str:
     # torch wraps the unpickler's own words in a page of advice about weights_only.
     *_, reason = str(error).partition("WeightsUnpickler error: ")
-    short = _first_line(reason or error).partition(" was not an allowed global")[0]
+    short = (reason or first_line(error)).partition(" was not an allowed global")[0]
     what = (
         "only weights can be read safely from files of torch before 1.6, and this one holds more"
         if is_old
         else "it is damaged, or made to do harm"
     )
     return f"{name} was not loaded: {what} ({short}). {_WAYS_ON}"
-
-
-def _first_line(error: object) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

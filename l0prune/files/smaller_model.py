@@ -155,10 +155,6 @@ def _has_keys(path: PathLike) -> bool:
 def read(source: PathLike | Mapping[str, Any]) -> Stored:
     """Read the smaller model in a folder or a file, or a manifest alone.
 
-    Args:
-        source: a folder of ``Export.save_pretrained``, a file of ``Export.save``, a manifest as
-            data or as a file of JSON.
-
     Raises:
         FileError: it is none of these, or damaged, or from a newer version.
     """
@@ -223,12 +219,7 @@ def put_on(
 ) -> None:
     """Give the model these sizes and tensors, in place.
 
-    Args:
-        model: at its old sizes.
-        manifest: what changes.
-        tensors: by all names, tied ones one object; None for none, which leaves nan.
-        where: what messages call the file.
-
+    Without ``tensors``, which are by all names and one object where tied, the weights become nan.
     Raises:
         FileError: something does not fit; the model is then as it was.
     """

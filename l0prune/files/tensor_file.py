@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import FileError
 from l0prune.files.atomic import PathLike, atomic_write
+from l0prune.files.checked_json import damaged
 
 # Numbers that every version of safetensors knows by these names.
 DTYPES = {
@@ -57,11 +58,7 @@ def is_tensor_file(path: PathLike) -> bool:
 
 
 def each_once(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors without those that are tied to an earlier one, and the names of those.
-
-    Returns:
-        Tensors by name, and for each further name of one of them that name.
-    """
+    """Return tensors without those tied to an earlier one, and the name of that for each."""
     kept: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
@@ -183,16 +180,8 @@ def _is_ours(texts: Mapping[str, str]) -> bool:
 
 
 def _check(digest: str | None, found: hashlib.blake2b, path: PathLike) -> None:
-    """Compare a digest with the one that stands in a file.
-
-    Raises:
-        FileError: it is another one, or none stands there.
-    """
     if digest != found.hexdigest():
-        raise FileError(
-            f"{path} is damaged: its content has changed since it was written (its digest is "
-            "another). Copy or write it anew."
-        )
+        raise damaged(path)
 
 
 def _opened(path: PathLike) -> safe_open:

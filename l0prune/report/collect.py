@@ -61,9 +61,7 @@ def now() -> str:
 def from_export(dense: Export, first: Export | None = None) -> Content:
     """Return the report of an export.
 
-    Args:
-        dense: the export.
-        first: that of the first of several rounds, whose network is what there was before.
+    ``first`` is the export of the first of several rounds, whose network is what there was before.
     """
     first = first or dense
     layers, axes = _cuts_of(dense)
@@ -168,12 +166,7 @@ def _filled(repeat: Repeat, facts: Mapping[str, Any]) -> Repeat:
 def add_time(content: Content, table: LatencyTable, model: nn.Module) -> Content:
     """Return the report with what a latency table predicts of a gated model.
 
-    The table of another model is left out.
-
-    Args:
-        content: with the trainings, which say what only fills blocks.
-        table: of times.
-        model: with the gates that were exported.
+    The table of another model is left out. The trainings say what only fills blocks.
 
     Raises:
         NotGated: the model carries no gates.
@@ -321,10 +314,7 @@ def training_of(history: History) -> Training:
 def training_in(folder: Path, name: str = "") -> Training | None:
     """Return the training recorded in a folder; None if it has not begun.
 
-    Args:
-        folder: of its records.
-        name: of the stage; else that of the function, ``finetune`` or ``train_dense``.
-
+    The ``name`` of the stage is else that of the function, ``finetune`` or ``train_dense``.
     Raises:
         FileError: its records are damaged.
     """

@@ -117,21 +117,7 @@ class BudgetResult(Section):
 
 
 class Comparison(Section):
-    """One comparison of the certificate.
-
-    Attributes:
-        what: at the new sizes ``graph`` (the captured graph) or ``class`` (the user's class);
-            ``program`` (the exported program), ``onnx`` (the file in ONNX Runtime) or
-            ``source`` (the ONNX file that the model was made from, before any cut).
-        dtype: that both computed in.
-        batch: examples.
-        error: largest absolute difference over the largest absolute output.
-        tolerance: what it must not exceed.
-        part: the submodule that was compared, where not the whole model was.
-        inputs: shapes of the tensors that both were given.
-        outputs: of several, the error of each by its name; empty where there is one.
-        against: the ``gated`` model, or the ``module`` that was handed out.
-    """
+    """One comparison of the certificate: see ``l0prune.Certificate``."""
 
     what: str
     dtype: str

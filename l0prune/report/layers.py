@@ -72,14 +72,7 @@ class Layer:
 def layers_of(
     plan: Plan, weights: Sequence[Weight], unused: Collection[str], otherwise: str = UNKNOWN
 ) -> tuple[Layer, ...]:
-    """Return each layer's sides, with their axes and pins.
-
-    Args:
-        plan: of the model.
-        weights: its layers.
-        unused: parameters that the eval-mode forward never touches.
-        otherwise: why a side stays whole of which the plan says nothing.
-    """
+    """Return each layer's sides, with their axes and pins; ``otherwise`` why others stay whole."""
     costs = costs_of(plan, weights)
     return tuple(_layer(plan, w, costs[w.name], unused, otherwise) for w in weights)
 
@@ -219,12 +212,7 @@ class Sides:
 
 
 def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
-    """The axes that had gates; of heads, which of them stayed.
-
-    Args:
-        plan: of the network before the cut.
-        kept: the slots that stay; bool, flat, shape ``(plan.size,)``.
-    """
+    """The axes that had gates; of heads, which of them stayed, by ``kept``: bool, flat."""
     found = []
     for axis in plan.axes:
         left = kept[axis.slice].nonzero().flatten().tolist()
@@ -238,14 +226,7 @@ def axes_before_and_after(plan: Plan, kept: Tensor) -> list[Axis]:
 def layers_before_and_after(
     plan: Plan, kept: Tensor, weights: Sequence[Weight], otherwise: str = UNGATED
 ) -> list[content.LayerChange]:
-    """Widths, params and MACs of each layer before the cut and after it.
-
-    Args:
-        plan: of the network before the cut.
-        kept: as for ``axes_before_and_after``.
-        weights: its layers.
-        otherwise: why a side stays whole of which the plan says nothing.
-    """
+    """Widths, params and MACs of each layer before the cut and after it."""
     counted = {cost.tensor for cost in plan.costs if cost.unit == "params"}
     of_all = {plan.aliases.get(name, name) for weight in weights for name in weight.tensors}
     found = layers_of(plan, weights, of_all - counted, otherwise)

@@ -40,10 +40,6 @@ def live_page(folder: Path, title: str) -> Iterator[Live]:
 
     While they go on, the page looks for a newer one every few seconds. Where the context raises,
     the page says so, and why. Where nothing is trained, it is left alone.
-
-    Args:
-        folder: of the run, which its trainings write into.
-        title: of the page.
     """
     page, renewed = Live(), -_EVERY
 

@@ -17,7 +17,7 @@ from l0prune.capture.compat import pytree
 from l0prune.capture.example_inputs import call
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import CertificateError, first_line
+from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.difference import common_scales, comparable, differences, largest
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent, name_of
 from l0prune.exporting.certify.lending import read_of
@@ -123,13 +123,6 @@ def answers_of(
 ) -> tuple[Answer, ...]:
     """Run the model, or its submodule at ``path``, on each of these inputs, where the model is.
 
-    Args:
-        model: the whole.
-        inputs: of it, or of the submodule.
-        path: of the submodule.
-        dtypes: float64, float32 or both.
-        whose: which model it is.
-
     Raises:
         CertificateError: it cannot be run.
     """
@@ -227,7 +220,7 @@ def running_in(dtype: torch.dtype) -> Iterator[None]:
     except Exception as error:
         raise CertificateError(
             f"The exported model could not be compared with the gated one, because running in "
-            f"{name_of(dtype)} failed with {type(error).__name__}: {first_line(error)}. "
+            f"{name_of(dtype)} failed with {in_a_line(error)}. "
             "Nothing was written. The usual cause is a tensor that model.double() does not "
             "convert: a plain attribute that should be a buffer (register_buffer), or a dtype "
             "fixed in code the model calls."

@@ -11,8 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from l0prune.capture.compat import pytree
-from l0prune.capture.example_inputs import Call, examples_given, examples_in, filled, record
+from l0prune.capture.example_inputs import (
+    Call,
+    examples_given,
+    examples_in,
+    filled,
+    record,
+    tensors_in,
+)
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import CertificateError
 from l0prune.exporting.certify.answers import (
@@ -169,22 +175,15 @@ class Certificate:
 
 def compare(
     answers: Sequence[Answer], dense: nn.Module, what: Compared = "graph", part: str = ""
-) -> list[Check]:
-    """Compare a model, or a part of it, in float64 and float32 with what the gated one answers.
+) -> Iterator[Check]:
+    """Compare a model, or a part of it, with what the gated one answers, in the same dtypes.
 
-    In float64 alone, if that is all that the gated one was asked. In float32 they may differ by
-    1e-5, or by twice what rounding alone does to the gated model.
+    In float32 they may differ by 1e-5, or by twice what rounding alone does to the gated model.
+    Each check is yielded when it is done.
 
     Raises:
         CertificateError: it cannot be run.
     """
-    return list(each_check(answers, dense, what, part))
-
-
-def each_check(
-    answers: Sequence[Answer], dense: nn.Module, what: Compared = "graph", part: str = ""
-) -> Iterator[Check]:
-    """Yield the checks of ``compare``, each when it is done."""
     for dtype in answers[0].dtypes if answers else ():
         model = lent(dense, dtype).get_submodule(part)
         for answer in answers:
@@ -258,27 +257,19 @@ def _calls(model: nn.Module, paths: Sequence[str], given: Inputs, dtype: torch.d
         return record(model, [*paths, ""], cast(given, dtype, device_of(model)))
 
 
-def _tensors(inputs: Inputs) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-
-
 def _shapes(inputs: Inputs) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in _tensors(inputs))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(inputs))
 
 
 def compare_onnx(
     answers: Sequence[Answer],
     run: Callable[[list[Tensor]], list[Tensor]],
     part: str = "",
-    read: Callable[[Inputs], list[Any]] = _tensors,
+    read: Callable[[Inputs], list[Any]] = tensors_in,
 ) -> list[Check]:
     """Compare an ONNX session with the gated model, or a part of it, in float32.
 
-    Args:
-        answers: of the model.
-        run: the session, called with tensors alone.
-        part: the path of the part.
-        read: picks what the session reads of the inputs.
+    ``read`` picks what the session reads of the inputs.
     """
     checks = []
     for answer in answers:

@@ -26,10 +26,7 @@ def differences(expected: Any, found: Any, scales: Sequence[float] = ()) -> list
 
     All are infinite where shapes, or numbers that are no tensors, are not the same.
 
-    Args:
-        expected: an output.
-        found: another.
-        scales: what to relate each tensor's difference to instead (``common_scales``).
+    Each is related to ``scales`` (``common_scales``) instead, where these are given.
     """
     firsts, seconds = comparable(expected), comparable(found)
     if len(firsts) != len(seconds) or any(

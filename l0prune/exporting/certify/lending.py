@@ -120,11 +120,9 @@ def borrowed(parameter: nn.Parameter, dtype: torch.dtype | None) -> nn.Parameter
 
 
 def folded(stored: Tensor, fold: Fold) -> Tensor:
-    """A tensor of float64 that is folded when it is read.
+    """A tensor of float64 that ``fold`` makes, in place, of a copy of what is stored, when read.
 
-    Args:
-        stored: the numbers before, to which nobody else may write.
-        fold: makes of a copy in float64 what is read, in place.
+    Nobody else may write to what is ``stored``.
     """
     return Lent(_Loan(stored, torch.float64, fold))
 
@@ -132,12 +130,9 @@ def folded(stored: Tensor, fold: Fold) -> Tensor:
 def settle(
     module: nn.Module, dtype: torch.dtype | None, device: torch.device | None = None
 ) -> None:
-    """Give a module memory of its own for all parameters that are lent in another dtype.
+    """Give a module, in place, memory of its own for all parameters that are lent.
 
-    Args:
-        module: to be changed in place; tied parameters stay tied.
-        dtype: of the new ones; None for what they are in.
-        device: of the new ones; None for where they are.
+    Tied parameters stay tied; without ``dtype`` or ``device`` they stay what they are.
     """
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():

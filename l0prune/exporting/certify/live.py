@@ -22,7 +22,7 @@ from l0prune.capture.kept_state import restore_attributes
 from l0prune.capture.model_checks import evaluating, same_draws
 from l0prune.capture.provenance import within
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import UsageError, first_line
+from l0prune.errors import UsageError, in_a_line
 from l0prune.exporting.certify.difference import difference
 from l0prune.running.device import device_of
 from l0prune.running.stages import stage
@@ -40,10 +40,6 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
 
     The model stays as it is: modes, buffers, attributes, random numbers.
 
-    Args:
-        model: with its gates.
-        example: inputs of its forward; they are put on its device.
-
     Returns:
         Why they were not compared; empty where they were.
 
@@ -58,7 +54,7 @@ def check_copy(model: nn.Module, example: Inputs) -> str:
         except Exception as error:  # what the model raises is not known
             failures.append(
                 f"{name} could not be run on its example, so that the two were not compared: "
-                f"{type(error).__name__}: {first_line(error)}."
+                f"{in_a_line(error)}."
             )
     if len(failures) == 2:
         return ""  # as on a machine that lacks an operator; what follows says it

@@ -15,7 +15,7 @@ from l0prune.capture.copying import copied
 from l0prune.capture.example_inputs import examples_given, first_of
 from l0prune.capture.provenance import is_within
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import CertificateError
+from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.answers import Answer, answers_of, holds_nan, is_finite, is_valid
 from l0prune.exporting.certify.certificate import (
     Certificate,
@@ -129,7 +129,7 @@ def _verify_whole(network: Network, predicted: int) -> Network:
             for answer in _answers(network, inputs)
         )
         with stage("comparing the smaller graph with the gated model"):
-            return answers, compare(answers, graph)
+            return answers, list(compare(answers, graph))
 
     answers, certificate = _certified(network, batches, against, captured.free)
     own, choice = first_right(network.classes, [Reference("", network.gated, answers)])
@@ -267,7 +267,7 @@ def check_own_dtypes(network: Network) -> None:
             made = exact if exact is network.dense else restored(copied(exact), network.dtypes)
             what = "" if is_finite(made, network.narrow(network.example)) else "it gives inf or nan"
         except Exception as error:
-            what = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            what = in_a_line(error)
         if what:
             raise CertificateError(
                 "The exported model computes the same in float32 and float64. But in the model's "

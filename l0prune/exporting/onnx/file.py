@@ -46,10 +46,7 @@ _NAME = r"[A-Za-z_]\w*"
 
 
 def output_names(program: ExportedProgram) -> list[str]:
-    """Return a name for each tensor that a program returns: its key or field, else its place.
-
-    ``logits`` of a dict or a dataclass, ``output`` of a tensor, ``output_0`` of a tuple.
-    """
+    """Return a name for each tensor that a program returns, as ``leaf_names`` gives it."""
     specs = program.graph_signature.output_specs
     given = [spec.arg for spec in specs if spec.kind == OutputKind.USER_OUTPUT]
     structure = program.call_spec.out_spec
@@ -65,14 +62,7 @@ def rename(
     sizes: Sequence[Mapping[int, str]],
     inputs: Sequence[str] = (),
 ) -> None:
-    """Give outputs and inputs these names, and the free dims of inputs; in place.
-
-    Args:
-        model: the file's content.
-        outputs: a name for each output; none where they keep theirs.
-        sizes: for each input the names of its free dims.
-        inputs: a name for each input; none where they keep theirs.
-    """
+    """Give outputs, inputs and the free dims of these such names, in place; none: they stay."""
     graph = model.graph
     if len(inputs) == len(graph.input):
         _free_names(graph, inputs)
@@ -224,17 +214,8 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Translate the program to ONNX, quietly. Outputs that are no tensors are left out.
 
-    Args:
-        program: the program.
-        data: a file that the weights are written to where they are too large for one with it, or
-            are to lie ``apart``.
-        optimize: whether the exporter may.
-        sizes: for each input what its free dims are called.
-        opset: of the file; None for the exporter's own choice.
-        apart: whether the weights are written there in any case.
-
-    Raises:
-        L0pruneError: torch's exporter has no translation for an operator, or not in this opset.
+    It has the arguments and errors of ``write_runnable``. The weights are written to ``data``
+    where they are too large for one file with it, or are to lie ``apart``.
     """
     import onnx_ir
 

@@ -96,12 +96,7 @@ def check_opset(opset: int | None) -> None:
 def of_older_opset(
     program: ExportedProgram, opset: int, sizes: Sequence[Mapping[int, str]]
 ) -> onnx_ir.Model:
-    """Return the program in ONNX of this opset.
-
-    Args:
-        program: in float32, of tensors alone.
-        opset: less than 18.
-        sizes: for each tensor that it takes, what its free dims are called.
+    """Return the program, in float32 and of tensors alone, in ONNX of this opset, less than 18.
 
     Raises:
         L0pruneError: an operator is none that this opset has; with the lowest that has all.

@@ -278,9 +278,7 @@ def _scanned(x: Tensor, states: Sequence[Tensor], ways: Sequence[Sequence[Tensor
 def written_out(program: ExportedProgram, *, recurrent: bool = True) -> ExportedProgram:
     """Return the program, or a copy in which operators are written out where they have to be.
 
-    Args:
-        program: the program.
-        recurrent: recurrent layers, too: else they stay torch's own operators.
+    Where ``recurrent`` layers are not, they stay torch's own operators.
     """
     program = with_one_operator(program) if recurrent else program
     targets = {node.target for node in program.graph.nodes if _has_to_be(node)}

@@ -95,11 +95,6 @@ def times_of(
         sizes: for each of these what its free dims are called.
         threads: that a call may use.
         opset: of the file of the dense network; None for the exporter's own choice.
-
-    Raises:
-        NotGated: the model carries no gates.
-        CaptureError: torch.export can no longer follow it.
-        L0pruneError: the dense network cannot be written to ONNX, or not be run.
     """
     gated, _ = holder(model)
     with tempfile.TemporaryDirectory() as folder, stage("timing the file beside the dense one"):

@@ -102,13 +102,7 @@ class OwnClass:
 
 
 def own_class(plain: nn.Module, chosen: KeptSlots, tensors: Mapping[str, Tensor]) -> OwnClass:
-    """Return the candidates for the resized model.
-
-    Args:
-        plain: the ungated model at its old sizes.
-        chosen: the slots that stay.
-        tensors: the cut tensors in float64, by name.
-    """
+    """Return the candidates for the resized model, of its cut tensors in float64, by name."""
     groups = groups_left(plain, chosen.plan, chosen.kept)
     named = under_all_names(plain, chosen.plan, tensors)
     by_tensors = changed_attributes(plain, named, groups)
@@ -323,12 +317,7 @@ def manifest(
 
 
 def constants(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
-    """Return old and new shape of each tensor that has changed and is in no state_dict.
-
-    Args:
-        model: the user's ungated module at its old sizes.
-        tensors: the cut tensors as the module has to have them, by name.
-    """
+    """Return old and new shape of each tensor that has changed and is in no state_dict."""
     found, state = {}, model.state_dict()
     for name, new in tensors.items():
         old = None if name in state else stored_in(model, name)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.capture.compat import TorchDispatchMode, pytree, version_of
-from l0prune.capture.example_inputs import call, record
+from l0prune.capture.example_inputs import call, record, tensors_in
 from l0prune.capture.model_checks import same_draws
 from l0prune.capture.provenance import is_within, within
 from l0prune.capture.sizes import Inputs
 from l0prune.capture.symbolic import raised_at
 from l0prune.capture.threads import muted
-from l0prune.errors import CertificateError, first_line
+from l0prune.errors import CertificateError, in_a_line
 from l0prune.exporting.certify.answers import Answer
-from l0prune.exporting.certify.certificate import Check, each_check
+from l0prune.exporting.certify.certificate import Check, compare
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype, cast, lent
 from l0prune.files.cut_layers import SkippedModule
@@ -71,8 +71,7 @@ class CachedStep:
         try:
             found = _stepped(module, self.inputs, self.dtype)
         except Exception as error:
-            first = first_line(error)
-            return f"with a cache it does not go on: {type(error).__name__}: {first}"
+            return f"with a cache it does not go on: {in_a_line(error)}"
         return "" if difference(self.output, found) <= _ROUNDING[self.dtype] else OTHER_STEPS
 
 
@@ -187,7 +186,7 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
     """
     checks = []
     try:
-        for check in each_check(answers, module, "class"):
+        for check in compare(answers, module, "class"):
             if not check.passed:  # the others would tell no more
                 return Comparison(SOMETHING_ELSE)
             checks.append(check)
@@ -195,7 +194,7 @@ def compare_class(module: nn.Module, answers: Sequence[Answer]) -> Comparison:
         cause = error.__cause__ or error
         line = raised_at(cause)
         at = f" at {line}" if line else ""
-        return Comparison(f"its forward does not allow these sizes{at}: {_in_a_line(cause)}")
+        return Comparison(f"its forward does not allow these sizes{at}: {in_a_line(cause)}")
     return Comparison(checks=tuple(checks))
 
 
@@ -210,7 +209,7 @@ def first_difference(module: nn.Module, new: nn.Module, inputs: Inputs) -> str:
     with suppress(Exception), muted(), InOneDtype(torch.float64):
         both = (record(lent(each, torch.float64), paths, given) for each in (module, new))
         for old, found in zip(*both, strict=True):
-            shapes = [[x.shape for x in _tensors(each.output)] for each in (old, found)]
+            shapes = [[x.shape for x in tensors_in(each.output)] for each in (old, found)]
             if (
                 shapes[0] == shapes[1]
                 and difference(old.output, found.output) > _ROUNDING[torch.float64]
@@ -255,7 +254,7 @@ class InTraining:
             was, version = before.get(name, (None, 0))
             if tensor is not was or version_of(tensor) != version:
                 left[name] = tensor.detach()
-        return cls(inputs, _tensors(output), left, draws, dtype)
+        return cls(inputs, tensors_in(output), left, draws, dtype)
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,7 @@ class Expected:
         try:
             return cls(InTraining.of(module, inputs, dtype), is_gated=has_gates(module))
         except Exception as error:
-            return cls(None, _in_a_line(error))
+            return cls(None, in_a_line(error))
 
     def fault_of(self, module: nn.Module) -> str:
         """Return why the resized module is not to be trained on; empty if it is, or none can be."""
@@ -287,7 +286,7 @@ class Expected:
         try:
             found = InTraining.of(module, self.of.inputs, self.of.dtype)
         except Exception as error:
-            return f"its forward does not allow these sizes: {_in_a_line(error)}"
+            return f"its forward does not allow these sizes: {in_a_line(error)}"
         if [leaf.shape for leaf in found.output] != [leaf.shape for leaf in self.of.output]:
             return "its output has another shape at these sizes"
         if not self.is_gated or not found.draws.is_like(self.of.draws):
@@ -302,10 +301,6 @@ class Expected:
         return ""
 
 
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what the modules hold beside parameters, by path, but for those that are skipped."""
     gone: list[str] = []
@@ -316,13 +311,9 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             continue
         for name, value in {**vars(each), **each._buffers}.items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                for number, tensor in enumerate(_tensors(value)):
+                for number, tensor in enumerate(tensors_in(value)):
                     if not isinstance(tensor, nn.Parameter):  # which a list may hold, as an LSTM's
                         yield within(path, name) + (f"[{number}]" if number else ""), tensor
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def has_gates(module: nn.Module) -> bool:

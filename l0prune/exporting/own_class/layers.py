@@ -65,12 +65,7 @@ class Layer:
 
 
 def layers_for(plain: nn.Module, chosen: KeptSlots) -> dict[str, Layer]:
-    """Return, by path, changes of modules that are not right with cut tensors alone.
-
-    Args:
-        plain: the ungated model at its old sizes.
-        chosen: the slots that stay.
-    """
+    """Return, by path, changes of modules that are not right with cut tensors alone."""
     found = {**dict(_picked(plain, chosen)), **dict(_attention(plain, chosen))}
     given = given_sizes(plain, chosen.plan, chosen.kept)
     for path, dims in chosen.plan.code.averages.items():
@@ -89,7 +84,6 @@ def _in_encoders(plain: nn.Module, found: dict[str, Layer]) -> dict[str, Layer]:
     are. A TransformerEncoder may hand padded tokens on as nested tensors, which other layers do not
     take, and gives zeros for padding then: in such a one no layer can become another.
     """
-
     for path, module in plain.named_modules():
         if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", True):
             found = {each: layer for each, layer in found.items() if not is_within(each, path)}

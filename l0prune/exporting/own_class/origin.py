@@ -22,7 +22,7 @@ from l0prune.capture.configurations import (
     numbers_in,
 )
 from l0prune.capture.sizes import Inputs
-from l0prune.errors import CertificateError, L0pruneError
+from l0prune.errors import CertificateError, L0pruneError, first_line
 from l0prune.exporting.certify.answers import output_of
 from l0prune.exporting.certify.certificate import TOLERANCE
 from l0prune.exporting.certify.difference import difference
@@ -54,13 +54,10 @@ def fault_of(
     trials: Trials,
     renamed: Callable[[str], str] = lambda name: name,
 ) -> str:
-    """Return what of a loaded model is not the same; empty if nothing is.
+    """Return what of a loaded model is not the same as in ``module``; empty if nothing is.
 
-    Args:
-        loaded: which goes where ``module`` is.
-        module: what it should be.
-        trials: what both are given, in float32; by paths in ``module``.
-        renamed: what a name in ``module`` is in ``loaded``; empty for what is gone.
+    Both are given ``trials`` in float32, by paths in ``module``; ``renamed`` says what a name there
+    is in ``loaded``, empty for what is gone.
     """
     loaded.to(device_of(module))
     numbers = _numbers_in(loaded)
@@ -77,7 +74,7 @@ def fault_of(
                 for each, at in ((module, path), (loaded, renamed(path)))
             )
         except (AttributeError, CertificateError) as error:
-            return f"it would not run: {next(iter(str(error).splitlines()), '')}"
+            return f"it would not run: {first_line(error)}"
         if not difference(expected, found) <= TOLERANCE["float32"]:
             return "it would compute something else"
     return ""
@@ -98,13 +95,8 @@ def described(
 ) -> Manifest:
     """Return the manifest of a module, with what builds it where it is of its own class.
 
-    Each way is tried: it counts if the model that it builds, at the new sizes, is the module.
-
-    Args:
-        module: at its new sizes.
-        facts: shapes, attributes and layers, as ``own_class.manifest`` gives them, and more.
-        trials: inputs to compare on.
-        spec: of ``load_model``, by which the user says that it was built; empty for none.
+    Each way is tried: it counts if the model that it builds, at the new sizes, is the module. By
+    ``spec`` of ``load_model`` the user says that it was built.
     """
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     versions = {"l0prune": __version__, "torch": torch.__version__}
@@ -202,10 +194,6 @@ def configurations(module: nn.Module, manifest: Manifest) -> tuple[list[dict[str
 
     Which numbers of a configuration a dim follows is tried: the model is built without values, with
     one number doubled, and the dims are looked at that become twice as large.
-
-    Args:
-        module: at its new sizes.
-        manifest: of it; a class of transformers is its origin.
     """
     if manifest.layers:
         path, kind = next(iter(manifest.layers.items()))

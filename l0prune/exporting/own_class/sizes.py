@@ -92,10 +92,8 @@ def changed_attributes(
 ) -> Changes:
     """Return the attributes of torch's own layers that follow the tensors.
 
-    Args:
-        model: the user's ungated module at its old sizes.
-        tensors: the cut tensors under every name of the model's state_dict.
-        groups: how many groups each grouped convolution has left, by path.
+    ``tensors`` are the cut ones under every name of the model's state_dict, ``groups`` how many
+    groups each grouped convolution has left, by path.
     """
     found = {}
     for path, module in model.named_modules():
@@ -149,12 +147,8 @@ def sizes_in_code(model: nn.Module, plan: Plan, kept: Tensor, *, by_kind: bool) 
     Of several with one value those count that are called like a size, if any is: ``head_dim`` is,
     and a ``reduction_ratio`` is not.
 
-    Args:
-        model: the user's ungated module at its old sizes.
-        plan: its plan.
-        kept: the slots that stay, bool, flat.
-        by_kind: of several that are called like a size take only those that are called like one of
-            this kind, if any is: of a ``head_dim`` and a ``dim_key`` the latter may be for a scale.
+    Of several that are called like a size take, ``by_kind``, only those that are called like one of
+    this kind, if any is: of a ``head_dim`` and a ``dim_key`` the latter may be for a scale.
     """
     found = {}
     for path, dims in plan.code.sizes.items():

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from l0prune.capture.compat import has_pre_hooks, pytree
+from l0prune.capture.compat import has_pre_hooks
 from l0prune.capture.copying import copied
-from l0prune.capture.example_inputs import Call, record
+from l0prune.capture.example_inputs import Call, record, tensors_in
 from l0prune.capture.provenance import is_within, modules_of, within, without_call
 from l0prune.exporting.own_class.choice import OwnClass
 from l0prune.exporting.own_class.layers import Layer
@@ -71,7 +71,7 @@ def called(plain: nn.Module, paths: Iterable[str], part: Part) -> dict[str, Call
 
 
 def _is_given_some(call: Call, module: nn.Module) -> bool:
-    tensors = [leaf for leaf in pytree.tree_leaves(call.inputs) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(call.inputs)
     if any(True for _ in module.parameters()):
         return bool(tensors)
     return any(tensor.is_floating_point() for tensor in tensors)
@@ -101,11 +101,6 @@ def windows_to(end: Node, start: Node, between: Set[Node]) -> list[tuple[Window,
 
     Paths side by side are ways of their own, and so is a mean over all positions that multiplies
     the others: of its sizes nothing is left.
-
-    Args:
-        end: what is made of ``start``, by ``between``, itself among these.
-        start: of other nodes.
-        between: operators.
     """
     ways: dict[Node, list[tuple[Window, ...]]] = {start: [()]}
     for node in sorted(between):
@@ -234,10 +229,6 @@ def renumbered(plain: nn.Module, skipped: Collection[str]) -> Changes:
 
     Numbers change places among modules of one class and the same settings only: a cache may hold
     places of several kinds.
-
-    Args:
-        plain: the ungated model.
-        skipped: paths of the modules that nothing is left of.
     """
     found: Changes = defaultdict(dict)
     for name, alike in _alike(plain):
@@ -303,14 +294,7 @@ _CASTS = ("aten.to", "aten.contiguous")  # hand on what is as it should be
 def ways_around(
     plain: nn.Module, parts: Sequence[Part], by_part: Mapping[str, KeptSlots], gone: Collection[str]
 ) -> Iterator[dict[str, Layer]]:
-    """Yield what modules become, by path: the way that leaves least to compute first.
-
-    Args:
-        plain: the ungated model at its old sizes.
-        parts: of it, as they were captured.
-        by_part: by path, the slots that stay.
-        gone: names of the branches that are gone.
-    """
+    """Yield what modules become, by path: the way that leaves least to compute first."""
     if not gone:
         return
     found = [_Gone.of(plain, part, by_part[part.path], gone) for part in parts]
@@ -416,12 +400,7 @@ def _before(ends: Set[Node], dead: Set[Node]) -> set[Node]:
 
 def _last_ones(mine: Mapping[str, Set[Node]], dead: Set[Node]) -> dict[str, set[Node]]:
     """Return the modules of a branch from which no other one takes, and what each is made of.
-
     There are several where a branch is the sum of paths side by side.
-
-    Args:
-        mine: by path, what each module computes of the branch.
-        dead: what is gone.
     """
     made_of = {path: _before(nodes, dead) for path, nodes in mine.items()}
 
@@ -477,13 +456,8 @@ def _outermost(paths: Iterable[str]) -> list[str]:
 
 def around(own: OwnClass, way: Mapping[str, Layer], plan: Plan, *, drops: bool = True) -> OwnClass:
     """Return the class in which these modules are skipped, and hold nothing.
-
-    Args:
-        own: what it may be with all of them.
-        way: by path, what they become.
-        plan: of the model.
-        drops: whether parameters of branches that are gone are dropped where code of other modules
-            reads them; else they stay, at zero.
+    Parameters of branches that are gone it ``drops`` where code of other modules reads them; else
+    they stay, at zero.
     """
 
     def is_skipped(name: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import attention_of, auto_classes
 from l0prune.capture.configurations import changed, numbers_in, quietly
-from l0prune.errors import L0pruneError
+from l0prune.errors import L0pruneError, in_a_line
 from l0prune.exporting.own_class.origin import (
     Trials,
     configurations,
@@ -72,12 +72,7 @@ def write_folder(
 ) -> str:
     """Write the folder of a smaller model; return what can load it, in a sentence or two.
 
-    Args:
-        folder: its path.
-        module: of its own class.
-        manifest: of it, with its origin.
-        trials: inputs to compare on.
-        code: whether to put a Python file beside it that loads it without l0prune.
+    With ``code`` a Python file lies beside it that loads it without l0prune.
 
     Raises:
         FileError: it cannot be written; what was there is unchanged.
@@ -153,7 +148,7 @@ def _fault_of_loading(scratch: Path, module: nn.Module, name: str, trials: Trial
             )
     # It is another package's to say what it cannot load, and how.
     except Exception as error:
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return in_a_line(error)
     left = [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if told.get(key)]
     if left:
         return f"it has {left[0].replace('_', ' ')}"
@@ -168,10 +163,6 @@ def shortened(
     In the exported module they are there, and do nothing. Built by a configuration of fewer layers
     they are not, and transformers loads the model by itself. Where none can go it stays as it is.
 
-    Args:
-        module: at its new sizes.
-        manifest: of it.
-        trials: inputs on which both have to be the same.
     """
     for path, count, left in _lists(module) if manifest.origin.transformers else ():
         renamed = _renaming(path, left)

@@ -58,11 +58,8 @@ def _restored(flat: GraphModule, codegen: CodeGen, meta: dict[str, Any], mode: b
 def add_guards(graph: Graph, values: Iterable[Any], batches: Batches = ANY) -> None:
     """Let the graph raise a RuntimeError on inputs that it was not captured for.
 
-    Args:
-        graph: to be changed; its module is to be recompiled.
-        values: for each placeholder what it was captured with: a number, a text, None, or a
-            tensor (a fake one), of which a symbolic size stands for any.
-        batches: those that it is for, where their size is symbolic.
+    ``values`` has for each placeholder what it was captured with: a number, a text, None, or a
+    (fake) tensor, of which a symbolic size stands for any. Its module is to be recompiled.
     """
     inputs = graph.find_nodes(op="placeholder")
     sizes: dict[Any, Node] = {}
@@ -129,14 +126,7 @@ def dense_graphs(
 def dense_module(
     analysis: Analysis, tensors: Mapping[str, Tensor], kept: Tensor, device: torch.device
 ) -> DenseGraph:
-    """The captured graph with cut tensors and rewritten shapes, which guards its inputs.
-
-    Args:
-        analysis: the capture of the ungated model.
-        tensors: cut tensors by name.
-        kept: the slots that stayed, bool, flat.
-        device: where the model is.
-    """
+    """The captured graph with cut tensors and rewritten shapes, which guards its inputs."""
     module = analysis.captured.program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     layouts = dict(analysis.layouts)

@@ -22,7 +22,6 @@ _MOST_OUTPUTS = 8  # of one kind of comparison that have a row of their own
 _SMALLEST = 1e-17  # differences of 0 are shown there
 WHAT = {
     "graph": "captured graph",
-    "dense": "captured graph",  # in reports of before it was called so
     "class": "own class",
     "program": "exported program",
     "onnx": "ONNX file",
@@ -61,12 +60,7 @@ class Row:
 
 
 def certificate(checks: Sequence[Comparison], width: int) -> Markup:
-    """The picture.
-
-    Args:
-        checks: at least one.
-        width: of the picture.
-    """
+    """The picture of some comparisons, as wide as this."""
     rows = rows_of(checks)
     left, right = (8, width - 12) if is_narrow(width) else (258, width - 190)
     low = floor(log10(min(_shown(error) for row in rows for error in row.errors)))

@@ -28,12 +28,7 @@ _REFRESH = 20  # seconds
 
 
 def html(content: Content, *, live: bool = False) -> str:
-    """The page.
-
-    Args:
-        content: what it shows.
-        live: whether the run goes on, so that the page has to be looked at again.
-    """
+    """The page; a ``live`` one, of a run that goes on, looks again by itself."""
     page = _environment().get_template("page.html")
     return page.render(
         content=content,

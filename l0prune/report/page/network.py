@@ -58,13 +58,9 @@ class Row:
 def network(
     layers: Sequence[LayerChange], axes: Sequence[Axis], width: int, *, is_survey: bool = False
 ) -> Markup:
-    """The picture. The bars' lengths grow with the square root of the layers' widths.
+    """The picture of some layers. Bars grow with the square root of the layers' widths.
 
-    Args:
-        layers: at least one, in network order.
-        axes: those that they name by number.
-        width: of the picture.
-        is_survey: whether ``after`` is what can go, not what is left.
+    In a survey ``after`` is what can go, not what is left.
     """
     rows, narrow = rows_of(layers, is_survey), is_narrow(width)
     lanes = _lanes(rows)
@@ -188,12 +184,7 @@ def _tie(axes: Sequence[Axis], rows: Sequence[Row], axis: int, lane: int, height
 
 
 def heads(axes: Sequence[Axis], width: int) -> Markup:
-    """Grids of attention heads: a filled square for each that stayed.
-
-    Args:
-        axes: those of heads, with what was kept.
-        width: of the picture.
-    """
+    """Grids of attention heads: a filled square for each that stayed."""
     side, gap = 12, 4
     names, narrow = [axis.name.removesuffix(".heads") for axis in axes], is_narrow(width)
     label = 0 if narrow else column(names)

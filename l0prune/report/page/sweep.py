@@ -19,12 +19,7 @@ def pareto_front(
 ) -> list[int]:
     """Return the Pareto front: the points that no other one beats in cost or quality.
 
-    Args:
-        points: of each run its cost and its metric.
-        larger_is_better: of the metric.
-
-    Returns:
-        Their numbers, the cheapest first.
+    Their numbers, the cheapest first; points are cost and metric.
     """
     sign = -1 if larger_is_better else 1
     values = [(cost, sign * metric) for cost, metric in points]
@@ -46,13 +41,7 @@ def shown_costs(runs: Sequence[Run]) -> list[str]:
 
 
 def sweep(runs: Sequence[Run], cost: str, width: int) -> Markup:
-    """Draw the runs. Points are numbered as the runs are, from 1; a line joins those of the front.
-
-    Args:
-        runs: two at least of which the metric is known, and this cost before and after.
-        cost: of ``shown_costs``.
-        width: of the picture.
-    """
+    """Draw the runs, which are numbered from 1; a line joins those of the front."""
     points = _points(runs, cost)
     metric = next(run.metric for run in runs if run.metric is not None)
     better = pareto_front(list(points.values()), metric.larger_is_better)

@@ -33,12 +33,7 @@ class Step:
 
 
 def time_by_layer(time: TimeByLayer, width: int) -> Markup:
-    """Draw a waterfall from the time of the dense network down to that of the small one.
-
-    Args:
-        time: with one module at least.
-        width: of the picture.
-    """
+    """Draw a waterfall from the time of the dense network down to that of the small one."""
     steps, narrow = steps_of(by_block(time.owners)), is_narrow(width)
     row = 38 if narrow else 26
     label, right = (0, 0) if narrow else (column(step.name for step in steps), 115)
@@ -197,12 +192,7 @@ def _of_table(content: Content) -> Iterator[Group]:
 
 
 def predicted_and_measured(group: Group, width: int) -> Markup:
-    """Draw a row for each network: its predicted time beside the measured one.
-
-    Args:
-        group: with one row at least.
-        width: of the picture.
-    """
+    """Draw a row for each network: its predicted time beside the measured one."""
     narrow, rows = is_narrow(width), group.rows
     left, right = (8, width - 8) if narrow else (column(r.name for r in rows) + 8, width - 140)
     height = 40 if narrow else 28

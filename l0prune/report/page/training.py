@@ -120,12 +120,7 @@ class Curve:
 
 
 def curves(training: Training, width: int) -> list[Markup]:
-    """Draw a panel for each recorded quantity.
-
-    Args:
-        training: with one epoch at least.
-        width: of the pictures.
-    """
+    """Draw a panel for each recorded quantity."""
     epochs, found = training.epochs, []
     said = [step for step, _ in remarks(training)]
     losses = _recorded(
@@ -193,15 +188,10 @@ def panel(
     marks: Sequence[float] = (),
     from_zero: bool = True,
 ) -> Markup:
-    """Draw curves over the steps of a training, with its phases behind them.
+    """Draw at most four curves over the steps of a training, with its phases behind them.
 
-    Args:
-        title: what is drawn, with its unit.
-        curves: at most four, of which one has a point at least.
-        training: whose steps and phases they go over.
-        width: of the picture.
-        marks: steps at which something was said; they are numbered from 1.
-        from_zero: let the scale begin at 0, unless values are below.
+    At the steps in ``marks`` something was said; they are numbered from 1. ``from_zero`` lets the
+    scale begin at 0, unless values are below.
     """
     values = [y for curve in curves for _, y in curve.points]
     low, high = min(values), max(values)
@@ -320,11 +310,6 @@ def _band_names(bands: Sequence[Band], y: float, width: float) -> list[Markup]:
 
     Where there is no room the first one reaches out to the left, the last one too, and those
     between them to the right.
-
-    Args:
-        bands: from left to right.
-        y: of the line that they are written on.
-        width: of the picture.
     """
     longs = [_LETTER * len(band.name) for band in bands]
     places, free = [], 0.0
@@ -347,12 +332,7 @@ def undecided(counts: Sequence[int]) -> int:
 
 
 def gate_histogram(training: Training, width: int) -> Markup:
-    """Draw the distribution of P(z ≠ 0) at the end of each epoch: the darker, the more gates.
-
-    Args:
-        training: with an epoch that has counted its gates.
-        width: of the picture.
-    """
+    """Draw the distribution of P(z ≠ 0) at the end of each epoch: the darker, the more gates."""
     counted = [epoch for epoch in training.epochs if epoch.gates]
     shown = counted[:: -ceil(len(counted) / _COLUMNS)][::-1]  # the last one among them
     narrow, phases = is_narrow(width), any(epoch.phase for epoch in shown)
