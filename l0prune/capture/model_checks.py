@@ -164,11 +164,17 @@ def _kept_aside(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode without gradients, and afterwards the mode of each submodule as it was."""
+    with modes_kept(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the mode of each submodule, train or eval, after the context."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         for module, mode in modes:
             module.training = mode

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.example_inputs import opened
 from l0prune.capture.sizes import FreeSizes
-from l0prune.errors import FileError, NotGated, UsageError
+from l0prune.errors import FileError, UsageError
 from l0prune.files.atomic import PathLike
 from l0prune.files.checked_json import Strict, checked
 from l0prune.files.consent import check_consent
@@ -44,7 +44,7 @@ from l0prune.files.tensor_file import (
     write_tensors,
 )
 from l0prune.files.user_code import is_rebuildable
-from l0prune.gating.attaching import attach, check_ungated, detach, gates_of
+from l0prune.gating.attaching import attach, check_ungated, detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
@@ -302,9 +302,8 @@ def _gates(saved: GatesContent, tensors: Mapping[str, Tensor], model: nn.Module)
 
 
 def _gates_or_none(model: nn.Module) -> Gates | None:
-    try:
-        gates = gates_of(model)
-    except NotGated:
+    gates = gates_or_none(model)
+    if gates is None:
         return None
     if _LOG_ALPHA not in model.state_dict():
         raise UsageError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch import Tensor, nn
 
@@ -146,6 +146,20 @@ def holder(model: nn.Module) -> tuple[nn.Module, Gates]:
         "this model carries no gates; put them on with l0prune.gate(model, example_inputs), "
         "or l0prune.load a file that was saved with them"
     )
+
+
+def gates_or_none(model: nn.Module) -> Gates | None:
+    """Return the bank of gates that ``model`` carries, if it carries one."""
+    with suppress(NotGated):
+        return gates_of(model)
+    return None
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but those of its gates, each once, by name."""
+    gates = gates_or_none(model)
+    own = set() if gates is None else {*map(id, gates.parameters())}
+    return {name: p for name, p in model.named_parameters() if id(p) not in own}
 
 
 def _links(model: nn.Module, gates: Gates) -> list[tuple[nn.Module, Link]]:

@@ -29,6 +29,7 @@ from l0prune.capture.configurations import (
     sizes_of,
 )
 from l0prune.capture.example_inputs import call
+from l0prune.capture.model_checks import evaluating
 from l0prune.capture.sizes import Inputs
 from l0prune.errors import NothingToPrune, UsageError, warn
 from l0prune.plan.branch import KIND
@@ -302,18 +303,14 @@ def _floats(model: nn.Module | None) -> dict[str, float]:
     }
 
 
-@torch.no_grad()
 def _outputs(model: nn.Module, example: Inputs) -> list[Any] | None:
     """Return what the model gives in eval mode; None where it fails, as by a number of no size."""
-    modes = {module: module.training for module in model.modules()}
     try:
-        return [*pytree.tree_leaves(call(model.eval(), example))]
+        with evaluating(model):
+            return [*pytree.tree_leaves(call(model, example))]
     # The user's code may fail in any way with a number that is not its own.
     except Exception:
         return None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _are_same(some: list[Any] | None, others: list[Any] | None) -> bool:

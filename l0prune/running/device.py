@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from l0prune.capture.model_checks import modes_kept
 from l0prune.errors import UsageError, first_line
 from l0prune.running.processes import ALONE, World
 
@@ -121,11 +122,7 @@ def train_mode(model: nn.Module) -> Iterator[None]:
     In a model that is in train mode already, submodules in eval mode stay so: a BatchNorm that
     somebody froze, for instance.
     """
-    before = [(module, module.training) for module in model.modules()]
-    if not model.training:
-        model.train()
-    try:
+    with modes_kept(model):
+        if not model.training:
+            model.train()
         yield
-    finally:
-        for module, mode in before:
-            module.training = mode

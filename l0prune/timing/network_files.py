@@ -26,7 +26,7 @@ from l0prune.exporting.export import export
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.pieces import ExportedPart
 from l0prune.files.checked_json import read_json, read_text
-from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.attaching import gates_of, holder, weights_of
 from l0prune.plan.layout import Layout
 from l0prune.plan.numbers import NETWORKS, SEEDS, check_whole
 from l0prune.plan.plan import Plan
@@ -133,10 +133,9 @@ class Exporter:
 
 def _disturbed(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
-    gates = {*map(id, gates_of(model).parameters())}
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point() and id(parameter) not in gates:
+        for parameter in weights_of(model).values():
+            if parameter.is_floating_point():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_((_NOISE * noise).to(parameter.dtype))
     return model

@@ -154,7 +154,7 @@ _ROUNDING = 8.0  # eps of the values, below which a change says nothing
 
 
 class Followers:
-    """Copies of a model that are averages of it.
+    """Copies that are averages of a model that is trained.
 
     An average of log α is no decision: gates that closed late are still open in it, so that it
     would export above the budget that the model itself meets. Whether a copy is an average is seen
@@ -163,9 +163,6 @@ class Followers:
 
     Other copies whose gates change, and the model itself, into which an average may be loaded, are
     registered with the budget: an export of them warns where they exceed it.
-
-    Args:
-        gates: of the model that is trained.
     """
 
     def __init__(self, gates: Gates) -> None:

@@ -55,13 +55,7 @@ class Balance:
         self._pulls: Tensor | None = None
 
     def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
-        """Every few steps, ``done`` so far: note the gradients of what each budget is exceeded by.
-
-        Args:
-            done: steps done.
-            log_alpha: of the gates.
-            excess: of each budget, shape ``(k,)``.
-        """
+        """Every few steps, ``done`` so far: note the gradients of each budget's excess, shape (k,)."""
         if done % _EVERY == 0 and excess.requires_grad:
             pulls = (
                 torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
@@ -95,7 +89,6 @@ class BlockCoupling:
         numbers: of the block that each slot is in, shape ``(plan.size,)``.
 
     Args:
-        plan: of the network.
         blocks: for each axis, how many slots open and close together.
         worth: by which slots are put beside each other; shape ``(plan.size,)``. The blocks are kept
             where it is.

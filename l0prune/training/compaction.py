@@ -87,7 +87,6 @@ class Compaction:
         let_go: called before the sizes change: whoever holds on to tensors as they are drops them.
 
     Args:
-        model: gated.
         own_loop: the loop is the user's.
     """
 
@@ -366,13 +365,7 @@ class Compaction:
 
 
 class CompactionPolicy:
-    """Cuts a run's model when its setting says so; where that fails, says why, and never again.
-
-    Args:
-        compaction: of the model.
-        when: see ``GateSettings.compact``.
-        say: what is called with the text of a warning.
-    """
+    """Cuts a run's model when its setting says so; where that fails, says why, and never again."""
 
     def __init__(self, compaction: Compaction, when: Compact, say: Callable[[str], None]) -> None:
         self._compaction, self._when, self._say = compaction, when, say

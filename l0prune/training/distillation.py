@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
-from l0prune.errors import NotGated, UsageError
-from l0prune.gating.attaching import detach
+from l0prune.capture.model_checks import modes_kept
+from l0prune.errors import UsageError
+from l0prune.gating.attaching import detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.batches import Feed, call
@@ -37,7 +38,6 @@ class Teacher:
     Args:
         network: the teacher; until ``close`` it is where the model is, in eval mode, and does not
             learn.
-        model: what learns.
         settings: ``distill`` is a, ``temperature`` T, ``match`` globs of module names.
 
     Raises:
@@ -220,7 +220,7 @@ def _dense(model: nn.Module) -> nn.Module:
             f"be copied (copy.deepcopy): {error.__cause__}. Give teacher=, the network before it "
             "was gated"
         ) from error
-    with suppress(NotGated):  # a model without gates learns from what it was
+    if gates_or_none(twin) is not None:
         detach(twin)
     return twin
 
@@ -228,14 +228,11 @@ def _dense(model: nn.Module) -> nn.Module:
 @contextmanager
 def _frozen(network: nn.Module, device: torch.device) -> Iterator[None]:
     """Within the context the network is on ``device``, in eval mode, and learns nothing."""
-    modes = [(module, module.training) for module in network.modules()]
     learned = [parameter for parameter in network.parameters() if parameter.requires_grad]
     try:
-        with on_device(network, device):
+        with modes_kept(network), on_device(network, device):
             network.eval().requires_grad_(False)
             yield
     finally:
         for parameter in learned:
             parameter.requires_grad_(True)
-        for module, mode in modes:
-            module.training = mode

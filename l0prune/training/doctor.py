@@ -50,10 +50,6 @@ class Doctor:
     """Watches the gates of one run, and complains of each thing once.
 
     No complaint takes back what an earlier one advised: what was seen first is the cause.
-
-    Args:
-        terms: the gates as they are before the first step, and what makes them close.
-        phases: of the run.
     """
 
     def __init__(self, terms: GateTerms, phases: Phases) -> None:
@@ -332,11 +328,9 @@ def _values(log_alpha: Tensor) -> Tensor:
 
 
 def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str]:
-    """Return the complaint of a run in which compiling took a large part of the time, if it did.
+    """Complain of a run in which compiling took a large part of the time, if it did.
 
-    Args:
-        seconds: of each time that the network was compiled.
-        training: of all steps.
+    ``seconds`` are those of each compilation, ``training`` those of all steps.
     """
     took = sum(seconds)
     if not seconds or took < _COMPILING * training:
@@ -351,15 +345,7 @@ def costly_compiling(seconds: Sequence[float], training: float) -> dict[str, str
 def diverged(
     what: str, where: str, settings: Settings, epochs_done: int, *, gated: bool
 ) -> TrainingError:
-    """The error for a loss or weight that is no number, with its usual causes and the way on.
-
-    Args:
-        what: what was found.
-        where: in which epoch and step.
-        settings: of the run.
-        epochs_done: epochs that are in the checkpoint.
-        gated: the model has gates.
-    """
+    """The error for a loss or weight that is no number, with its usual causes and the way on."""
     causes = [f"a learning rate too high (lr={settings.lr:g})"]
     ways = ["a smaller lr", "clip=1.0"]
     if gated:

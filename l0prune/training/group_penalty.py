@@ -36,14 +36,6 @@ _RANKS = (0.99, 1 - 1e-4)
 class GroupPenalty:
     """The penalty of one run.
 
-    Args:
-        model: gated.
-        gates: its bank, which stands.
-        settings: whose ``penalty``, ``lam`` and budget count.
-        n: N, for λ.
-        phases: of the run.
-        budget: of the run, or None.
-
     Raises:
         UsageError: no such penalty is known, gates have learned, or there is nothing to shrink.
     """
@@ -277,11 +269,6 @@ def _in_metric(groups: Groups, prices: Tensor, metric: Metric) -> _Shrunk:
     ½·Σhᵢ(wᵢ − vᵢ)² + λ√|g|·‖w‖ is least where wᵢ = hᵢ·r·vᵢ/(hᵢ·r + λ√|g|) with r = ‖w‖, so that
     φ(r) = Σ(hᵢ·vᵢ/(hᵢ·r + λ√|g|))² = 1. Newton's method on 1/√φ, which is concave, nearly straight
     and rises, finds r from 0 on and never passes it; where φ(0) ≤ 1 the group is zero.
-
-    Args:
-        groups: which.
-        prices: λ√|g| of each; groups without stay as they are.
-        metric: h.
     """
     pays = prices > 0
     price = torch.where(pays, prices, 1.0)

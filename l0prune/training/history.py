@@ -344,11 +344,6 @@ class Meter:
     """Adds up the losses of an epoch; their values are fetched at every ``look`` only.
 
     What counts is the mean over all processes, which look after the same steps.
-
-    Attributes:
-        loss: sum of the task losses looked at.
-        penalty: sum of the penalties.
-        count: number of steps.
     """
 
     def __init__(

@@ -51,10 +51,6 @@ class Lambda:
 
         Axes that nothing names have λ = 0: they cost nothing, so their gates are free to stay.
 
-        Args:
-            text: for example ``"0.1/N"`` or ``"convs.*=10/N, 0.1/N"``.
-            n: N, the number of training examples, where the expression needs it.
-
         Raises:
             UsageError: the text is no such expression, or its value is negative or not finite.
         """

@@ -62,11 +62,7 @@ _ECHO = 10.0  # seconds
 
 
 class Interrupt:
-    """Remembers a signal until somebody asks.
-
-    Args:
-        world: the processes that stop together, whichever of them it came to.
-    """
+    """Remembers a signal until somebody asks; all processes of ``world`` stop together."""
 
     def __init__(self, world: World = ALONE) -> None:
         self._world = world
@@ -219,7 +215,7 @@ class Loop:
             self._look()
             raise Interrupted(stop.signal, self._leave()) from None
         finally:
-            self._stepper.close()
+            self._stepper.zero_grad()
             self._display.close()
             if self._log is not None:
                 self._log.close()

@@ -116,11 +116,6 @@ class OwnOptimizer:
     clipped by. ``hand_over`` brings it back when the step is due; after ``step`` there is none, so
     that an optimizer that holds ``log_alpha``, too, neither moves nor decays it. The newest one of
     a parameter counts, and none that its run has let go of.
-
-    Args:
-        parameters: of the gates.
-        lr: their learning rate.
-        **options: of Adam.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], lr: float, **options: Any) -> None:
@@ -233,10 +228,6 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
     """Raise UsageError where a state is not of its parameter's shape, nor a single number.
 
     An optimizer may keep what it knows of all of its parameters with one that is not cut.
-
-    Args:
-        optimizers: before the cut.
-        places: by the parameter's id, where it is to be cut.
     """
     for optimizer in optimizers:
         _check(optimizer, places)
@@ -245,13 +236,7 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
 def check_held(
     optimizers: Sequence[Optimizer], places: Places, named: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raise UsageError where a parameter that is cut may learn by none of these optimizers.
-
-    Args:
-        optimizers: those that a loop of the user's was seen to step.
-        places: by the parameter's id, where it is cut.
-        named: the model's parameters, with their names.
-    """
+    """Raise UsageError where a parameter that is cut may learn by none of these optimizers."""
     held = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
     for name, parameter in named:
         if parameter.requires_grad and id(parameter) in places and id(parameter) not in held:
@@ -288,11 +273,8 @@ def cut_states(optimizers: Sequence[Optimizer], places: Places) -> None:
 def whole_states(optimizers: Sequence[Optimizer], places: Places, rest: States) -> None:
     """Make them whole, in place.
 
-    Args:
-        optimizers: while their parameters are cut.
-        places: by the parameter's id, where it is.
-        rest: by the same, whole states that hold what was cut off; of others it is zeros, as
-            nothing is remembered of it.
+    ``rest`` are whole states, by the parameter's id, that hold what was cut off; of others it is
+    zeros, as nothing is remembered of it.
     """
     for key, place, state in _states(optimizers, places):
         known = rest.get(key, {})
@@ -325,11 +307,7 @@ def saved_whole(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> 
 
 
 def saved_cut(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> States:
-    """Make what ``load_state_dict`` is given, in place, that of what is left of them.
-
-    Returns:
-        What it was, by the parameter's id.
-    """
+    """Make what ``load_state_dict`` is given, in place, that of what is left; return what it was."""
     saved["state"] = dict(saved["state"])
     whole = {}
     for key, place, number, state in _saved(optimizer, saved, places):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from l0prune.errors import UsageError
-from l0prune.gating.attaching import gates_of, holder
+from l0prune.gating.attaching import gates_of, holder, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import AtTemperature, Gate
 from l0prune.plan.cost import cost_of, group_weights
@@ -111,18 +111,13 @@ Counting = Literal["joint", "groups"]
 
 
 class ExpectedSquares:
-    """The sum over a model's parameters, with all that their values do not change worked out.
-
-    Args:
-        plan: of the model.
-        kept: the slots that are left of a model that is cut while it trains, bool, flat.
-    """
+    """Σ P(weight is there)·W² of a model, with all that the values do not change worked out."""
 
     def __init__(self, plan: Plan, kept: Tensor | None = None) -> None:
         self._plan, self._kept = plan, kept
         self._chances: dict[tuple[str, Counting, torch.device], _Chance] = {}
 
-    def total(self, root: nn.Module, gates: Gates, p: Tensor, counting: Counting) -> Tensor:
+    def total(self, root: nn.Module, p: Tensor, counting: Counting) -> Tensor:
         """Σ P(weight is there)·W² over the trainable parameters of ``root``.
 
         Args:
@@ -134,9 +129,8 @@ class ExpectedSquares:
         """
         padded = torch.cat([p, p.new_ones(1)])
         total = p.new_zeros(())
-        own = {id(parameter) for parameter in gates.parameters()}
-        for name, parameter in root.named_parameters():
-            if parameter.requires_grad and id(parameter) not in own:
+        for name, parameter in weights_of(root).items():
+            if parameter.requires_grad:
                 square = _numbers(parameter).to(p.device, p.dtype).square()
                 total = total + self._chance(name, counting, p.device).sum(square, padded)
         return total
@@ -271,7 +265,7 @@ def penalty(
             total = prices.penalty(p, Lambda.of(lam, n), counting)
         if l2:
             there = p.detach() if l2_detach else p
-            squares = prices.squares.total(root, gates, there, counting)
+            squares = prices.squares.total(root, there, counting)
             total = total + 0.5 * l2 * squares
         if prior is not None:
             if n is None or n < 1:
@@ -292,13 +286,12 @@ def param_groups(
         NotGated: the model carries no gates.
     """
     gates = [p for p in gates_of(model).parameters() if p.requires_grad]
-    own = {*map(id, gates_of(model).parameters())}
-    weights = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    weights = [p for p in weights_of(model).values() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"name": "weights", "params": weights, "lr": lr, "weight_decay": weight_decay},
         {"name": "gates", "params": gates, "lr": gate_lr, "weight_decay": 0.0},
     ]
-    return [group for group in groups if any(p.requires_grad for p in group["params"])]
+    return [group for group in groups if group["params"]]
 
 
 def _full_precision(device_type: str) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError, warn, warn_renamed
-from l0prune.gating.attaching import gates_of
+from l0prune.gating.attaching import gates_of, weights_of
 from l0prune.gating.bank import asked_of
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
@@ -36,12 +36,6 @@ def check(
     state: dict[str, Any], axes: list[list[Any]], phases: Phases, *, has_budget: bool
 ) -> None:
     """Refuse a state that is not of such a run.
-
-    Args:
-        state: what ``Pruner.state_dict`` gave.
-        axes: name and size of each axis of the model that it is for.
-        phases: of the run.
-        has_budget: does the run have one?
 
     Raises:
         UsageError: it is of another version, model or run.
@@ -274,8 +268,7 @@ class Pruner:
     @property
     def weights(self) -> list[nn.Parameter]:
         """The parameters that learn, without those of the gates: what is to be clipped."""
-        own = {*map(id, self.gates.parameters())}
-        return [p for p in self._learning if id(p) not in own]
+        return [p for p in weights_of(self.model).values() if p.requires_grad]
 
     @property
     def _of_gates(self) -> list[nn.Parameter]:

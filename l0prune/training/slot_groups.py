@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from l0prune.errors import UsageError
+from l0prune.gating.attaching import weights_of
 from l0prune.gating.bank import Gates
 from l0prune.plan.layout import axes_of
 from l0prune.plan.switches import switches_of
@@ -49,12 +50,11 @@ class Groups:
     def __init__(self, root: nn.Module, gates: Gates) -> None:
         plan, self.kept, self._size = gates.plan, gates.kept, gates.plan.size
         sites = {(site.tensor, site.dim) for site in plan.sites}
-        device, own = gates.log_alpha.device, {*map(id, gates.parameters())}
+        device = gates.log_alpha.device
         self.parts: list[Part] = []
         held = set()
-        for alias, parameter in root.named_parameters():
-            name = plan.aliases.get(alias, alias)
-            learns = parameter.requires_grad and id(parameter) not in own
+        for alias, parameter in weights_of(root).items():
+            name, learns = plan.aliases.get(alias, alias), parameter.requires_grad
             if is_sharded(parameter):
                 raise UsageError("a penalty on groups needs whole weights: use distributed='ddp'")
             for dim, layout in enumerate(plan.tensors.get(name, ()) if learns else ()):
@@ -114,7 +114,8 @@ class Metric:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._of: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {
             id(p): (group, optimizer.state.get(p, {}))
-            for optimizer, group in _in_groups(optimizers)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
             for p in group["params"]
         }
         self._known: dict[int, Tensor] = {}
@@ -145,9 +146,3 @@ class Metric:
         passed = 1 - beta ** float(state["step"])
         found: Tensor = like * ((second / passed).sqrt() + group["eps"]) / rate
         return found
-
-
-def _in_groups(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield optimizer, group

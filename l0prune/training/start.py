@@ -63,13 +63,7 @@ class ScoringBudget:
 
     @classmethod
     def of(cls, learning: int, size: int, branches: int) -> ScoringBudget:
-        """Return the scoring budget of a run.
-
-        Args:
-            learning: steps in which gates learn.
-            size: of their batches.
-            branches: how many there are.
-        """
+        """Return the scoring budget of a run with ``learning`` steps, in batches of ``size``."""
         slots = _within(_OF_SLOTS, _SCORES * learning)
         if not branches:
             return cls(slots, 0, 0, 0)
@@ -80,12 +74,7 @@ class ScoringBudget:
         return cls(slots, max(1, round(examples / few)), few, ways)
 
     def steps(self, size: int, branches: int) -> float:
-        """Return the cost of all scoring, in steps of training.
-
-        Args:
-            size: of its batches.
-            branches: how many there are.
-        """
+        """Return the cost of all scoring, in steps of training with batches of ``size``."""
         trying = self.branches * self.few / size * branches * FORWARDS
         return self.slots + (trying + most_trials(branches) * self.ways) * _FORWARD
 
@@ -252,13 +241,6 @@ class Decision:
 
     Under a price branches wait for the widths instead. A branch is worth what its best width is
     worth: at first the price is that of its full width, which none is worth, and all would go.
-
-    Args:
-        gates: of a model.
-        learning: steps in which they learn.
-        freeze_fraction: part of these after which a budget's branches are held until all gates
-            stand; None for the usual one.
-        budget: if there is one; else a price alone.
     """
 
     def __init__(
@@ -318,12 +300,7 @@ class Decision:
 def likeliest(p: Tensor, switches: Tensor, budget: Budget) -> Tensor:
     """Choose as many of the likeliest switches as change a budget's expectation least.
 
-    Args:
-        p: of each gate to be open, flat.
-        switches: numbers of some gates.
-
-    Returns:
-        bool, of the shape of ``switches``.
+    Shape: p flat; switches are numbers of gates, and the result is bool, of their shape.
     """
     order = p[switches].argsort(descending=True, stable=True)
     before = budget.share_of_targets(p)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from l0prune.errors import L0pruneError, NotGated, UsageError
-from l0prune.gating.attaching import gates_of
+from l0prune.errors import L0pruneError, UsageError
+from l0prune.gating.attaching import gates_or_none, weights_of
 from l0prune.gating.bank import Gates
 from l0prune.running.batches import Batch, call
 from l0prune.running.device import precision
@@ -42,11 +42,6 @@ def retry_uncut(
     A loss, a metric or a forward of the user's may know the network as it was. Which error that is
     depends on what they do with it. So it is run again at the same sizes first: an error that does
     not come again, as of a worker process that was ended, is not of the sizes, and is raised.
-
-    Args:
-        pruner: of the run, whose network may be cut; None where it is not to be made whole.
-        action: raises what is wrong at any size, too.
-        undo: undoes what it did before it failed; None where that is nothing.
     """
 
     def fails() -> bool:
@@ -102,11 +97,9 @@ class Losses:
             self._of = self._replica = replicated(self._of, self._by_hand)
 
     def backward(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the gradients of what is learned from; returns this process' share of the loss.
+        """Add the gradients of what is learned from this process' part of the whole batch.
 
-        Args:
-            batch: this process' part of the whole batch.
-            scale: of the loss before backward, for fp16.
+        Returns this process' share of the loss; ``scale`` is applied before backward, for fp16.
         """
         parts = self._settings.accumulate
         total: Tensor | None = None
@@ -162,7 +155,8 @@ class _LossOf(nn.Module):
         self._loss, self._teacher = loss, teacher
         # In a list, since a compiled model is not to be a further child.
         self._runs = [model if backend is None else torch.compile(model, backend=backend)]
-        self._draws = None if backend is None else _Draws.of(model)
+        gates = None if backend is None else gates_or_none(model)
+        self._draws = None if gates is None else _Draws(gates)
 
     def forward(self, inputs: Any, targets: Any) -> tuple[Tensor, Tensor]:
         """The task's mean loss, and what is learned from: that, or mixed with a teacher's."""
@@ -188,14 +182,6 @@ class _Draws:
 
     def __init__(self, gates: Gates) -> None:
         self._gates, self._learned = gates, False
-
-    @classmethod
-    def of(cls, model: nn.Module) -> _Draws | None:
-        """Return those of a model; None where it carries no gates."""
-        try:
-            return cls(gates_of(model))
-        except NotGated:
-            return None
 
     def given(self) -> AbstractContextManager[None]:
         """Return a context in which the model's forward has the next multipliers."""
@@ -232,24 +218,16 @@ class Stepper:
         self._settings, self._pruner, self.phases = settings, pruner, phases
         self._world = world
         self.teacher = teacher
-        gates = set() if pruner is None else {*map(id, pruner.gates.parameters())}
-        self._weights = [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
+        self._weights = [p for p in weights_of(model).values() if p.requires_grad]
         self.loss_module = task.loss_module
-        of_loss = () if self.loss_module is None else self.loss_module.parameters()
-        self._of_loss = [p for p in of_loss if p.requires_grad]
+        learned = () if self.loss_module is None else self.loss_module.parameters()
+        self._of_loss = [p for p in learned if p.requires_grad]
         self._weights += self._of_loss
         for parameter in self._of_loss if world.is_shared else ():
             world.copy_from_first(parameter.data)
+        loss, weights, of_loss = task.loss_in, self._weights, self._of_loss
         self._new_losses = partial(
-            Losses,
-            model,
-            task.loss_in,
-            teacher,
-            settings,
-            device,
-            world,
-            self._weights,
-            self._of_loss,
+            Losses, model, loss, teacher, settings, device, world, weights, of_loss
         )
         self._losses: Losses | None = None
         self.compiling: list[float] = []
@@ -268,19 +246,12 @@ class Stepper:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def close(self) -> None:
-        """Leave no gradients behind."""
-        self.zero_grad()
-
     def _groups(self) -> list[dict[str, Any]]:
-        settings = self._settings
-        rest = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-        if self._pruner is not None:
-            groups = self._pruner.param_groups(**rest)
-            if self._of_loss:
-                groups.append({"name": "loss", "params": self._of_loss, **rest})
-            return groups
-        return [{"name": "weights", "params": self._weights, **rest}]
+        rest = {"lr": self._settings.lr, "weight_decay": self._settings.weight_decay}
+        if self._pruner is None:
+            return [{"name": "weights", "params": self._weights, **rest}]
+        of_loss = [{"name": "loss", "params": self._of_loss, **rest}] if self._of_loss else []
+        return [*self._pruner.param_groups(**rest), *of_loss]
 
     def load(self, state: Checkpoint) -> None:
         """Take up the state, of a whole model; the model must have its weights already."""

@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from l0prune.capture.compat import NormBase, leave_to_ddp, pytree
 from l0prune.capture.copying import holds_ddp
-from l0prune.errors import Interrupted, NotGated, UsageError
+from l0prune.errors import Interrupted, UsageError
 from l0prune.files.artifact import named_tensors
-from l0prune.gating.attaching import gates_of
-from l0prune.gating.bank import Gates
+from l0prune.gating.attaching import gates_of, gates_or_none, weights_of
 from l0prune.gating.gated_class import original_class
 from l0prune.running.device import device_of
 from l0prune.running.processes import World, full_tensor, is_sharded
@@ -182,10 +181,8 @@ def average_buffers(buffers: Iterator[Tensor] | list[Tensor], world: World) -> N
 def replicated(module: nn.Module, left_out: Iterable[nn.Parameter]) -> DistributedDataParallel:
     """``module`` such that backward averages its gradients over the processes.
 
-    Args:
-        module: called with what its forward takes; returns what is differentiated, and nothing
-            else, so that parameters that have no part in it are found.
-        left_out: parameters whose gradients are left alone.
+    Its forward returns what is differentiated, and nothing else, so that parameters that have no
+    part in it are found. Gradients of those that are ``left_out`` are left alone.
     """
     ids = {id(parameter) for parameter in left_out}
     names = [name for name, parameter in module.named_parameters() if id(parameter) in ids]
@@ -210,12 +207,6 @@ def sharded(
     Each repeated block is gathered when it runs; what is not in a block, as one more. Gates, and
     parameters that are single numbers, are whole in every process. After the context, or when
     training was interrupted, the model has what the copy has learned.
-
-    Args:
-        model: any model, the same in all processes; left on its own device.
-        device: where the shards are.
-        backend: by which torch.compile compiles each block, or None.
-        world: the processes.
 
     Raises:
         UsageError: the model cannot be copied.
@@ -242,16 +233,8 @@ def whole_everywhere(model: nn.Module) -> list[nn.Parameter]:
     They are the gates, of which each process has its own sample, and single numbers, which
     cannot be sharded.
     """
-    gates = _gates(model)
-    own = set() if gates is None else {*map(id, gates.parameters())}
-    return [p for p in model.parameters() if id(p) in own or not (p.dim() or is_sharded(p))]
-
-
-def _gates(model: nn.Module) -> Gates | None:
-    try:
-        return gates_of(model)
-    except NotGated:
-        return None
+    weights = {*map(id, weights_of(model).values())}
+    return [p for p in model.parameters() if id(p) not in weights or not (p.dim() or is_sharded(p))]
 
 
 def _shard(model: nn.Module, device: torch.device, backend: str | None, world: World) -> None:
@@ -290,5 +273,5 @@ def _owners(model: nn.Module) -> Counter[int]:
 def _hand_back(shards: nn.Module, model: nn.Module) -> None:
     for (_, own), (_, trained) in zip(named_tensors(model), named_tensors(shards), strict=True):
         own.copy_(full_tensor(trained))
-    if (gates := _gates(model)) is not None:
+    if (gates := gates_or_none(model)) is not None:
         gates.gate = gates_of(shards).gate

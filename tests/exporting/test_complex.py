@@ -130,11 +130,11 @@ def test_a_complex_parameter_is_averaged_by_its_parts():
 def test_of_complex_weights_penalty_and_scores_count_both_parts():
     model, x = with_matrix()
     l0prune.gate(model, x, include="mix")
-    plan, bank = l0prune.gates(model).plan, l0prune.gates(model)
+    plan = l0prune.gates(model).plan
     squares = {n: p.detach().abs().double().square() for n, p in model.named_parameters()}
     del squares["l0prune_gates.log_alpha"]
     always = torch.ones(plan.size, dtype=torch.float64)
-    found = ExpectedSquares(plan).total(model, bank, always, "joint")
+    found = ExpectedSquares(plan).total(model, always, "joint")
     assert found.item() == pytest.approx(sum(map(float, (s.sum() for s in squares.values()))))
     scores = l0prune.score(model, "group-magnitude", normalise="none")
     expected = squares["mix"].sum(0) + squares["shift"] + squares["c.weight"].sum(0)
