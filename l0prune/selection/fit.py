@@ -20,7 +20,6 @@ from l0prune.gating.bank import Gates
 from l0prune.plan.branch import KIND
 from l0prune.plan.limits import Bound, LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Measure, Source
-from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import switches_of, without_idle
 from l0prune.running.batches import usual_batch_size
@@ -94,7 +93,7 @@ def fit(
     """
     gates = gates_of(model)
     gates.make_whole()
-    wanted = _wanted(gates.plan, budget, round_to, latency)
+    wanted = _wanted(gates.plan, budget, latency)
     if compensate:
         blocks_for(gates.plan, wanted, round_to, latency)
         with calibration(model, _needed(data)) as found:
@@ -188,18 +187,14 @@ def check_request(
         UsageError: see ``fit``.
     """
     gates = gates_of(model)
-    wanted = _wanted(gates.plan, budget, round_to, latency)
+    wanted = _wanted(gates.plan, budget, latency)
     asked = kinds or (_scored(gates.plan) if scored else ())
     movable = None if data else _movable(gates.plan, gates.open().cpu(), asked)
     blocks_for(gates.plan, wanted, round_to, latency, movable)
     warn_of_little(gates.plan, wanted)
 
 
-def _wanted(
-    plan: Plan, budget: LimitsLike | None, round_to: Widths, latency: Source | None
-) -> tuple[Bound, ...]:
-    if round_to != "auto":
-        check_whole("round_to", round_to)
+def _wanted(plan: Plan, budget: LimitsLike | None, latency: Source | None) -> tuple[Bound, ...]:
     sources = () if latency is None else (latency,)
     return bounds(plan, () if budget is None else limits(budget), sources)
 

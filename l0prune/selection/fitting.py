@@ -20,6 +20,7 @@ from l0prune.plan.branch import KIND
 from l0prune.plan.layout import Gated, axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.measures import Measure
+from l0prune.plan.numbers import check_whole
 from l0prune.plan.plan import Plan
 
 # A budget counts as used up when less than this share of it is free.
@@ -341,10 +342,7 @@ def blocks_of(plan: Plan, round_to: Widths, measures: Iterable[Measure]) -> list
     if round_to == "auto":
         wanted = [found for measure in measures if (found := measure.blocks()) is not None]
         return [lcm(*each) for each in zip(*wanted, strict=True)] or [1] * len(plan.axes)
-    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
-        raise UsageError(
-            f"round_to must be a whole number of at least 1, or 'auto', not {round_to!r}"
-        )
+    check_whole("round_to", round_to)
     return [round_to if has_widths else 1 for has_widths in have_widths(plan)]
 
 

@@ -123,8 +123,8 @@ def _check_options(normalise: str, batches: int | None, batch_size: int, seed: i
         raise UsageError(f"normalise must be 'axis-mean' or 'none', not {normalise!r}")
     check_whole("seed", seed, 0, SEEDS)
     check_whole("batch_size", batch_size)
-    if batches is not None and batches < 1:
-        raise UsageError(f"batches must be at least 1, not {batches}")
+    if batches is not None:
+        check_whole("batches", batches)
 
 
 def names() -> list[str]:

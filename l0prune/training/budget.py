@@ -33,6 +33,7 @@ from l0prune.errors import UsageError
 from l0prune.gating.attaching import gates_of
 from l0prune.plan.limits import LimitsLike, bounds, limits, warn_of_little
 from l0prune.plan.measures import Source
+from l0prune.plan.numbers import check_number, check_whole
 from l0prune.plan.plan import Axis, Plan
 from l0prune.plan.switches import switches_of
 from l0prune.selection.fit import blocks_for, meet, unmet
@@ -55,7 +56,7 @@ class Balance:
         self._pulls: Tensor | None = None
 
     def look(self, done: int, log_alpha: Tensor, excess: Tensor) -> None:
-        """Every few steps, ``done`` so far: note the gradients of each budget's excess, shape (k,)."""
+        """Every few steps, ``done`` so far: note the gradients of the budgets' excess, ``(k,)``."""
         if done % _EVERY == 0 and excess.requires_grad:
             pulls = (
                 torch.autograd.grad(each, log_alpha, retain_graph=True)[0]
@@ -196,10 +197,8 @@ class Budget:
         round_to: Widths = "auto",
         latency: Source | None = None,
     ) -> None:
-        if steps < 1:
-            raise UsageError(f"a budget needs at least one step to learn in, not {steps}")
-        if not 0 <= ramp <= 1:
-            raise UsageError(f"ramp is a part of the steps, from 0 to 1, not {ramp}")
+        check_whole("steps", steps)
+        check_number("ramp", ramp, most=1)
         self._model, self._gates = model, gates_of(model)
         self.limits = limits(wanted)
         self._steps, self._ramp = steps, ramp
@@ -209,9 +208,7 @@ class Budget:
         self.blocks = blocks_for(plan, self.bounds, round_to, latency)
         warn_of_little(plan, self.bounds)
         self._shares = torch.tensor([bound.share for bound in self.bounds])
-        open_ = self._gates.open().cpu()
-        now = torch.tensor([*self.shares(open_).values()])
-        self._begins = torch.maximum(now, self._shares)
+        self._begins = torch.maximum(self._shares_now(self._gates.open()), self._shares)
         self.multipliers = torch.zeros(len(self.bounds))
         self.done = 0
         self._excess: Tensor | None = None
@@ -257,19 +254,18 @@ class Budget:
 
         For runs whose gates have no gradient, before ``step``.
         """
-        now = torch.tensor([*self.shares(open_.cpu()).values()])
-        self._excess = now.to(self.targets) / self.targets - 1
+        self._excess = self._shares_now(open_).to(self.targets) / self.targets - 1
 
     def meets(self, open_: Tensor, *, in_the_end: bool = False) -> bool:
-        """Return whether an export with these open gates is within the targets of this step.
+        """Return whether an export with these open gates, bool and flat, is within the targets.
 
-        Args:
-            open_: bool, flat.
-            in_the_end: within the budgets themselves.
+        Of this step; or, ``in_the_end``, the budgets themselves.
         """
         targets = self._shares if in_the_end else self.targets
-        now = torch.tensor([*self.shares(open_.cpu()).values()])
-        return bool((now.to(targets) <= targets).all())
+        return bool((self._shares_now(open_).to(targets) <= targets).all())
+
+    def _shares_now(self, open_: Tensor) -> Tensor:
+        return torch.tensor([*self.shares(open_.cpu()).values()])
 
     @property
     def weight(self) -> float:

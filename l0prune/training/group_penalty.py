@@ -49,12 +49,8 @@ class GroupPenalty:
         phases: Phases,
         budget: Budget | None,
     ) -> None:
-        self._root, self._gates, self._phases, self._budget = (
-            holder(model)[0],
-            gates,
-            phases,
-            budget,
-        )
+        self._root, _ = holder(model)
+        self._gates, self._phases, self._budget = gates, phases, budget
         self.kind = shrinkage_of(str(settings.penalty))
         z = gates.z()
         if bool(((z > 0) & (z != 1)).any()):
@@ -79,7 +75,7 @@ class GroupPenalty:
         self._scale = self._usual(self._sizes())
         self._spared: Tensor | None = None
         self._least = 1.0  # of sizes beside what is usual
-        self._stand(1 - CLOSED)
+        self.stand()
 
     def _sizes(self) -> Tensor:
         """t of each group, float32, at the size that the model has now."""
@@ -97,10 +93,10 @@ class GroupPenalty:
         return found
 
     @torch.no_grad()
-    def _stand(self, open_probability: float) -> None:
+    def stand(self) -> None:
         """Let all open gates be equally open: z is 1."""
         gates = self._gates
-        starts = gates.initial(open_probability).to(gates.log_alpha)
+        starts = gates.initial(1 - CLOSED).to(gates.log_alpha)
         gates.log_alpha.copy_(torch.where(gates.open(), starts, gates.log_alpha))
 
     @torch.no_grad()
@@ -235,10 +231,6 @@ class GroupPenalty:
         low, high = (gates.initial(p)[order] for p in _RANKS)
         part = torch.linspace(0, 1, len(order), dtype=low.dtype, device=low.device)
         gates.log_alpha[order] = (low + part * (high - low)).to(gates.log_alpha)
-
-    def stand(self) -> None:
-        """After the fit: all open gates alike again."""
-        self._stand(1 - CLOSED)
 
     def state_dict(self) -> dict[str, Any]:
         """Usual sizes, and what is spared."""

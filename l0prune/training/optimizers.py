@@ -230,7 +230,23 @@ def check_states(optimizers: Sequence[Optimizer], places: Places) -> None:
     An optimizer may keep what it knows of all of its parameters with one that is not cut.
     """
     for optimizer in optimizers:
-        _check(optimizer, places)
+        parameters = list(_parameters(optimizer))
+        if any(id(parameter) in places for parameter in parameters):
+            for parameter in parameters:
+                _check_state(optimizer, parameter, places.get(id(parameter)))
+
+
+def _check_state(optimizer: Optimizer, parameter: Tensor, place: Place | None) -> None:
+    # A checkpoint from after the cut has it as it is then.
+    shapes = (parameter.shape,) if place is None else (place.shape, place.small)
+    for name, value in optimizer.state.get(parameter, {}).items():
+        is_number = value is None or isinstance(value, bool | int | float)
+        is_like = isinstance(value, Tensor) and value.shape in (*shapes, torch.Size([]))
+        if not (is_number or is_like):
+            raise UsageError(
+                f"{type(optimizer).__name__} keeps {name!r} in a shape that does not follow "
+                "the parameter's"
+            )
 
 
 def check_held(
@@ -244,24 +260,6 @@ def check_held(
                 f"no optimizer that before_step(optimizer, …) was given holds {name}: give it all "
                 "that step"
             )
-
-
-def _check(optimizer: Optimizer, places: Places) -> None:
-    parameters = list(_parameters(optimizer))
-    if not any(id(parameter) in places for parameter in parameters):
-        return
-    for parameter in parameters:
-        place = places.get(id(parameter))
-        # A checkpoint from after the cut has it as it is then.
-        shapes = (parameter.shape,) if place is None else (place.shape, place.small)
-        for name, value in optimizer.state.get(parameter, {}).items():
-            is_number = value is None or isinstance(value, bool | int | float)
-            is_like = isinstance(value, Tensor) and value.shape in (*shapes, torch.Size([]))
-            if not (is_number or is_like):
-                raise UsageError(
-                    f"{type(optimizer).__name__} keeps {name!r} in a shape that does not follow "
-                    "the parameter's"
-                )
 
 
 def cut_states(optimizers: Sequence[Optimizer], places: Places) -> None:
@@ -307,7 +305,7 @@ def saved_whole(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> 
 
 
 def saved_cut(optimizer: Optimizer, saved: dict[str, Any], places: Places) -> States:
-    """Make what ``load_state_dict`` is given, in place, that of what is left; return what it was."""
+    """Cut what ``load_state_dict`` is given, in place, to what is left; return the whole states."""
     saved["state"] = dict(saved["state"])
     whole = {}
     for key, place, number, state in _saved(optimizer, saved, places):

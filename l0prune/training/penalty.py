@@ -32,6 +32,7 @@ from l0prune.plan.cost import cost_of, group_weights
 from l0prune.plan.expected import precision
 from l0prune.plan.globs import per_axis
 from l0prune.plan.layout import Layout, axes_of, distinct
+from l0prune.plan.numbers import check_number
 from l0prune.plan.plan import Plan
 from l0prune.running.processes import full_tensor
 from l0prune.training.budget import Budget
@@ -253,8 +254,7 @@ def penalty(
     """
     if counting not in ("joint", "groups"):
         raise UsageError(f"counting must be 'joint' or 'groups' (eq. 16), not {counting!r}")
-    if not l2 >= 0:
-        raise UsageError(f"l2 must be 0 or more, not {l2}")
+    check_number("l2", l2)
     root, gates = holder(model)
     with _full_precision(gates.log_alpha.device.type):
         p = gates.open_probability()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from l0prune.errors import UsageError, warn, warn_renamed
 from l0prune.gating.attaching import gates_of, weights_of
 from l0prune.gating.bank import asked_of
+from l0prune.plan.numbers import check_whole
 from l0prune.running.criteria import Loss
 from l0prune.running.task import amounts
 from l0prune.training.averages import Followers, excess_of
@@ -184,9 +185,10 @@ class Pruner:
         )
 
     def _planned(self, steps: int, warmup: int | None, settle: int | None) -> Phases:
-        for name, given in (("steps", steps), ("warmup", warmup), ("settle", settle)):
-            if given is not None and (not isinstance(given, int) or isinstance(given, bool)):
-                raise UsageError(f"{name} is a whole number of optimizer steps, not {given!r}")
+        check_whole("steps", steps)
+        for name, given in (("warmup", warmup), ("settle", settle)):
+            if given is not None:
+                check_whole(name, given, least=0)
         # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
         least = int(self._settings.budget is not None or self._settings.rounds)
         return Phases.plan(steps, warmup, settle, least)

@@ -263,9 +263,6 @@ class GateSettings(_Declared):
 GateSettings.__doc__ = documentation(GateSettings)
 
 
-# The command line reads its options off this file, and its help needs no torch.
-
-
 class DenseSettings(_Declared):
     """Settings of any training: the keywords of ``l0prune.train_dense``."""
 

@@ -367,7 +367,7 @@ def test_wrong_use_is_said():
     for how, data, more, says in [
         ("hessian", task, {}, r"'hessian'; there are ablation, auto, bn-scale, .*taylor"),
         ("taylor", None, {}, "looks at data"),
-        ("taylor", task, {"batches": 0}, "at least 1"),
+        ("taylor", task, {"batches": 0}, "batches must be"),
         ("taylor", task, {"device": "nowhere"}, "nowhere"),
         ("magnitude", None, {"normalise": "max"}, "'axis-mean' or 'none', not 'max'"),
     ]:

@@ -209,7 +209,7 @@ def test_a_step_without_its_penalty_is_refused():
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
-    [({"steps": 0}, "at least one step"), ({"steps": 5, "ramp": 2}, "ramp")],
+    [({"steps": 0}, "steps must be"), ({"steps": 5, "ramp": 2}, "ramp must be")],
 )
 def test_what_makes_no_sense_is_refused(arguments, why):
     with pytest.raises(UsageError, match=why):

@@ -382,9 +382,9 @@ def test_what_is_said_goes_where_the_user_wants_it():
         ({"bugdet": "params=0.5"}, "budget"),
         ({"warmup": 5, "settle": 5, "lam": 0.1}, "10 steps"),
         ({}, "N"),
-        ({"steps": 0.3}, "steps is a whole number"),
-        ({"warmup": "10"}, "warmup is a whole number"),
-        ({"settle": True}, "settle is a whole number"),
+        ({"steps": 0.3}, "steps must be a whole number"),
+        ({"warmup": "10"}, "warmup must be a whole number"),
+        ({"settle": True}, "settle must be a whole number"),
     ],
 )
 def test_what_no_run_can_be_made_of(given, text):
