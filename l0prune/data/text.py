@@ -28,11 +28,6 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int = WINDOW) ->
     (such as BOS, or [CLS] and [SEP]) and is full, so that there is no padding: what is left over
     at the end is dropped. Texts are a blank line apart.
 
-    Args:
-        texts: in their order.
-        tokenizer: of transformers, or one that is called alike.
-        length: tokens of a window, all included.
-
     Shape: ``(windows, length)``, int64; one shorter window where there is not enough text for one.
 
     Raises:

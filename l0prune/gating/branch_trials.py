@@ -76,12 +76,7 @@ def _refused(analysis: Analysis, names: Collection[str]) -> Iterator[Pin]:
 
 
 class _Trials:
-    """Takes branches out of copies of one captured graph.
-
-    Args:
-        analysis: of the graph.
-        names: of its branches.
-    """
+    """Takes branches out of copies of one captured graph."""
 
     def __init__(self, analysis: Analysis, names: Sequence[str]) -> None:
         self.analysis = with_switches(analysis, switched(analysis.plan, names))

@@ -107,11 +107,8 @@ def read_by_layer(module: nn.Module, name: str) -> Any:
 def _gated(module: Any, input: Any, values: Tensor | None, after: int) -> tuple[Any, Any]:
     """Return the layer's input and weight, one of them multiplied by the gates.
 
-    Args:
-        module: the layer.
-        input: of its forward.
-        values: what may multiply the slots of the input.
-        after: dims of the input after the one that the weight contracts.
+    ``values`` may multiply the slots of the input, of which ``after`` dims come behind the one that
+    the weight contracts.
     """
     if values is None or not _is_free(input, values):
         return input, read_by_layer(module, "weight")

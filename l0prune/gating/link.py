@@ -79,12 +79,9 @@ class Link:
     scales: dict[str, Scale] = field(default_factory=dict)
 
     def product(self, name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the module times its gates, in its own dtype or in ``dtype``.
+        """Return a tensor of the module times its gates, in the dtype to which the reader casts it.
 
-        Args:
-            name: of the tensor in the module.
-            stored: the tensor itself.
-            dtype: to which the reader is going to cast the product; else that of the tensor.
+        Where that saves nothing, it is in the tensor's own.
         """
         gates = self.gates
         if gates.products.is_on and name not in self.scales:

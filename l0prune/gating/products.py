@@ -174,11 +174,7 @@ class Group:
 
 
 class Table:
-    """All launches for some weights.
-
-    Attributes:
-        lines: one for each weight, in the order of the products.
-    """
+    """All launches for some weights; ``lines`` are in the order of the products."""
 
     def __init__(self, lines: Sequence[Line], device: torch.device) -> None:
         kinds: dict[tuple[torch.dtype, torch.dtype], list[Line]] = {}
@@ -350,11 +346,7 @@ def fits(line: Line, z: Tensor) -> bool:
 
 
 class Reads:
-    """Weights that a model's forwards read, and the table of their products.
-
-    Attributes:
-        table: of what was read until the last forward; None where there is nothing.
-    """
+    """Weights that a model's forwards read, and the table of their products, if there are any."""
 
     def __init__(self) -> None:
         self.table: Table | None = None
@@ -449,10 +441,7 @@ class Products:
     def read(self, weight: Tensor, sites: Sites, dtype: torch.dtype) -> Tensor | None:
         """Return the product of a weight; None where it is to be computed by itself.
 
-        Args:
-            weight: as the module has it now.
-            sites: what multiplies it.
-            dtype: to which the reader is going to cast the product; else that of the weight.
+        It is in the dtype to which the reader is going to cast it, or in that of the weight.
         """
         if has_saved_tensor_hooks():
             return None

@@ -190,12 +190,7 @@ def label_error(outputs: Any, targets: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenMean:
-    """Mean over tokens, of which batches may hold differently many.
-
-    Attributes:
-        total: the sum over the tokens of a batch, a scalar.
-        count: how many these are.
-    """
+    """Mean over tokens, of which batches may hold differently many: their sum, and how many."""
 
     total: Tensor
     count: int

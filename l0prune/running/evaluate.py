@@ -239,13 +239,11 @@ def recalibrate(
     device: torch.device,
     autocast: str | None = None,
 ) -> list[Tensor]:
-    """Set running statistics to the plain average over ``batches``; everything else in eval mode.
+    """Set running statistics to the plain average over ``batches``, and return these buffers.
 
-    So they belong to the deterministic gates and the averaged weights, not to the samples and
-    the steps on the way there. A model without a BatchNorm in train mode is left alone.
-
-    Returns:
-        The buffers that were computed anew.
+    Everything else is in eval mode: so they belong to the deterministic gates and the averaged
+    weights, not to the samples and the steps on the way there. A model without a BatchNorm in train
+    mode is left alone.
     """
     norms = [norm for norm in _with_statistics(model) if norm.training]
     if not norms:

@@ -144,13 +144,10 @@ def run_on_first(action: Callable[[], T]) -> T:
 def process_group(wanted: bool = True) -> Iterator[World]:
     """Join the processes that torchrun started, or those of the user's own group.
 
-    Where torchrun started it and nobody has, a process group is made, and taken down at the end.
-    An error in one process ends all: the first to fail says why, the others raise
-    ``StoppedElsewhere`` as soon as they hear of it. (They wait in a collective operation until
-    the process that failed has left the group.)
-
-    Args:
-        wanted: False for this process alone, whatever there is.
+    Unless that is ``wanted``, this process is alone, whatever there is. Where torchrun started it
+    and nobody has, a process group is made, and taken down at the end. An error in one process
+    ends all: the first to fail says why, the others raise ``StoppedElsewhere`` as soon as they hear
+    of it. (They wait in a collective operation until the process that failed has left the group.)
     """
     with _joined(wanted) as world:
         before = _training_together.set(world)

@@ -105,12 +105,6 @@ def corrected(
     What a bound allows is scaled by predicted over observed, between what was met and what was
     not. Where no choice meets its bounds that is said in a warning.
 
-    Args:
-        fitting: makes the choices; ``most`` is what changes.
-        start: open gates to start from.
-        observe: says what is observed of a model with these open gates, by bound.
-        fill: open more where the bounds leave room.
-
     Raises:
         UsageError: no choice was found that is predicted to meet all bounds.
     """

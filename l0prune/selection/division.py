@@ -342,10 +342,6 @@ class Division:
         """Return the scores with which a choice of slots meets some limits at the least error.
 
         Costs of slots depend on what else is there: they are looked at anew for each choice.
-
-        Args:
-            wanted: the limits.
-            blocks: for each axis, how many slots open and close together.
         """
         open_ = torch.ones(self.plan.size, dtype=torch.bool)
         for _ in range(_TURNS):
@@ -357,9 +353,8 @@ class Division:
     def scores(self, wanted: Sequence[Bound], open_: Tensor) -> Tensor:
         """Return for each slot what its loss adds to the outputs' error, by what it costs.
 
-        Args:
-            wanted: the limits, each of which counts with its cost as a part of the dense one.
-            open_: where the cost of one more slot is looked at; bool, flat.
+        Each limit counts with its cost as a part of the dense one, looked at where these slots are
+        open (bool, flat).
 
         Shape: ``(plan.size,)``, float64 on the CPU. Slots of axes that no weight reads have the
         largest.

@@ -174,15 +174,6 @@ def check_request(
 ) -> None:
     """Refuse what ``fit`` refuses whatever the scores are, before these are computed.
 
-    Args:
-        model: see ``fit``, as for the next four.
-        budget: what is asked for.
-        round_to: blocks of slots.
-        latency: a table of times.
-        kinds: of axes.
-        scored: whether there are scores.
-        data: whether data tells how many branches go.
-
     Raises:
         UsageError: see ``fit``.
     """
@@ -366,9 +357,8 @@ def _without_branches(
 ) -> tuple[Tensor, Movable | None]:
     """Let the loss decide which branches go: the open gates then, and those that may move.
 
-    Args:
-        widths: all but branches, which move where the loss does not tell.
-        blocks: raises UsageError where these gates alone cannot meet what is wanted.
+    ``widths`` are all but branches, which move where the loss does not tell; ``blocks`` raises
+    UsageError where these gates alone cannot meet what is wanted.
     """
     size = min(LOOKS[1], 2 * usual_batch_size(task.train))
     of = ScoreInput(*holder(model), task, LOOKS[0], size, "auto", seed=0)

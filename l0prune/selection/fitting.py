@@ -74,9 +74,7 @@ class Fitting:
         most: by bound, the largest amount that is allowed; to begin with that of the bound.
 
     Args:
-        plan: whose gates these are.
         scores: what each gate is worth, shape ``(plan.size,)``.
-        wanted: the bounds.
         blocks: for each axis, how many slots open and close together; 1 where it is not movable.
         movable: None for all gates.
     """
@@ -110,7 +108,6 @@ class Fitting:
         """Choose the gates to open, starting from those that are open.
 
         Args:
-            open_: bool, flat.
             fill: open more where the bounds leave room.
 
         Raises:

@@ -25,9 +25,6 @@ class Moments:
 
     Shape: x (groups, rows, features), y (groups, rows, outputs).
 
-    Attributes:
-        count: the number of samples.
-
     Args:
         is_basis: y is what a further weight multiplies; see ``through``.
     """

@@ -245,11 +245,6 @@ def forwards(
 def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
     """Return what belongs to each number of a parameter as the matrix that is read has it.
 
-    Args:
-        values: broadcast against the parameter.
-        read: of the parameter, or of a part of it.
-        whole: the parameter.
-
     Shape: (groups, features, outputs).
     """
     lies = torch.empty_strided(
@@ -374,11 +369,9 @@ def _is_view(operator: OpOverload) -> bool:
 
 
 def readers_of(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Reader]:
-    """Return the weights that one forward multiplies with and does nothing else with, by name.
+    """Return the weights that one forward of a model in eval mode multiplies with, by name.
 
-    Args:
-        model: in eval mode.
-        compute: its forward on a batch.
+    Those alone with which it does nothing else.
     """
     survey = _Survey(Weights(model))
     with forwards([compute], survey.weights, survey.note) as (forward,):

@@ -51,13 +51,7 @@ _FIRST = {  # place of the first factor
 def product_of(
     operator: Any, args: Sequence[Any], is_weight: Callable[[Any], bool]
 ) -> Product | None:
-    """Return how a call multiplies with a weight; None where it does not.
-
-    Args:
-        operator: of ATen.
-        args: its positional arguments.
-        is_weight: whether a tensor is one.
-    """
+    """Return how a call of an ATen operator multiplies with a weight; None where it does not."""
     if operator in _FIRST:
         at = _FIRST[operator]
         left, right = args[at], args[at + 1]

@@ -110,11 +110,7 @@ class ScoreInput:
         Norms have the statistics of each batch, as after some steps of training: those from before
         are of a network that is no longer there.
 
-        Args:
-            choices: bool, flat, each.
-
-        Returns:
-            Shape ``(choices,)``, float64 on the CPU.
+        Shape: each choice bool, flat; result ``(choices,)``, float64 on the CPU.
 
         Raises:
             UsageError: there is no data.

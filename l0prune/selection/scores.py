@@ -194,12 +194,8 @@ def compute_score(
 def compute_best_scores(slots: ScoreInput, branches: ScoreInput) -> list[ComputedScore]:
     """Compute the score that suits each kind of axis best: ``ablation`` of branches.
 
-    Args:
-        slots: the network, with the data for its slots.
-        branches: the same for its branches, of which a few examples tell more.
-
-    Returns:
-        For each kind that the network has; 0 for the other kind.
+    There is one for each kind that the network has, with 0 for the other kind. Branches have an
+    input of their own: of fewer examples, which tell more of them.
 
     Raises:
         UsageError: there is no data, or no loss.

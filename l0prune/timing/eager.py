@@ -35,10 +35,6 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 class CutGraphs:
     """Networks of one gated model, in float32: captured once, cut as often as asked.
 
-    Args:
-        model: the gated model; it stays as it is.
-        batch: examples in a call.
-
     Raises:
         NotGated: the model carries no gates.
         UsageError: it was captured in parts.
@@ -140,13 +136,7 @@ class Eager:
 
 @dataclass
 class TimedNode:
-    """Operator of a network, timed.
-
-    Attributes:
-        node: in its graph.
-        shapes: of the tensors that it reads and writes.
-        spent: milliseconds of each run.
-    """
+    """Operator of a network, timed."""
 
     node: Node
     shapes: Shapes
@@ -209,12 +199,7 @@ def _is_tensor(leaf: Any) -> bool:
 def facts_of(
     found: Sequence[OperatorTimer], finder: SizeFinder
 ) -> tuple[list[str], list[NodeFacts]]:
-    """Return the names of nodes that all networks have, and their facts.
-
-    Args:
-        found: operators of networks of the finder's widths.
-        finder: of layouts by size.
-    """
+    """Return the names of nodes that all networks of the finder's widths have, and their facts."""
     names = [name for name in found[0].seen if all(name in each.seen for each in found)]
     return names, [_facts([each.seen[name] for each in found], finder) for name in names]
 

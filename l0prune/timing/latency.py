@@ -39,10 +39,6 @@ def preferred_blocks(plan: Plan, time: Callable[[Widths], float]) -> list[int]:
     whatever the block is: where time is linear in a width, slots are counted one by one. From the
     best block for all axes, each axis in turn takes the best of its own. An axis keeps one block at
     least, which speaks against large ones. Slots whose number is no width are counted one by one.
-
-    Args:
-        plan: of the network.
-        time: milliseconds by widths.
     """
     networks = _networks(plan)
 
@@ -182,12 +178,8 @@ class TimedLatency(Latency):
     def filling_by_owner(self, kept: Tensor, asked: Tensor) -> dict[str, float]:
         """Return each module's milliseconds for positions that round its widths up, by path.
 
-        These are slots that stay beside the others, and what the runtime computes beyond them to
-        fill its blocks.
-
-        Args:
-            kept: the slots of the network; bool, flat.
-            asked: those of them that were asked for.
+        These are slots that stay beside those that were ``asked`` for, both bool and flat, and what
+        the runtime computes beyond them to fill its blocks.
         """
         shares = self._model.asked_shares(self._sizes(kept), self._sizes(asked))
         filling = self._values(kept, None) * (1 - shares)

@@ -67,24 +67,13 @@ class Term:
 
 @dataclass(frozen=True)
 class LatencyModel:
-    """Time of a network at any widths: a sum of terms.
-
-    Attributes:
-        layouts: of the plan, whose sizes the terms are in.
-        terms: their sum is the time.
-    """
+    """Time of a network at any widths: a sum of terms."""
 
     layouts: tuple[Layout, ...]
     terms: tuple[Term, ...]
 
     def values(self, sizes: Numbers) -> Numbers:
-        """Return the value of each term, in milliseconds.
-
-        Args:
-            sizes: of each layout; shape ``(…, layouts)``.
-
-        Returns shape ``(…, terms)``.
-        """
+        """Return each term's milliseconds, shape ``(…, terms)``, by sizes ``(…, layouts)``."""
         factors, aligned, unless, steps, ms = self._arrays
         padded = np.concatenate([sizes, np.ones((*sizes.shape[:-1], 1))], axis=-1)
         layout, block = steps[:, 0], steps[:, 1]
@@ -102,11 +91,7 @@ class LatencyModel:
 
         Sizes that are the same at all widths count as asked for, however they are rounded up.
 
-        Args:
-            sizes: of each layout; shape ``(layouts,)``.
-            asked: so many of these, of each.
-
-        Returns shape ``(terms,)``, from 0 to 1.
+        Shape: sizes, and those that were asked for, ``(layouts,)``; result ``(terms,)``.
         """
         factors, _, _, steps, _ = self._arrays
         free = np.array([bool(axes_of(layout)) for layout in self.layouts] + [False])
@@ -194,12 +179,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 class LayoutSizes:
-    """Open sizes of many layouts of a plan at once.
-
-    Args:
-        plan: the plan.
-        layouts: of it.
-    """
+    """Open sizes of many layouts of a plan at once."""
 
     def __init__(self, plan: Plan, layouts: Sequence[Layout]) -> None:
         sums = Sums(plan, layouts)
@@ -363,8 +343,6 @@ def fit_smooth(
     so that fewer slots never cost more, and gates can learn by it.
 
     Args:
-        model: of the runtime.
-        groups: their nodes.
         sizes: of the layouts, in whole blocks; shape ``(networks, layouts)``.
         most: those of the dense network, shape ``(layouts,)``.
         dense: milliseconds of that, which the result has there.

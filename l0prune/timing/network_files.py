@@ -46,10 +46,7 @@ from l0prune.timing.template import Count, NoTemplate, Resizer, Template, common
 
 
 def check_single_network(parts: Sequence[str]) -> None:
-    """Refuse a model of which there are several networks.
-
-    Args:
-        parts: paths of the modules that became one each.
+    """Refuse a model of which there are several networks, one for each of these modules' paths.
 
     Raises:
         UsageError: they are several.
@@ -168,16 +165,6 @@ class NetworkFiles:
 
     It takes some exports to learn how; the dense network and its inputs are written then.
 
-    Attributes:
-        folder: where.
-        facts: of the nodes of those that are cut.
-
-    Args:
-        model: a gated model, which stays as it is.
-        batch: examples in a call.
-        folder: where; it is made.
-        convert: see ``Exporter``.
-
     Raises:
         NotGated: the model carries no gates.
         UsageError: it becomes several ONNX files, or its files differ by more than
@@ -285,15 +272,6 @@ def write_bundle(
     """Write networks of random widths, a script that times them, and a description.
 
     A folder that holds the same already is left as it is.
-
-    Args:
-        model: gated.
-        folder: where.
-        batch: examples in a call.
-        samples: networks.
-        seed: of their widths.
-        runtime: name under which the times are known.
-        convert: see ``Exporter``.
 
     Raises:
         NotGated: the model carries no gates.

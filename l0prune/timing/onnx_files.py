@@ -88,15 +88,7 @@ class OnnxFiles:
     def nodes(
         self, path: Path, inputs: dict[str, Any], times: int, threads: int, provider: str
     ) -> dict[str, float]:
-        """Return milliseconds of each node of a file, by the number in its name (``collect.NODE``).
-
-        Args:
-            path: of the file.
-            inputs: that it is given, by name.
-            times: calls.
-            threads: that a call may use.
-            provider: what it runs on.
-        """
+        """Return milliseconds of each node, by the number in its name (``collect.NODE``)."""
         raise NotImplementedError
 
     def results(self, job: Job) -> dict[str, Any]:
@@ -148,11 +140,6 @@ class OnnxFiles:
 
 class OnnxRuntime(OnnxFiles):
     """ONNX Runtime with one of its providers.
-
-    Args:
-        providers: the first one is taken; the CPU where there are none.
-        name: see ``OnnxFiles``.
-        convert: see ``OnnxFiles``.
 
     Raises:
         UsageError: it has no such provider.

@@ -63,13 +63,7 @@ def torch_results(job: Job, runtime: Eager) -> dict[str, Any]:
 
 
 class AlternatingTimer:
-    """Timer of networks of one model, each in turns with the dense one.
-
-    Args:
-        model: gated.
-        runtime: what they run on.
-        batch: examples in a call.
-    """
+    """Timer of networks of one model, each in turns with the dense one."""
 
     def __init__(self, model: nn.Module, runtime: Eager, batch: int) -> None:
         self._runtime = runtime

@@ -71,10 +71,7 @@ def constant(number: int) -> Size:
 class SizeFinder:
     """Finder of the layout of a number, given its values at several choices of slots.
 
-    Args:
-        plan: whose layouts a number may be the size of.
-        kept: the slots that stay, bool, flat; one for each file. Of two axes of the same size,
-            some file should keep different numbers.
+    Of two axes of the same size, some file should keep different numbers of slots.
     """
 
     def __init__(self, plan: Plan, kept: Sequence[Tensor]) -> None:
@@ -104,9 +101,7 @@ class SizeFinder:
     def find(self, numbers: Numbers, hint: Layout | None = None) -> Size | None:
         """Return the layout with these sizes in the files; None if there is none.
 
-        Args:
-            numbers: one for each file.
-            hint: the layout to prefer, if it fits.
+        ``hint`` is the layout to prefer, if it fits.
         """
         if len(set(numbers)) == 1:
             return constant(numbers[0])
@@ -187,11 +182,6 @@ def distinguishing_widths(plan: Plan, least: int, seed: int = 0) -> list[Widths]
 
     Random ones between a quarter and all of each axis, such as no other of its size has. A few
     heads have few widths: then it takes more networks until no two dims are always equally wide.
-
-    Args:
-        plan: whose axes.
-        least: networks.
-        seed: of chance.
     """
     wanted = _count_distinct(plan, _drawn(plan, _MOST, seed + 1))
     for count in range(least, _MOST + 1):
@@ -232,10 +222,7 @@ def sampled_widths(
 ) -> Iterator[Widths]:
     """Yield random widths without end.
 
-    Args:
-        plan: whose axes.
-        seed: of chance.
-        aligned: in turns, the share of axes whose widths are whole blocks.
+    The share of axes whose widths are whole blocks is in turns one of ``aligned``.
     """
     generator = torch.Generator().manual_seed(seed)
 

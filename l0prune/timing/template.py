@@ -42,13 +42,7 @@ class NoTemplate(Exception):
 
 @dataclass(frozen=True)
 class Weight:
-    """Tensor of floats, or of whole numbers that are scaled: a slice of the dense one.
-
-    Attributes:
-        name: in the file.
-        dims: its sizes.
-        dtype: ONNX's number for it.
-    """
+    """Tensor of floats, or of whole numbers that are scaled: a slice of the dense one."""
 
     name: str
     dims: tuple[Size, ...]
@@ -77,7 +71,6 @@ class Template:
         model: the file's nodes; sizes in it are those of the first one compared.
         weights, integers: its tensors.
         attributes: by node and name, whole numbers that follow the widths.
-        facts: of each node.
     """
 
     model: ModelProto
@@ -89,10 +82,6 @@ class Template:
 
 def common_template(models: Sequence[ModelProto], finder: SizeFinder) -> Template:
     """Return the template that files of several widths have in common.
-
-    Args:
-        models: the files, in the order of the finder's choices of slots.
-        finder: of layouts by size.
 
     Raises:
         NoTemplate: they differ by more than sizes.
@@ -317,13 +306,9 @@ class Resizer:
 
     @classmethod
     def write(cls, made: Template, values: ModelProto, most: Count, folder: Path) -> Resizer:
-        """Write the file of weights, as large as the dense network's, and the dense network.
+        """Write the file of weights, as large as the dense network's widths, which ``most`` counts.
 
-        Args:
-            made: the template.
-            values: a file whose weights are taken, over and over if they are fewer.
-            most: counts the widths of the dense network.
-            folder: where they are written.
+        They are those of ``values``, over and over if these are fewer.
         """
         arrays = {tensor.name: tensor for tensor in with_numbered_names(values).graph.initializer}
         offsets: dict[str, int] = {}

@@ -190,13 +190,7 @@ class HardConcrete:
 
 
 class AtBeta(HardConcrete):
-    """A hard concrete gate at values of β that it has learned, shape ``(gates,)``.
-
-    Args:
-        gate: whose other settings hold.
-        beta: of each gate.
-        rate: 1/β.
-    """
+    """A hard concrete gate at values of β that it has learned, shape ``(gates,)``."""
 
     __slots__ = ("_at", "_rates")
     _at: Tensor
