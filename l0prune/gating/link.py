@@ -79,10 +79,7 @@ class Link:
     scales: dict[str, Scale] = field(default_factory=dict)
 
     def product(self, name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of the module times its gates, in the dtype to which the reader casts it.
-
-        Where that saves nothing, it is in the tensor's own.
-        """
+        """Return a tensor of the module times its gates, in its own dtype or the reader's."""
         gates = self.gates
         if gates.products.is_on and name not in self.scales:
             made = gates.products.read(stored, self.sites.get(name, ()), dtype)
