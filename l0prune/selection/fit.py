@@ -150,7 +150,7 @@ def fit_and_compensate(
     """
     if division is not None:
         plan = found.gates.plan
-        wanted = _wanted(plan, budget, round_to, latency)
+        wanted = _wanted(plan, budget, latency)
         scores = division.scores_for(wanted, blocks_for(plan, wanted, round_to, latency))
     counts = fit(found.root, budget, scores, round_to=round_to, latency=latency, **options)
     return counts, found.compensate()

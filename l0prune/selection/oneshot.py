@@ -47,9 +47,6 @@ class OneShot:
         Ways from which widths alone can go all of the way come before others, and those that take
         no more than all of the way asks for (or the least more) before those that do.
 
-        Args:
-            of: the gated network, and a batch or more of data.
-
         Returns:
             bool, flat, on the CPU; and False where there is no loss in eval mode, so that widths
             alone have gone, or where branches still have to go for the rest of the way.
@@ -75,12 +72,7 @@ class OneShot:
         return among[int(losses.nan_to_num(torch.inf).argmin())], bool(last)
 
     def candidates(self, plan: Plan, open_: Tensor) -> Iterator[Tensor]:
-        """Yield open gates with ever more branches gone, those of lowest score first.
-
-        Args:
-            plan: of the network.
-            open_: the gates that are open now; bool, flat, on the CPU.
-        """
+        """Yield open gates with ever more branches gone, those of lowest score first."""
         switches = (switches_of(plan) & open_).nonzero().flatten()
         order = switches[self.scores[switches].argsort(stable=True)]
         for count in range(0, len(order) + 1, _apart(len(order))):
@@ -95,10 +87,6 @@ class OneShot:
 
     def cut_widths(self, plan: Plan, start: Tensor) -> Tensor:
         """Cut widths alone, this part of the way, from the gates that are open at the start.
-
-        Args:
-            plan: of the network.
-            start: the gates that are open now; bool, flat, on the CPU.
 
         Raises:
             UsageError: no choice of slots is as small as that.
