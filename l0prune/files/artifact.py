@@ -50,7 +50,7 @@ from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
 from l0prune.plan.plan import Plan
 
-FORMAT = 2  # raised when older versions cannot read what this one writes
+FORMAT = 3  # raised when older versions cannot read what this one writes
 
 
 _OF_GATES = (_LOG_ALPHA, _TEMPERATURE) = (

@@ -30,14 +30,14 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
     _check_axes(plan.axes)
     check_layouts(set(_layouts(plan)), plan.axes, _PER_ENTRY * entries + _ALWAYS)
     for site in plan.sites:
-        if not is_count(site.dim) or site.role not in ("read", "write"):
-            raise ValueError(f"a site at dim {site.dim!r} that is to {site.role!r}")
+        if not is_count(site.dim):
+            raise ValueError(f"a site at dim {site.dim!r}")
     for cost in plan.costs:
         if not is_number(cost.scale, most=_MOST_WORK) or cost.unit not in ("params", "macs"):
             raise ValueError(f"costs of {cost.scale!r} {cost.unit!r}")
     for each in plan.activations:
         times = (each.made, each.last)
-        is_known = is_number(each.scale, most=_MOST_WORK) and type(each.is_fixed) is bool
+        is_known = is_number(each.scale, most=_MOST_WORK)
         if not (is_known and all(map(is_count, times)) and times[0] <= times[1] < _STEPS):
             raise ValueError(
                 f"activations of {each.scale!r} bytes from {times[0]!r} to {times[1]!r}"
@@ -49,8 +49,8 @@ def check_plan(plan: Plan, model: nn.Module) -> None:
         raise ValueError("an axis may have a width that is no number of slots")
     names += [axis.name for axis in plan.axes]
     names += [name for group in (*plan.together, plan.allowed) for name in group]
-    if not all(type(name) is str and name.isprintable() for name in names):
-        raise ValueError("a name that is no text, or holds control characters")
+    if not all(map(str.isprintable, names)):
+        raise ValueError("a name that holds control characters")
 
 
 def check_layouts(layouts: Iterable[Layout], axes: tuple[Axis, ...], limit: int) -> None:
@@ -73,8 +73,6 @@ def _check_axes(axes: tuple[Axis, ...]) -> None:
         numbers = (axis.size, axis.start, axis.group_size)
         if not all(map(is_count, numbers)) or axis.start != start or not axis.size:
             raise ValueError(f"an axis {axis.name!r} of {axis.size!r} slots from {axis.start!r}")
-        if type(axis.keeps_one) is not bool:
-            raise ValueError(f"an axis {axis.name!r} of which {axis.keeps_one!r} stays")
         start += axis.size
     if len({axis.name for axis in axes}) != len(axes):
         raise ValueError("two axes of one name")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from l0prune.plan.layout import Layout, Layouts, from_json, to_json
+from l0prune.plan.layout import Layout, Layouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,6 @@ class Activation:
     def of_examples(self, count: float) -> Activation:
         """Return a copy in which ``count`` of its examples make one."""
         return self if self.is_fixed else replace(self, scale=self.scale * count)
-
-    def to_json(self) -> list[Any]:
-        """Return plain lists and numbers; ``from_json`` reads them back."""
-        dims = list(map(to_json, self.dims))
-        return [self.owner, self.scale, dims, self.made, self.last, self.is_fixed]
-
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> Activation:
-        """Inverse of ``to_json``."""
-        owner, scale, dims, made, last, is_fixed = data
-        return Activation(owner, scale, tuple(map(from_json, dims)), made, last, is_fixed)
 
 
 def steps(activations: Sequence[Activation]) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
-from l0prune.plan.layout import Layout, Layouts, from_json, show, to_json
+from l0prune.plan.layout import Layout, Layouts, show
 
 # Into how many equal parts code usually divides a size that it knows.
 PARTS = (1, 2, 3, 4)
@@ -80,18 +79,6 @@ class SizedCall:
         """Return a copy with every layout converted."""
         return replace(self, sizes=tuple(d if d is None else change(d) for d in self.sizes))
 
-    def to_json(self) -> list[Any]:
-        """Return plain lists and numbers; ``from_json`` reads them back."""
-        sizes = [d if d is None else to_json(d) for d in self.sizes]
-        return [self.name, self.count, sizes, self.follows]
-
-    @staticmethod
-    def from_json(data: list[Any]) -> SizedCall:
-        """Inverse of ``to_json``."""
-        name, count, sizes, follows = data
-        dims = tuple(d if d is None else from_json(d) for d in sizes)
-        return SizedCall(name, count, dims, follows)
-
 
 @dataclass(frozen=True)
 class Code:
@@ -148,43 +135,6 @@ class Code:
             {**self.calls, **other.calls},
             (*self.standardised, *other.standardised),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain lists and numbers; ``from_json`` reads them back."""
-        named = (("sizes", self.sizes), ("averages", self.averages))
-        data: dict[str, Any] = {
-            name: {path: list(map(to_json, dims)) for path, dims in each.items()}
-            for name, each in named
-        }
-        queries = [[q.tensor, q.dim, q.ranges, to_json(q.head)] for q in self.queries]
-        reused = [
-            [r.module, None if r.read is None else to_json(r.read), to_json(r.used)]
-            for r in self.reused
-        ]
-        calls = {path: [call.to_json() for call in each] for path, each in self.calls.items()}
-        data |= {"queries": queries, "reused": reused, "calls": calls}
-        return {**data, "standardised": list(self.standardised)}
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Code:
-        """Inverse of ``to_json``."""
-        sizes, averages = (
-            {path: tuple(map(from_json, dims)) for path, dims in data[name].items()}
-            for name in ("sizes", "averages")
-        )
-        queries = (
-            Factor(tensor, dim, tuple((start, stop) for start, stop in ranges), from_json(head))
-            for tensor, dim, ranges, head in data["queries"]
-        )
-        reused = (
-            ReusedSize(module, None if read is None else from_json(read), from_json(used))
-            for module, read, used in data["reused"]
-        )
-        calls = {
-            path: tuple(map(SizedCall.from_json, each)) for path, each in data["calls"].items()
-        }
-        standardised = tuple(data["standardised"])
-        return Code(sizes, averages, tuple(queries), tuple(reused), calls, standardised)
 
 
 def _ranges_left(ranges: Sequence[tuple[int, int]], left: Tensor) -> tuple[tuple[int, int], ...]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 
@@ -104,8 +105,6 @@ class Gated:
 
 # What the slots along a dim are: of variables while they are inferred, then of a plan's slots.
 Term: TypeAlias = "Const | L | Cat[L] | Prod[L] | Pick[L]"
-Layout: TypeAlias = "Term[Slots | Gated]"
-Layouts: TypeAlias = "tuple[Layout, ...]"
 
 
 def picked(base: Layout, index: tuple[int, ...]) -> Layout:
@@ -229,6 +228,13 @@ def from_json(data: Any) -> Layout:
 
 def _are_positions(index: Sequence[Any], size: int) -> bool:
     return all(type(i) is int and 0 <= i < size for i in index)
+
+
+if TYPE_CHECKING:
+    Layout: TypeAlias = "Term[Slots | Gated]"
+else:  # for pydantic, which reads and writes the dataclasses that hold layouts
+    Layout = Annotated[Any, PlainValidator(from_json), PlainSerializer(to_json)]
+Layouts: TypeAlias = tuple[Layout, ...]
 
 
 def outer(layout: Layout, size: int) -> Layout:

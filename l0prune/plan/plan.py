@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from l0prune.errors import UsageError
@@ -27,12 +27,10 @@ from l0prune.plan.layout import (
     Prod,
     Slots,
     axes_of,
-    from_json,
     gate_table,
     only,
     picked,
     substitute,
-    to_json,
 )
 
 
@@ -187,8 +185,7 @@ class Plan:
         allowed: by the name of an axis the numbers of slots that it may keep, ascending; any where
             there are none.
         code: what the code of the modules knows of sizes.
-        activations: the values that the captured graph makes, where they are known: a model that
-            was saved before they were noted has none.
+        activations: the values that the captured graph makes.
         branches: what could have a gate of its own, a switch, beside those of the axes.
     """
 
@@ -464,27 +461,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as a JSON text that ``Plan.from_json`` reads back."""
-        data: dict[str, Any] = {
-            "axes": [list(astuple(axis)) for axis in self.axes],
-            "pins": [[p.where, p.reason, p.operator, p.source] for p in self.pins],
-            "tensors": {name: [to_json(d) for d in dims] for name, dims in self.tensors.items()},
-            "sites": [[s.tensor, s.dim, to_json(s.layout), s.role] for s in self.sites],
-            "costs": [
-                [c.owner, c.unit, c.scale, [to_json(d) for d in c.dims], c.tensor, c.needed]
-                for c in self.costs
-            ],
-            "aliases": self.aliases,
-            "parts": list(self.parts),
-            "roles": self.roles,
-            "wider": [[to_json(wide), to_json(narrow)] for wide, narrow in self.wider],
-            "alike": [list(map(to_json, dims)) for dims in self.alike],
-            "code": self.code.to_json(),
-            "activations": [each.to_json() for each in self.activations],
-            "branches": [list(astuple(branch)) for branch in self.branches],
-            "together": self.together,
-            "allowed": self.allowed,
-        }
-        return json.dumps(data)
+        return _JSON.dump_json(self).decode()
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -494,29 +471,11 @@ class Plan:
             ValueError: the text is no plan.
         """
         try:
-            data = json.loads(text)
-            return Plan(
-                axes=tuple(Axis(*axis) for axis in data["axes"]),
-                pins=tuple(Pin(*pin) for pin in data["pins"]),
-                tensors={n: tuple(map(from_json, dims)) for n, dims in data["tensors"].items()},
-                sites=tuple(Site(t, d, from_json(x), role) for t, d, x, role in data["sites"]),
-                costs=tuple(
-                    Cost(owner, unit, scale, tuple(map(from_json, dims)), of, tuple(map(tuple, by)))
-                    for owner, unit, scale, dims, of, by in data["costs"]
-                ),
-                aliases=dict(data["aliases"]),
-                parts=tuple(data["parts"]),
-                roles={name: tuple(of) for name, of in data["roles"].items()},
-                wider=tuple((from_json(a), from_json(b)) for a, b in data["wider"]),
-                alike=tuple(tuple(map(from_json, dims)) for dims in data["alike"]),
-                code=Code.from_json(data["code"]),
-                activations=tuple(map(Activation.from_json, data["activations"])),
-                branches=tuple(
-                    Branch(name, tuple(tensors), size, *map(tuple, rest))
-                    for name, tensors, size, *rest in data["branches"]
-                ),
-                together=tuple(map(tuple, data.get("together", ()))),
-                allowed={n: tuple(of) for n, of in dict(data.get("allowed", {})).items()},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no plan: {error}") from error
+            return _JSON.validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"this is no plan: {place}: {first['msg']}") from error
+
+
+_JSON = TypeAdapter(Plan)

@@ -343,36 +343,52 @@ def test_damaged_artifacts(gated, tmp_path, changes, message):
 ENDLESS = 10**12
 
 
+def axis(size, start):
+    return {"name": "a", "kind": "neuron", "size": size, "start": start, "group_size": 1}
+
+
+def site(layout, dim=1, role="read"):
+    return {"tensor": "4.weight", "dim": dim, "layout": layout, "role": role}
+
+
+def cost(scale, layout, unit="params"):
+    return {"owner": "4", "unit": unit, "scale": scale, "dims": [layout], "tensor": "4.weight"}
+
+
+def activation(scale, layout, made, last):
+    return {"owner": "4", "scale": scale, "dims": [layout], "made": made, "last": last}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"axes": [["a", "neuron", ENDLESS, 0, 1]]},
-        {"axes": [["a", "neuron", 8, 4, 1]]},
-        {"axes": [["a", "neuron", -8, 0, 1]]},
-        {"axes": [["a", "neuron", 8.0, 0, 1]]},
-        {"sites": [["4.weight", 1, ENDLESS, "read"]]},
-        {"sites": [["4.weight", 1, ["prod", 10**6, 10**6], "read"]]},
-        {"sites": [["4.weight", 1, ["cat"], "read"]]},
-        {"sites": [["4.weight", 1, ["slots", 0, 0, ENDLESS], "read"]]},
-        {"sites": [["4.weight", 1, ["slots", 99, 0, 1], "read"]]},
-        {"sites": [["4.weight", 1, ["slots", -1, 0, 1], "read"]]},
-        {"sites": [["4.weight", 1, ["gated", 216, 2], "read"]]},
-        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 216]], "read"]]},
-        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), -1]], "read"]]},
-        {"sites": [["4.weight", 1, ["pick", 216, [*range(215), 0.0]], "read"]]},
-        {"sites": [["4.weight", 1, ["prod", *[["cat", 216]] * 9], "read"]]},
-        {"sites": [["4.weight", -1, 216, "read"]]},
-        {"sites": [["4.weight", 1, 216, "burn"]]},
-        {"sites": [["4.weight", 1, ["prod", 216, *[["slots", 0, 0, 1]] * 10**5], "read"]]},
+        {"axes": [axis(ENDLESS, 0)]},
+        {"axes": [axis(8, 4)]},
+        {"axes": [axis(-8, 0)]},
+        {"axes": [axis(8.0, 0)]},
+        {"sites": [site(ENDLESS)]},
+        {"sites": [site(["prod", 10**6, 10**6])]},
+        {"sites": [site(["cat"])]},
+        {"sites": [site(["slots", 0, 0, ENDLESS])]},
+        {"sites": [site(["slots", 99, 0, 1])]},
+        {"sites": [site(["slots", -1, 0, 1])]},
+        {"sites": [site(["gated", 216, 2])]},
+        {"sites": [site(["pick", 216, [*range(215), 216]])]},
+        {"sites": [site(["pick", 216, [*range(215), -1]])]},
+        {"sites": [site(["pick", 216, [*range(215), 0.0]])]},
+        {"sites": [site(["prod", *[["cat", 216]] * 9])]},
+        {"sites": [site(216, dim=-1)]},
+        {"sites": [site(216, role="burn")]},
+        {"sites": [site(["prod", 216, *[["slots", 0, 0, 1]] * 10**5])]},
         {"tensors": {"4.weight": [8, ENDLESS]}},
-        {"costs": [["4", "params", 1.0, [ENDLESS], "4.weight"]]},
-        {"costs": [["4", "params", float("nan"), [8], "4.weight"]]},
-        {"costs": [["4", "params", -1.0, [8], "4.weight"]]},
-        {"costs": [["4", "watts", 1.0, [8], "4.weight"]]},
-        {"activations": [["4", 1.0, [ENDLESS], 0, 1, False]]},
-        {"activations": [["4", float("inf"), [8], 0, 1, False]]},
-        {"activations": [["4", 1.0, [8], 0, 10**15, False]]},
-        {"activations": [["4", 1.0, [8], 3, 1, False]]},
+        {"costs": [cost(1.0, ENDLESS)]},
+        {"costs": [cost(float("nan"), 8)]},
+        {"costs": [cost(-1.0, 8)]},
+        {"costs": [cost(1.0, 8, unit="watts")]},
+        {"activations": [activation(1.0, ENDLESS, 0, 1)]},
+        {"activations": [activation(float("inf"), 8, 0, 1)]},
+        {"activations": [activation(1.0, 8, 0, 10**15)]},
+        {"activations": [activation(1.0, 8, 3, 1)]},
         {"aliases": {"a": 1}},
         {"parts": ["a\x1b[2J"]},
     ],
@@ -381,7 +397,7 @@ ENDLESS = 10**12
 def test_a_plan_that_no_survey_could_make(gated, tmp_path, changes):
     l0prune.save(gated, tmp_path / "a.pt")
     if "axes" in changes:
-        size = min(abs(int(changes["axes"][0][2])), 99)
+        size = min(abs(int(changes["axes"][0]["size"])), 99)
         tensors = {"l0prune_gates.log_alpha": torch.zeros(size)}
     else:
         tensors = {}
