@@ -206,11 +206,7 @@ def capture(
 
 
 def _check_dtypes(graph: Graph) -> None:
-    """torch.export lets inputs pass whose dtype the weights cannot be multiplied with.
-
-    Raises:
-        CaptureError: the example has such a dtype.
-    """
+    """Refuse inputs of a dtype that weights cannot be multiplied with: torch.export does not."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _CONTRACTIONS:
             continue
@@ -227,11 +223,7 @@ def _check_dtypes(graph: Graph) -> None:
 
 
 def _check_shapes(graph: Graph) -> None:
-    """torch.export follows some models into tensors whose shape the data decide.
-
-    Raises:
-        CaptureError: this is one.
-    """
+    """Refuse tensors whose shape the data decide: torch.export follows some models into them."""
     for node in graph.nodes:
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
@@ -315,11 +307,7 @@ def fixed_sizes(model: nn.Module, example: Inputs, free: FreeSizes) -> dict[str,
 
 
 def fixed_batch(model: nn.Module, example: Inputs) -> dict[str, str]:
-    """Return the reason why the batch is fixed; it is free wherever it can be.
-
-    Raises:
-        CaptureError: torch.export cannot follow the model at all.
-    """
+    """Return the reason why the batch is fixed; it is free wherever it can be."""
     captured = capture(model, *example, dynamic_batch=True, free=ALL_FIXED)
     if captured.dynamic and captured.batches.multiple == 1:
         return {}

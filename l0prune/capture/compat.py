@@ -268,8 +268,6 @@ def auto_classes(module: nn.Module) -> list[str]:
 def keep_guards(program: ExportedProgram, known: dict[str, Any]) -> None:
     """Leave a program those conditions on its inputs that hold for some, and drop the others.
 
-    Args:
-        program: of torch.export, changed in place; its module checks the conditions when it runs.
-        known: what the code of the conditions names: ``L``, the inputs by name, and ``torch``.
+    ``known`` has what their code names: ``L``, the inputs by name, and ``torch``.
     """
     program._guards_code = [code for code in program._guards_code if eval(code, known)]

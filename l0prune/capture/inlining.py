@@ -152,9 +152,7 @@ def _inline_all(module: GraphModule, autocast: Autocast | None) -> list[tuple[st
 def finish(program: ExportedProgram, renamed: Sequence[tuple[str, str]]) -> None:
     """Make a program consistent again after parts of its graph were put in line.
 
-    Args:
-        program: changed in place.
-        renamed: the old and new names of results; none if nothing was put in line.
+    ``renamed`` are old and new names of results, none if nothing was put in line.
     """
     module = program.graph_module
     if renamed:
@@ -189,12 +187,6 @@ def inline_graph(
     module: GraphModule, node: Node, inner: GraphModule, operands: Sequence[Any]
 ) -> tuple[list[Node], list[tuple[str, str]]]:
     """Put the inner graph where ``node`` is, which calls it.
-
-    Args:
-        module: whose graph the node is in; to be linted and recompiled when all is done.
-        node: with one result, or with several that its users pick by number.
-        inner: without tensors of its own.
-        operands: one for each input of the inner graph.
 
     Returns:
         The nodes that are new, and the old and new names of the results.

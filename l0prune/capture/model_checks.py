@@ -29,9 +29,7 @@ _FRAMEWORKS = ("torch.nn.", "lightning.", "pytorch_lightning.", "builtins")
 def same_draws(model: nn.Module, seed: int | None = None) -> Iterator[None]:
     """Leave torch's random generators as they are, the one of the model's device among them.
 
-    Args:
-        model: that draws within the context.
-        seed: to draw from; None for the generators as they are.
+    With a ``seed`` draws are from that, else from the generators as they are.
     """
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
@@ -134,9 +132,7 @@ def check_owned(model: nn.Module, used: Iterable[Tensor]) -> None:
 
     Layers in a plain list are no part of the module: nothing moves, converts, trains or saves them.
 
-    Args:
-        model: the model.
-        used: tensors that its forward uses and that are neither its parameters nor its buffers.
+    ``used`` are tensors that its forward uses, neither parameters nor buffers of the model.
     """
     places = {tensor.data_ptr() for tensor in used} - {0}  # without values there is no place
     for path, module in model.named_modules() if places else ():

@@ -277,11 +277,7 @@ def general_code_paths() -> Iterator[None]:
 
 
 def sanitize_names(program: ExportedProgram) -> dict[str, str]:
-    """Call the program's tensors by names that code can say, in place.
-
-    Returns:
-        By each name that is new, the model's own.
-    """
+    """Call the program's tensors by names that code can say, in place; return the old ones."""
     signature = program.graph_signature
     targets = {spec.target for spec in signature.input_specs if spec.target}
     tail = "_"

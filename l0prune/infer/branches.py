@@ -48,11 +48,7 @@ def added(
 ) -> Iterator[Ending]:
     """Find the branches that are added to a stream, in the order of their sums.
 
-    Args:
-        infer: that.
-        read: of each node whether any output needs it.
-        macs: of each node that does work.
-        taken: names that are taken already; theirs are added.
+    Their names are added to those that are ``taken``.
     """
     users, memory = _users_of_parameters(infer), Memory(infer.captured.graph)
     order = {node: number for number, node in enumerate(infer.captured.graph.nodes)}
@@ -172,15 +168,7 @@ def side_by_side(
     gated: Collection[Var],
     taken: set[str],
 ) -> Iterator[Ending]:
-    """Find the branches that are parts of concatenations, the one with most work first.
-
-    Args:
-        infer: that.
-        read: of each node whether any output needs it.
-        macs: of each node that does work.
-        gated: the variables that are axes.
-        taken: names that are taken already; theirs are added.
-    """
+    """Find the branches that are parts of concatenations, the one with most work first."""
     left, memory = _Left(infer), Memory(infer.captured.graph)
     candidates: list[tuple[float, Ending, frozenset[Node]]] = []
     for end in infer.captured.graph.nodes:
@@ -323,13 +311,7 @@ class Branches:
 
 
 def branches(infer: Inference, axes: Collection[Var], taken: Sequence[str]) -> Branches:
-    """Find the branches of a graph that inference has been through.
-
-    Args:
-        infer: that.
-        axes: the variables that may be cut.
-        taken: names that are taken already.
-    """
+    """Find the branches of a graph that inference has been through; ``axes`` may be cut."""
     read, macs, names = _needs(infer, ()), macs_of(infer), set(taken)
     endings = [*added(infer, read, macs, names), *side_by_side(infer, read, macs, axes, names)]
     while True:

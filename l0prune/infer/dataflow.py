@@ -245,9 +245,7 @@ def joined(join: Node) -> list[Node]:
 def needs(graph: Graph, branch_of: Callable[[Node, Node], str | None]) -> dict[Node, Needs]:
     """Return for each node of a graph the branches under which it is needed.
 
-    Args:
-        graph: as it was captured.
-        branch_of: of a node and a user of it, the name of the branch that ends there, if one does.
+    ``branch_of`` a node and a user of it is the name of the branch that ends there, if one does.
     """
     found: dict[Node, Needs] = {}
     memory = Memory(graph)

@@ -74,9 +74,7 @@ def sized_calls(analysis: Analysis, unscaled: Set[Node]) -> dict[str, tuple[Size
     Those that functions of torch make by themselves are not told from the code's own: whoever
     counts them has to look at the names, too.
 
-    Args:
-        analysis: of the model.
-        unscaled: attentions whose scale follows the size of their heads.
+    Of ``unscaled`` attentions the scale follows the size of their heads.
     """
     calls: dict[str, list[SizedCall]] = defaultdict(list)
     for node in analysis.captured.graph.nodes:

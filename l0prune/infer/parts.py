@@ -220,11 +220,7 @@ def parts_of(model: nn.Module, example: Inputs) -> Parts:
 
 @explained
 def part_at(model: nn.Module, path: str, example: Inputs) -> Part:
-    """The submodule at ``path``, given what it receives.
-
-    Raises:
-        CaptureError: torch.export cannot follow it.
-    """
+    """The submodule at ``path``, given what it receives."""
     analysis = analyse(capture(model, *example, path=path))
     return Part(path, with_code(analysis, model), example)
 
@@ -256,9 +252,6 @@ def _part_of_calls(model: nn.Module, path: str, received: Sequence[Inputs]) -> P
     """The submodule at ``path``, if one graph can stand for all its calls.
 
     A container is never called, and what it holds may be: that is looked at next.
-
-    Raises:
-        CaptureError: torch.export cannot follow it, or its calls differ in more than values.
     """
     kinds = [_kind_of_call(inputs) for inputs in received]
     if not received or any(kind != kinds[0] for kind in kinds):

@@ -278,11 +278,6 @@ def when_zero(
 ) -> dict[Node, tuple[float, frozenset[str]]]:
     """Find what nodes are where tensors are zero all over: 0/0 is no number.
 
-    Args:
-        infer: the inference, which has been through the graph.
-        names: of the tensors.
-        nodes: in the order of the graph.
-
     Returns:
         For each node that is one number all over that number, nan where it is none or has no
         gradient, and the names from which it follows.

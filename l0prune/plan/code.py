@@ -115,11 +115,7 @@ class Code:
         return Code(sizes, averages, tuple(queries), tuple(reused), calls, self.standardised)
 
     def cut(self, left: Callable[[str, int], Tensor]) -> Code:
-        """Return the code's sizes of a model whose tensors were cut.
-
-        Args:
-            left: by the name of a tensor and a dim, which of its positions are left, bool.
-        """
+        """Return the code's sizes of a cut model; ``left`` says which positions of a dim stay."""
         queries = [
             replace(q, ranges=_ranges_left(q.ranges, left(q.tensor, q.dim))) for q in self.queries
         ]

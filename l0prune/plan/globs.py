@@ -24,12 +24,7 @@ def per_axis(
 ) -> list[float | Default]:
     """The value of each axis: that of the first glob which matches its name, else ``default``.
 
-    Args:
-        plan: whose axes.
-        given: one value for all, or a mapping from globs over axis names to values.
-        default: for the axes that no glob matches.
-        what: name of the setting, for people.
-
+    ``given`` is one value for all or a mapping from globs; ``what`` names the setting, for people.
     Raises:
         UsageError: a glob matches no axis.
     """
@@ -40,11 +35,7 @@ def per_axis(
 def by_rules(
     names: Sequence[str], rules: Sequence[tuple[str, float]], default: Default, what: str
 ) -> list[float | Default]:
-    """For each name of an axis the value of the first rule, a glob with a value, that matches it.
-
-    Raises:
-        UsageError: a glob matches no axis.
-    """
+    """For each name of an axis the value of the first rule, a glob with a value, to match it."""
     values: list[float | Default] = [default] * len(names)
     for glob, value in reversed(rules):
         for number in matching(names, glob, what):
@@ -53,11 +44,7 @@ def by_rules(
 
 
 def named(names: Sequence[str], globs: Globs, what: str, of_what: str) -> list[str]:
-    """The names that one of the globs matches, in their order; see ``matching``.
-
-    Raises:
-        UsageError: a glob matches no name.
-    """
+    """The names that one of the globs matches, in their order; see ``matching``."""
     several = (globs,) if isinstance(globs, str) else globs
     found = {number for glob in several for number in matching(names, glob, what, of_what)}
     return [names[number] for number in sorted(found)]
@@ -66,11 +53,7 @@ def named(names: Sequence[str], globs: Globs, what: str, of_what: str) -> list[s
 def matching(names: Sequence[str], glob: str, what: str, of_what: str = "gated axis") -> list[int]:
     """Numbers of the names that are meant.
 
-    Args:
-        names: of all that there are.
-        glob: one of the names, or else a glob.
-        what: name of the setting, for people.
-        of_what: what the names are names of, for people.
+    ``what`` names the setting, and ``of_what`` what the names are names of, for people.
 
     Raises:
         UsageError: there is none.

@@ -258,10 +258,7 @@ def outer(layout: Layout, size: int) -> Layout:
 def gate_table(layout: Layout, flat: Callable[[Slots], slice], one: int) -> Tensor:
     """Return the entries of the flat gate vector that multiply at each position.
 
-    Args:
-        layout: of the positions.
-        flat: where slots lie in that vector.
-        one: what stands for no gate.
+    ``flat`` says where slots lie in that vector, ``one`` stands for no gate.
 
     Shape: ``(factors, layout.size)``, int64; no rows where the layout has no axis.
     """

@@ -252,10 +252,7 @@ def kind_of(name: str) -> type[Measure]:
 def measure_of(plan: Plan, name: str, sources: Iterable[Source] = ()) -> Measure:
     """The measure of this name of a network with this plan.
 
-    Args:
-        plan: of the network.
-        name: of the measure.
-        sources: where measures come from that a plan alone does not make.
+    ``sources`` make measures that a plan alone does not.
 
     Raises:
         UsageError: there is none, or it takes a source that is not there.
@@ -364,11 +361,7 @@ class Latency(SumOfTerms):
 
     @classmethod
     def of(cls, plan: Plan) -> Measure:
-        """Refused: a plan does not say how fast a machine is.
-
-        Raises:
-            UsageError: always.
-        """
+        """Refused, as a UsageError: a plan does not say how fast a machine is."""
         raise UsageError(
             f"a budget in {cls.name} needs the times of this network on the machine that will "
             "serve it: `l0prune measure model.gated.pt` writes a table, to be given as "

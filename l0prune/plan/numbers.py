@@ -12,11 +12,7 @@ LARGEST = 1e12  # of prices, rates and milliseconds
 
 
 def check_whole(name: str, number: object, least: int = 1, most: int = MOST) -> None:
-    """Refuse what is no whole number within bounds.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Raise UsageError for what is no whole number within bounds."""
     if type(number) is not int or not least <= number <= most:
         raise UsageError(
             f"{name} must be a whole number from {least:,} to {most:,}, not {_shown(number)}"
@@ -24,11 +20,7 @@ def check_whole(name: str, number: object, least: int = 1, most: int = MOST) -> 
 
 
 def check_number(name: str, number: object, least: float = 0.0, most: float = LARGEST) -> None:
-    """Refuse what is no finite number within bounds.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Raise UsageError for what is no finite number within bounds."""
     if not is_number(number, least, most):
         raise UsageError(
             f"{name} must be a number from {least:g} to {most:g}, not {_shown(number)}"

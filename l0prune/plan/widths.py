@@ -87,9 +87,7 @@ def with_slots(plan: Plan, open_: Tensor, name: str, slots: Sequence[int]) -> Te
 def axes_to_keep(plan: Plan, layers: Globs) -> set[str]:
     """Return the names of the axes and branches that take something away of these layers.
 
-    Args:
-        plan: of the network.
-        layers: their paths, or globs over them; what is no layer's path is the name of an axis.
+    ``layers`` are paths or globs over them; what is no layer's path is the name of an axis.
 
     Raises:
         UsageError: a glob matches no layer and no axis.
@@ -137,9 +135,7 @@ def _inner(plan: Plan, layout: Layout) -> Iterator[int]:
 def out_of_reach(plan: Plan, asked: Mapping[int, int]) -> dict[int, tuple[int, str]]:
     """Return what else comes of widths that cannot be as asked: how many slots, and why.
 
-    Args:
-        plan: of the network.
-        asked: the number of slots of some axes, by the number of the axis, from 1 on.
+    ``asked`` are numbers of slots, from 1 on, by the number of the axis.
     """
     open_ = torch.ones(plan.size, dtype=torch.bool)
     for number, count in asked.items():

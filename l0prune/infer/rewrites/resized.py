@@ -29,11 +29,6 @@ from l0prune.plan.switches import gone, under_switches
 def leave_out(graph: Graph, branches: Branches, gone: Collection[str]) -> list[Node]:
     """Take these branches out, and all that only they need.
 
-    Args:
-        graph: that was captured, whose operators have the names that they had in the capture.
-        branches: of the capture.
-        gone: names of those that are left out.
-
     Returns:
         Joins with one operand left, as aliases of it, for ``pass_on``: what averages over them
         still has to know how wide they were, and where they are zero.
@@ -136,14 +131,7 @@ def with_switches(analysis: Analysis, plan: Plan) -> Analysis:
 def rewritten(graph: Graph, analysis: Analysis, kept: Tensor, layouts: dict[str, tuple]) -> Sizes:
     """Rewrite a captured graph, in place, for tensors of which closed slots are cut.
 
-    Args:
-        graph: the captured one, in a module; operators have the names that they had in the capture.
-        analysis: of it.
-        kept: the slots that stay, bool, flat.
-        layouts: by the name of a node in ``graph``.
-
-    Returns:
-        The sizes of what is in the graph now.
+    ``layouts`` go by the names of its nodes. Returns the sizes of what is in it now.
     """
     single = leave_out(graph, analysis.branches, gone(analysis.plan, kept))
     sizes = Sizes(analysis.plan, kept, layouts, analysis.picks, analysis.closed)

@@ -261,15 +261,7 @@ def _written_out(sizes: Sizes, node: Node, over: list[int], *, by_channel: bool)
 
 
 def standardised_weights(analysis: Analysis, kept: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return by name the weights that are standardised and of which columns will be cut.
-
-    Args:
-        analysis: of the ungated model.
-        kept: the slots that stay, bool, flat.
-
-    Returns:
-        For each what standardises it while it is whole.
-    """
+    """Return, by name of a standardised weight that loses columns, what standardises it whole."""
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     sizes = Sizes(analysis.plan, kept, analysis.layouts)
     for node in analysis.captured.graph.nodes:

@@ -334,9 +334,6 @@ def spelled_out(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[
     The dims that an ellipsis stands for are called 0, 1, … from the last, as they are broadcast.
     Without an arrow, the output has them, and then the letters that occur once, in their order.
 
-    Args:
-        equation: as ``torch.einsum`` takes it.
-        ranks: numbers of dims of the operands.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     texts = left.split(",")

@@ -141,14 +141,7 @@ def _step(
 ) -> None:
     """Tie, read, write and count what one direction of one layer does.
 
-    Args:
-        infer: the inference.
-        node: the call.
-        x: what has the input; the call itself where that is the output of the layer below.
-        inner: the input's last dim.
-        weights: of this direction of this layer.
-        units: its hidden units.
-        before: all dims of the input before the last.
+    ``x`` has the input; it is the call itself where that is the output of the layer below.
     """
     gates = _size(weights.hidden, 0) // units.cell.size
     rows = prod((Const(gates, "the gates of a recurrent layer"), units.cell))
