@@ -6,8 +6,8 @@
 Published checkpoints (``$L0PRUNE_DATA/../models``) are first trained on the data at hand; all ways
 start from the network that this gives. Torch-Pruning cannot cut their shortcuts, which pad channels
 (it cuts other channels than it means to, and the network no longer runs). So the shortcuts become
-1×1 convolutions, as in its own ResNet-56, that compute the same at first and learn like all else;
-``--shortcuts pad`` leaves them as they are. ``--network vit`` is a small one without a checkpoint:
+1×1 convolutions, as in its own ResNet-56, that compute the same at first and learn like all else.
+``--network vit`` is a small one without a checkpoint:
 it is trained from random weights, wants more ``--dense-epochs``, and has Adam at 1e-3. A way then
 has ``--epochs``, over all of its phases:
 
@@ -31,9 +31,8 @@ at once buys more epochs. Gates then have about half of these MACs, or ``--gate-
 All are trained by the same loop at batch 128 with the same augmentation, averaging and BatchNorm
 recalibration, and with what Torch-Pruning's authors recommend (``benchmarks.depgraph``): SGD with
 momentum 0.9, rate 0.01, weight decay 5e-4 except in sparsity learning. Each phase of a way has one
-cosine from that rate to 0, or with ``--schedule steps`` their tenths after 60 and 80 % of it;
-``--rate`` is another rate, and ``--distill 0.5`` takes half of the loss from the dense network,
-whose forwards count as training: both for all ways alike.
+cosine from that rate to 0; ``--rate`` is another rate, and ``--distill 0.5`` takes half of the loss
+from the dense network, whose forwards count as training: both for all ways alike.
 ``--autocast bf16`` trains all of them with it, which halves the time on a CPU that has the
 instructions. MACs are counted by ``torch.utils.flop_counter``, and no cut leaves more than asked.
 The error is that of the cut model after the last epoch, in full precision, the seconds are those of
@@ -66,7 +65,7 @@ import l0prune
 from benchmarks.budgets import part
 from benchmarks.curves import seconds
 from benchmarks.isolation import ROOT, Row, append, rows
-from benchmarks.ways import ADAM, ALL_WAYS, SCHEDULES, SGD, WAYS, Job, macs
+from benchmarks.ways import ADAM, ALL_WAYS, SGD, WAYS, Job, macs
 from l0prune.data import Data
 from l0prune.files.consent import RECIPES
 
@@ -75,8 +74,8 @@ CHECKPOINTS = {"resnet20": "resnet20-12fca82f.th", "resnet56": "resnet56-4bfd976
 NETWORKS = (*CHECKPOINTS, "vit")
 # What makes a row: those that agree in all of these are the same measurement.
 KEY = (
-    "network", "shortcuts", "way", "budget", "epochs", "dense_epochs", "examples", "schedule",
-    "autocast", "seed", "training_macs", "gate_epochs", "rate", "distill",
+    "network", "way", "budget", "epochs", "dense_epochs", "examples", "autocast", "seed",
+    "training_macs", "gate_epochs", "rate", "distill",
 )  # fmt: skip
 
 
@@ -110,14 +109,13 @@ def vit() -> nn.Module:
     )  # fmt: skip
 
 
-def start(network: str, shortcuts: str, epochs: int, job: Job) -> nn.Module:
+def start(network: str, epochs: int, job: Job) -> nn.Module:
     """The network that all ways start from: published or new, trained on this data, and kept."""
     if network in CHECKPOINTS:
         source = f"{RECIPES / 'models.py'}:{network}"
         weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[network]
         model = l0prune.load_model(source, str(weights))
-        if shortcuts == "conv":
-            project(model)
+        project(model)
     else:
         torch.manual_seed(job.seed)
         model = vit()
@@ -222,10 +220,8 @@ def arguments(
     parser.add_argument("--gate-epochs", type=int, help="of these with gates; default half")
     parser.add_argument("--dense-epochs", type=int, default=20, help="of what all ways start from")
     parser.add_argument("--examples", type=int, default=50_000, help="of the training data")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="cosine")
     parser.add_argument("--rate", type=float, help="of the weights, in the place of the usual one")
     parser.add_argument("--distill", type=float, help="part of the loss that the dense one gives")
-    parser.add_argument("--shortcuts", choices=["conv", "pad"], default="conv")
     parser.add_argument("--autocast", choices=["bf16", "fp16"])
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="one after another")
     parser.add_argument("--device", default="auto")
@@ -283,7 +279,7 @@ def _of_seed(
 ) -> list[Row]:
     """Those of one seed: each has a dense network of its own."""
     common = {key: getattr(options, key, None) for key in KEY if key not in ("way", "budget")}
-    of_ways = ("epochs", "schedule", "training_macs", "gate_epochs", "rate", "distill")
+    of_ways = ("epochs", "training_macs", "gate_epochs", "rate", "distill")
     names = [
         str(value) for key, value in common.items() if key not in of_ways and value is not None
     ]
@@ -295,7 +291,6 @@ def _of_seed(
     job = Job(
         data=data,
         epochs=options.epochs,
-        schedule=options.schedule,
         seed=options.seed,
         device=options.device,
         autocast=options.autocast,
@@ -304,9 +299,9 @@ def _of_seed(
         gate_epochs=options.gate_epochs,
         folder=home,
     )
-    # Its own schedule and rate are the same for all that start from it.
-    first = replace(job, schedule="cosine", optimizer=usual, training_macs=None)
-    model = start(options.network, options.shortcuts, options.dense_epochs, first)
+    # Its own rate is the same for all that start from it.
+    first = replace(job, optimizer=usual, training_macs=None)
+    model = start(options.network, options.dense_epochs, first)
     if options.distill is not None:
         job = replace(job, distill=options.distill, teacher=copy.deepcopy(model))
     found = []

@@ -122,7 +122,7 @@ def _ours(row: Row) -> list[str]:
     if "float64" not in row:
         return ["refused" if "refused" in row else "failed", *["-"] * 9]
     return [
-        _axes(row),
+        ", ".join(f"{count} {kind}" for kind, count in sorted(row["kinds"].items())) or "0",
         f"{row['params_share']:.1%}",
         f"{row['macs_share']:.1%}",
         row.get("class", "-"),
@@ -144,12 +144,6 @@ def sizes(row: Row) -> str:
 
 
 _BATCHES = {"1 or more": "batch"}
-
-
-def _axes(row: Row) -> str:
-    """How many axes of each kind; rows that were kept before kinds were have only their number."""
-    kinds = row.get("kinds", {})
-    return ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds)) or f"{row['axes']}"
 
 
 def _theirs(row: Row | None) -> list[str]:

@@ -7,18 +7,15 @@ to a share of the dense network's time: one thread, batch 1. Files are written b
 for all ways alike, and timed in turns with the dense network's. The ways:
 
 - ``l0prune``: gates of widths and whole branches learn under ``budget="latency=…"``, for half of
-  the epochs; branches are decided after a part ``branch_freeze_fraction`` of the steps in which
-  gates learn, its default, all of it (``-late``) or less (``-early``);
+  the epochs;
 - ``l0prune-branches``: only whole branches have gates; ``l0prune-widths``: only widths do;
 - ``l0prune-8``: these with ``round_to=8``, where the table says what the runtime likes;
 - ``l0prune-macs-8``: these under ``budget="macs=…"`` with ``round_to=8``;
 - ``tp-8``, ``tp-16``: Torch-Pruning's group norm with its ``round_to``, cut at once;
-- ``l0prune-depth-first``: branches go at once by the score ``ablation`` down to the square root of
-  the share; then gates learn as in ``l0prune``;
-- ``fisher``: our one-shot score, ``fit`` to the budget in latency; of whole branches alone
-  (``-branches``) or beside the widths (``-both``); ``ablation-branches``: of these alone by that;
+- ``fisher``: our one-shot score, ``fit`` to the budget in latency; ``ablation-branches``: another
+  one, of whole branches alone;
 - ``fisher-per-ms``: the same with each score over the time that its axis' slots take in the dense
-  network; ``fisher-per-ms-macs``: over their time for a MAC there;
+  network;
 - ``fisher-macs-8``: the score's choice for a budget in MACs, with ``round_to=8``.
 
 For budgets in MACs, which say nothing of time, the largest that comes to the wanted time is
@@ -32,9 +29,7 @@ Rows are JSON lines in ``runs/equal_time.jsonl``. The files stay in the folders 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +50,7 @@ from l0prune.selection.scores import FORWARDS
 
 WIDTHS = {"branches": False}
 BRANCHES = {"branches": True, "exclude": "*"}
-BOTH: dict[str, Any] = {}
+EVERYTHING: dict[str, Any] = {}
 DENSE, OWN = "dense.onnx", "own.onnx"
 SECONDS = 2.0  # of a look at a file
 TRIES = 7
@@ -115,7 +110,7 @@ def in_latency(
     share: float,
     job: Job,
     clock: Clock,
-    gates: Mapping[str, Any] = BOTH,
+    gates: Mapping[str, Any] = EVERYTHING,
     **settings: Any,
 ) -> Cut:
     l0prune.gate(model, (job.example(),), **gates)
@@ -126,13 +121,6 @@ def in_latency(
 def measured(model: nn.Module, job: Job) -> l0prune.LatencyTable:
     """Kept, so that a run that was stopped goes on with the same one."""
     return l0prune.measure(model, folder=job.folder / "latency")
-
-
-def depth_first(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
-    (scores, spent), table = looked(model, job, "ablation", BOTH), measured(model, job)
-    l0prune.fit(model, f"latency={math.sqrt(share)}", scores, latency=table, kinds="branch")
-    cut = with_gates(model, job, budget=f"latency={share}", latency=table, start="fisher")
-    return replace(cut, spent=cut.spent + spent)
 
 
 def in_macs(model: nn.Module, share: float, job: Job, clock: Clock) -> Cut:
@@ -168,24 +156,22 @@ def scored(
     job: Job,
     clock: Clock,
     how: str = "fisher",
-    per: str = "",
+    per_ms: bool = False,
     gates: Mapping[str, Any] = WIDTHS,
 ) -> Cut:
     whole = macs(model, job.example())
     (scores, spent), table = looked(model, job, how, gates), measured(model, job)
     plan = l0prune.gates(model).plan
-    if per:
+    if per_ms:
         scores = scores / marginal(plan, f"latency={share}", table)
-    if per == "ms-macs":
-        scores = scores * marginal(plan, "macs=0.5")
     kinds = {axis.kind for axis in plan.axes}  # branches, too, if they have gates
     l0prune.fit(model, f"latency={share}", scores, latency=table, kinds=sorted(kinds))
     return trained(l0prune.export(model).module, whole, job, spent=spent)
 
 
-def marginal(plan: Plan, limit: str, *sources: l0prune.LatencyTable) -> Tensor:
+def marginal(plan: Plan, limit: str, table: l0prune.LatencyTable) -> Tensor:
     """What each slot takes of what is limited in the dense network, the mean of its axis."""
-    measure = bounds(plan, limits(limit), sources)[0].measure
+    measure = bounds(plan, limits(limit), (table,))[0].measure
     open_ = torch.ones(plan.size, dtype=torch.float64, requires_grad=True)
     measure.expected(open_).backward()
     for axis in plan.axes:
@@ -216,21 +202,15 @@ def group_norm(model: nn.Module, share: float, job: Job, clock: Clock, round_to:
 
 WAYS: dict[str, Callable[[nn.Module, float, Job, Clock], Cut]] = {
     "l0prune": in_latency,
-    "l0prune-late": partial(in_latency, branch_freeze_fraction=1.0),
-    "l0prune-early": partial(in_latency, branch_freeze_fraction=0.4),
     "l0prune-branches": partial(in_latency, gates=BRANCHES),
     "l0prune-widths": partial(in_latency, gates=WIDTHS),
     "l0prune-8": partial(in_latency, gates=WIDTHS, round_to=8),
-    "l0prune-depth-first": depth_first,
     "l0prune-macs-8": in_macs,
     "tp-8": partial(group_norm, round_to=8),
     "tp-16": partial(group_norm, round_to=16),
     "fisher": scored,
-    "fisher-branches": partial(scored, gates=BRANCHES),
-    "fisher-both": partial(scored, gates=BOTH),
     "ablation-branches": partial(scored, how="ablation", gates=BRANCHES),
-    "fisher-per-ms": partial(scored, per="ms"),
-    "fisher-per-ms-macs": partial(scored, per="ms-macs"),
+    "fisher-per-ms": partial(scored, per_ms=True),
     "fisher-macs-8": scored_in_macs,
 }
 

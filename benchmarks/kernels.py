@@ -93,7 +93,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["resnet50", "vit_b_16", "mobilenet_v2"])
     parser.add_argument("--size", type=int, default=32, help="of the images (ViT: 224)")
     parser.add_argument("--autocast", action="store_true", help="to bfloat16")
-    parser.add_argument("--operators", action="store_true", help="print what there is more of")
     args = parser.parse_args()
     for name in args.models:
         torch.manual_seed(0)
@@ -111,10 +110,6 @@ def main() -> None:
             counts.append(count(step))
         plain, gated = (sum(found.values()) for found in counts)
         print(f"{name:16} plain {plain:5} gated {gated:5} ratio {gated / plain:.3f}", flush=True)
-        if args.operators:
-            more = {k: n - counts[0][k] for k, n in counts[1].items() if n != counts[0][k]}
-            more |= {k: -n for k, n in counts[0].items() if k not in counts[1]}
-            print("   ", dict(sorted(more.items(), key=lambda item: -abs(item[1]))))
 
 
 if __name__ == "__main__":

@@ -34,14 +34,6 @@ SCORE_BATCHES = 100  # of an epoch of 50,000 examples; of a shorter one as large
 SETTLE = 0.1  # of the epochs with gates: most of what settles is the small network, alone
 
 
-def _steps(done: float) -> float:
-    """Torch-Pruning's milestones 60 and 80 of 100 epochs."""
-    return 0.1 ** ((done >= 0.6) + (done >= 0.8))
-
-
-SCHEDULES: dict[str, Any] = {"cosine": "cosine", "steps": _steps}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What a way is given beside the network and its share of the MACs.
@@ -57,7 +49,6 @@ class Job:
 
     data: Data
     epochs: int
-    schedule: str
     seed: int
     device: str
     autocast: str | None = None
@@ -74,7 +65,7 @@ class Job:
             "epochs": epochs,
             "batch_size": BATCH,
             **self.optimizer,
-            "schedule": SCHEDULES[self.schedule],
+            "schedule": "cosine",
             "augment": True,
             "seed": self.seed,
             "device": self.device,

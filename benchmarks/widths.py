@@ -1,7 +1,7 @@
 """Widths as a wish on the model zoos: is every width as asked, and if not, why not.
 
     python -m benchmarks.widths --zoo torchvision|timm|transformers|small [--models resnet18 …]
-    python -m benchmarks.widths --zoo torchvision --width 0.25 --shard 0/2 --export
+    python -m benchmarks.widths --zoo torchvision --width 0.25 --export
     python -m benchmarks.widths --zoo transformers --loadable [--uniform] [--models bert …]
 
 Gates on every axis, then ``fit`` with ``width=0.5``. A row says how many axes have just the slots
@@ -137,12 +137,10 @@ def main() -> None:
     parser.add_argument("--zoo", choices=zoo.ZOOS, default="torchvision")
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--width", type=float, default=0.5, help="share of each axis, at most 1")
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, from the i-th on")
     parser.add_argument("--export", action="store_true", help="compare what is cut, too")
     parser.add_argument("--loadable", action="store_true", help="see above")
     parser.add_argument("--uniform", action="store_true", help="with --loadable: one share")
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one model")
-    parser.add_argument("--total", action="store_true", help="count the rows, and no more")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -164,13 +162,9 @@ def main() -> None:
         print(f"{sum('loaded' in row for row in found)} of {len(found)} models loaded")
         return
     path = ROOT / "runs" / f"widths-{options.zoo}.jsonl"
-    if not options.total:
-        first, _, every = options.shard.partition("/")
-        names = zoo.names(options.zoo)[int(first) :: int(every)]
-        also = ["--width", f"{options.width:g}", *(["--export"] if options.export else [])]
-        wanted = options.models or isolation.missing(path, names)
-        limit = options.limit
-        isolation.run("benchmarks.widths", path, options.zoo, wanted, limit, summary, also)
+    also = ["--width", f"{options.width:g}", *(["--export"] if options.export else [])]
+    wanted = options.models or isolation.missing(path, zoo.names(options.zoo))
+    isolation.run("benchmarks.widths", path, options.zoo, wanted, options.limit, summary, also)
     found = isolation.rows(path)
     good = [row for row in found if "asked" in row and "crash" not in row and "refused" not in row]
     axes, asked = (sum(row[name] for row in good) for name in ("axes", "asked"))

@@ -45,7 +45,7 @@ def noise(count: int, side: int) -> Data:
 
 
 def job(folder: Path, epochs: int = 4, **others) -> ways.Job:
-    given = {"data": noise(256, 8), "schedule": "steps", "seed": 0, "device": "cpu"}
+    given = {"data": noise(256, 8), "seed": 0, "device": "cpu"}
     return ways.Job(epochs=epochs, folder=folder, **given, **others)
 
 
@@ -157,7 +157,7 @@ def test_cifar_keeps_its_rows(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(l0prune, "load_data", lambda name: noise(80, 32))
     options = argparse.Namespace(
         network="resnet20", ways=["dense"], macs=[0.47, 0.39], epochs=2, dense_epochs=1,
-        examples=64, schedule="cosine", shortcuts="conv", autocast=None, seed=[0, 1], device="cpu",
+        examples=64, autocast=None, seed=[0, 1], device="cpu",
         gate_epochs=None, rate=None, distill=None,
         out=tmp_path / "cifar",
     )  # fmt: skip
