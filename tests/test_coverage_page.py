@@ -1,4 +1,4 @@
-"""The coverage page's rows, those kept before a column was there included."""
+"""The rows of the coverage page, and the sizes to ask for."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from benchmarks.coverage_page import section, sizes
 from benchmarks.free_dims import askable, possible
 
 ROW = {
-    "model": "small", "step": "done", "axes": 1, "params_share": 1.0, "macs_share": 1.0,
+    "model": "small", "step": "done", "kinds": {"neuron": 1}, "params_share": 1.0, "macs_share": 1.0,
     "plan_s": 1.0, "float64": 0.0, "onnx": 0.0, "peak_mib": 1,
 }  # fmt: skip
 
