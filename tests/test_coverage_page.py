@@ -9,8 +9,8 @@ from benchmarks.coverage_page import section, sizes
 from benchmarks.free_dims import askable, possible
 
 ROW = {
-    "model": "small", "step": "done", "kinds": {"neuron": 1}, "params_share": 1.0, "macs_share": 1.0,
-    "plan_s": 1.0, "float64": 0.0, "onnx": 0.0, "peak_mib": 1,
+    "model": "small", "step": "done", "kinds": {"neuron": 1}, "params_share": 1.0,
+    "macs_share": 1.0, "plan_s": 1.0, "float64": 0.0, "onnx": 0.0, "peak_mib": 1,
 }  # fmt: skip
 
 
