@@ -14,7 +14,7 @@ score, by what it costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ PROBES = 256  # outputs, about, that are looked at: examples, or places of them 
 _MANY, _FEWER = 24, (0.35, 0.7)  # axes of which fewer widths are looked at
 _WIDTHS = (0.15, 0.35, 0.6, 0.85)  # of an axis gone when the outputs are looked at
 _DAMPING = 1e-4
+_KEPT = 1 << 29  # bytes of the dense network's products that need not be computed again
 
 
 class _State:
@@ -204,6 +205,43 @@ class _Input:
         return matrix, moved if bias is not None or bool(self.mean.any()) else None
 
 
+class _Probe:
+    """A batch on which the outputs of the dense network with some weights changed are looked at.
+
+    Attributes:
+        dense: outputs of the network as it is.
+        products: results of the first weights; those before the first that is changed stay.
+
+    Args:
+        division: of the network.
+        batch: of inputs.
+        most: bytes of products that are kept.
+    """
+
+    def __init__(self, division: Division, batch: Any, most: int) -> None:
+        self._compute = partial(call, division.model, batch)
+        self._weights = division.weights
+        self.products: list[Tensor] = []
+        with forwards([self._compute], self._weights) as (forward,):
+            while (read := forward.advance()) is not None:
+                most -= read.run().nbytes
+                if most >= 0:
+                    self.products.append(read.run().clone())
+            self.dense = forward.output
+
+    def outputs(self, changed: Mapping[str, tuple[Tensor, Tensor | None]]) -> Any:
+        """Return the outputs with other weights; see ``Read.run_with``."""
+        known = iter(self.products)
+        with forwards([self._compute], self._weights) as (forward,):
+            while (read := forward.advance()) is not None:
+                if read.name in changed:
+                    read.run_with(*changed[read.name])
+                    known = iter(())
+                elif (product := next(known, None)) is not None:
+                    read.out = product.clone()  # what follows may write into it
+            return forward.output
+
+
 Judge = Callable[[Any, Any], float]
 
 
@@ -234,9 +272,8 @@ class Division:
             for name, reader in readers_of(model, partial(call, model, batches[0])).items()
             if reader.calls == 1
         }
-        self.probes = probes
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
-        self.dense = [self._outputs(batch, {}) for batch in self.probes]
+        self.probes = [_Probe(self, batch, _KEPT // len(probes)) for batch in probes]
         self.curves = self._curves()
 
     def _curves(self) -> list[Curve]:
@@ -325,18 +362,8 @@ class Division:
     def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
         """Return the error of the outputs with these readers as they have become."""
         changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
-        found = [
-            self.judge(self._outputs(batch, changed), dense)
-            for batch, dense in zip(self.probes, self.dense, strict=True)
-        ]
+        found = [self.judge(probe.outputs(changed), probe.dense) for probe in self.probes]
         return sum(found) / len(found)
-
-    def _outputs(self, batch: Any, changed: dict[str, tuple[Tensor, Tensor | None]]) -> Any:
-        with forwards([partial(call, self.model, batch)], self.weights) as (forward,):
-            while (read := forward.advance()) is not None:
-                if read.name in changed:
-                    read.run_with(*changed[read.name])
-            return forward.output
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.

@@ -1,5 +1,6 @@
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -54,6 +55,23 @@ def test_outputs_are_those_of_the_network_with_one_axis_cut():
     gone, error = min(curve.outputs.items())
     kept = [slot for slot in range(8) if slot not in curve.order[:gone]]
     assert abs(error - left_by(hidden, wanted, kept)) < 0.05 * error + 2e-3
+
+
+@pytest.mark.parametrize("most", [0, 400 * 12 * 4, 1 << 20])
+def test_products_that_are_kept_change_no_outputs(most, monkeypatch):
+    monkeypatch.setattr("l0prune.selection.division._KEPT", most)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 12), nn.ReLU(inplace=True), nn.Linear(12, 8), nn.ReLU(inplace=True)]
+    model, x = nn.Sequential(*layers, nn.Linear(8, 3)).eval(), torch.randn(400, 6)
+    plain = copy.deepcopy(model)
+    l0prune.gate(model, x[:2])
+    with bypass(model), torch.no_grad():
+        (probe,) = Division(model, l0prune.gates(model).plan, [x], [x], relative_error).probes
+        assert len(probe.products) == {0: 0, 400 * 12 * 4: 1, 1 << 20: 3}[most]
+        plain[2].weight.mul_(0.5)
+        for _ in range(2):  # the first must not write into what the second takes
+            found = probe.outputs({"2.weight": (plain[2].weight.T[None], plain[2].bias[None])})
+            assert torch.allclose(found, plain(x), atol=1e-6)
 
 
 def test_scores_meet_a_budget_where_it_costs_least():
