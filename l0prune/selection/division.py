@@ -39,7 +39,7 @@ from l0prune.selection.lockstep import (
     along_reads,
     forwards,
     places_of,
-    readers_of,
+    survey_of,
 )
 from l0prune.selection.matrices import by_channel
 
@@ -269,7 +269,7 @@ class Division:
         self.judge = judge
         self.readers = {
             name: reader
-            for name, reader in readers_of(model, partial(call, model, batches[0])).items()
+            for name, reader in survey_of(model, partial(call, model, batches[0])).readers.items()
             if reader.calls == 1
         }
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
@@ -285,7 +285,7 @@ class Division:
         curves, held = [], dict[str, _Input]()
         computes = [partial(call, self.model, batch) for batch in self.batches]
         with forwards(computes, self.weights) as running:
-            while reads := [read for f in running if (read := f.advance()) is not None]:
+            while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
                 for read in reads:
                     read.run()
                 name = reads[0].name

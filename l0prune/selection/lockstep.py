@@ -293,10 +293,12 @@ class Reader:
 
 
 @dataclass
-class _Survey:
+class Survey:
     """Notes on the weights of one forward.
 
     Attributes:
+        readers: the weights that it multiplies with and does nothing else with, by name.
+        norms: each BatchNorm, by the names of its tensors.
         used: names of tensors that other operators than products take.
         last: the last product's result, as it is seen by now, and the name of its weight.
         made: by id, what operators made, and their numbers.
@@ -304,16 +306,20 @@ class _Survey:
 
     weights: Weights
     readers: dict[str, Reader] = field(default_factory=dict)
+    norms: set[tuple[str, ...]] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     last: tuple[Tensor, str] | None = None
     made: dict[int, tuple[ReferenceType[Tensor], int]] = field(default_factory=dict)
     count: int = 0
 
     def note(self, operator: OpOverload, args: tuple[Any, ...], result: Any) -> None:
+        """Note an operator that multiplies with no weight."""
         self.count += 1
         if isinstance(result, Tensor):
             self.made[id(result)] = ref(result), self.count
         norm = norm_of(operator, args, self.weights)
+        if norm is not None:
+            self.norms.add(norm)
         is_seen_otherwise = _is_view(operator) or operator == torch.ops.aten._unsafe_view.default
         if self.last is not None and any(arg is self.last[0] for arg in args):
             last, of = self.last
@@ -333,6 +339,7 @@ class _Survey:
         return number if is_it and value.shape == like.shape else 0
 
     def read(self, read: Read) -> None:
+        """Note a weight that is multiplied with."""
         reader = self.readers.setdefault(read.name, Reader(read.name))
         reader.calls += 1
         reader.bias = self.weights.name(read.bias) or ""
@@ -343,7 +350,7 @@ class _Survey:
         self.made[id(read.out)] = ref(self.last[0]), self.count
 
 
-def _size(survey: _Survey, name: str) -> int:
+def _size(survey: Survey, name: str) -> int:
     return survey.weights.tensors[name].numel()
 
 
@@ -368,13 +375,11 @@ def _is_view(operator: OpOverload) -> bool:
     return bool(aliased) and not any(info.is_write for info in aliased)
 
 
-def readers_of(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Reader]:
-    """Return the weights that one forward of a model in eval mode multiplies with, by name.
-
-    Those alone with which it does nothing else.
-    """
-    survey = _Survey(Weights(model))
+def survey_of(model: nn.Module, compute: Callable[[], Any]) -> Survey:
+    """Return what one forward of a model in eval mode does with its weights."""
+    survey = Survey(Weights(model))
     with forwards([compute], survey.weights, survey.note) as (forward,):
         while (read := forward.advance()) is not None:
             survey.read(read)
-    return {n: r for n, r in survey.readers.items() if n not in survey.used}
+    survey.readers = {n: r for n, r in survey.readers.items() if n not in survey.used}
+    return survey

@@ -30,7 +30,7 @@ from l0prune.selection.lockstep import (
     forwards,
     norm_of,
     places_of,
-    readers_of,
+    survey_of,
 )
 from l0prune.selection.matrices import by_channel
 
@@ -58,13 +58,15 @@ class Tandem:
 
     def run(self, batches: Sequence[Any]) -> dict[str, float]:
         """Change the cut network's weights; what is left as error of each layer."""
-        readers = readers_of(self.dense, partial(call, self.dense, batches[0]))
+        survey = survey_of(self.dense, partial(call, self.dense, batches[0]))
+        readers = survey.readers
         computes = [[partial(call, model, b) for b in batches] for model in (self.dense, self.cut)]
         with (
             forwards(computes[0], self.of_dense) as dense,
             forwards(computes[1], self.of_cut, self._note) as cut,
         ):
             left = dict.fromkeys(readers, 0)
+            unseen = Counter({name: reader.calls for name, reader in readers.items()})
             streams = Counter(r.stream for r in readers.values() if r.stream and r.calls == 1)
             for forward in (*dense, *cut):
                 forward.kept.update(dict.fromkeys(streams))
@@ -75,11 +77,12 @@ class Tandem:
                 pairs = [self._pair(a, b) for a, b in zip(theirs, ours, strict=True)]
                 self._add_streams(readers, pairs, [*zip(dense, cut, strict=True)], streams)
                 names = {None if pair is None else pair[0].name for pair in pairs}
-                if names == {None}:
+                if names == {None} or not (unseen or survey.norms - self.norms.keys()):
                     break
                 if len(names) > 1:
                     raise UsageError(OTHER_WAYS.format(next(filter(None, names))))
                 self._step([pair for pair in pairs if pair], readers, left, moments)
+                unseen -= Counter(filter(None, names))
         for norm, statistics in self.norms.items():
             self._tell(norm, statistics)
         return self.layers
