@@ -8,7 +8,7 @@ each layer also repairs what those before it have done.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from l0prune.running.evaluate import explain_mismatch
 from l0prune.running.stages import stage
 from l0prune.running.task import Task, batch_length, is_split
 from l0prune.selection.division import PROBES, Division
+from l0prune.selection.lockstep import real_places
 from l0prune.selection.repair import Tandem
 from l0prune.selection.score_input import output_tensor
 
@@ -176,8 +177,7 @@ class Calibration:
         first = self.used[0]
         length = batch_length(first, None)
         with torch.no_grad():
-            outputs = call(self.root, first)
-        found, dim = output_tensor(outputs), class_dim(outputs)
+            found, dim = _answers(call(self.root, first), first)
         places = found.numel() / (1 if dim is None else found.shape[dim]) / length
         needed = max(1, math.ceil(PROBES / places)) if self.has_classes else PROBES
         if needed < length:
@@ -281,9 +281,8 @@ def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fide
     error = scale = alike = count = 0.0
     with torch.no_grad():
         for batch in batches:
-            outputs = call(dense, batch)
-            wanted, found = (output_tensor(each) for each in (outputs, call(other, batch)))
-            dim = class_dim(outputs)
+            wanted, dim = _answers(call(dense, batch), batch)
+            found, _ = _answers(call(other, batch), batch)
             off, spread = _squares(found, wanted)
             error, scale = error + off, scale + spread
             if dim is not None:
@@ -299,23 +298,53 @@ def are_classes(outputs: Any, targets: Any) -> bool:
     return is_classification(outputs, targets) or not isinstance(outputs, Tensor)
 
 
-def divergence(found: Any, wanted: Any) -> float:
-    """Return the mean divergence KL(wanted‖found) of class scores, in nats."""
-    dim = class_dim(wanted) or 1
-    logs, others = (output_tensor(each).float().log_softmax(dim) for each in (wanted, found))
-    return float((logs.exp() * (logs - others)).sum(dim).mean())
+def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
+    """Return what gives for outputs their mean divergence KL(wanted‖found) of class scores, nats.
+
+    It is Σ p log p − Σ p·found + log Σ exp found, with p what is wanted.
+    """
+    scores, found_dim = _answers(wanted, batch)
+    dim = found_dim or 1
+    p = scores.float().softmax(dim)
+    own = torch.special.xlogy(p, p).sum(dim).mean()
+
+    def judge(outputs: Any) -> float:
+        found = _answers(outputs, batch)[0].float()
+        return max(0.0, float(own + (found.logsumexp(dim) - (p * found).sum(dim)).mean()))
+
+    return judge
 
 
-def relative_error(found: Any, wanted: Any) -> float:
-    """Return the squared error of outputs over the variance of those that are wanted."""
-    error, scale = _squares(output_tensor(found), output_tensor(wanted))
-    return error / max(scale, _NOTHING)
+def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
+    """Return what gives for outputs their squared error over the variance of those wanted."""
+    theirs, _ = _answers(wanted, batch)
+
+    def judge(outputs: Any) -> float:
+        error, scale = _squares(_answers(outputs, batch)[0], theirs)
+        return error / max(scale, _NOTHING)
+
+    return judge
+
+
+def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
+    """Return outputs for a batch as one tensor, and its dim of classes.
+
+    Of sequences of which some places are padding: the others, in a row.
+    """
+    found, real = output_tensor(outputs), real_places(batch)
+    if real is None or found.shape[:2] != real.shape:
+        return found, class_dim(outputs)
+    return found[real], None if class_dim(outputs) is None else 1
 
 
 def _squares(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     """Return the sums of the squared error, and of the squared distance from the mean."""
-    error, distance = found - wanted, wanted - wanted.mean(0)
-    return float(error.double().square().sum()), float(distance.double().square().sum())
+    norms = (
+        torch.linalg.vector_norm(each.flatten(), dtype=torch.float64)
+        for each in (found - wanted, wanted - wanted.mean(0))
+    )
+    error, distance = (float(norm) ** 2 for norm in norms)
+    return error, distance
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from l0prune.gating.multipliers import along
 from l0prune.plan.layout import axes_of
 from l0prune.plan.limits import Bound
 from l0prune.plan.plan import Plan
-from l0prune.running.batches import call
 from l0prune.selection.fitting import Fitting
 from l0prune.selection.least_squares import Moments
 from l0prune.selection.lockstep import (
@@ -205,11 +203,13 @@ class _Input:
         return matrix, moved if bias is not None or bool(self.mean.any()) else None
 
 
+Judge = Callable[[Any, Any], Callable[[Any], float]]
+
+
 class _Probe:
     """A batch on which the outputs of the dense network with some weights changed are looked at.
 
     Attributes:
-        dense: outputs of the network as it is.
         products: results of the first weights; those before the first that is changed stay.
 
     Args:
@@ -219,30 +219,26 @@ class _Probe:
     """
 
     def __init__(self, division: Division, batch: Any, most: int) -> None:
-        self._compute = partial(call, division.model, batch)
-        self._weights = division.weights
+        self._division, self._batch = division, batch
         self.products: list[Tensor] = []
-        with forwards([self._compute], self._weights) as (forward,):
+        with forwards(division.model, [batch], division.weights) as (forward,):
             while (read := forward.advance()) is not None:
                 most -= read.run().nbytes
                 if most >= 0:
                     self.products.append(read.run().clone())
-            self.dense = forward.output
+            self._judge = division.judge(forward.output, batch)
 
-    def outputs(self, changed: Mapping[str, tuple[Tensor, Tensor | None]]) -> Any:
-        """Return the outputs with other weights; see ``Read.run_with``."""
+    def error(self, changed: Mapping[str, tuple[Tensor, Tensor | None]]) -> float:
+        """Return the error of the outputs with other weights; see ``Read.run_with``."""
         known = iter(self.products)
-        with forwards([self._compute], self._weights) as (forward,):
+        with forwards(self._division.model, [self._batch], self._division.weights) as (forward,):
             while (read := forward.advance()) is not None:
                 if read.name in changed:
                     read.run_with(*changed[read.name])
                     known = iter(())
                 elif (product := next(known, None)) is not None:
                     read.out = product.clone()  # what follows may write into it
-            return forward.output
-
-
-Judge = Callable[[Any, Any], float]
+            return self._judge(forward.output)
 
 
 class Division:
@@ -252,7 +248,7 @@ class Division:
         model: the dense network, in eval mode.
         plan: whose axes may be cut.
         batches: inputs.
-        judge: the error of outputs, against those of the dense network on the same batch.
+        judge: from the outputs for a batch, and the batch, to what gives the error of others.
         probes: inputs of which the outputs are looked at.
     """
 
@@ -269,7 +265,7 @@ class Division:
         self.judge = judge
         self.readers = {
             name: reader
-            for name, reader in survey_of(model, partial(call, model, batches[0])).readers.items()
+            for name, reader in survey_of(model, batches[0]).readers.items()
             if reader.calls == 1
         }
         self.widths = _WIDTHS if len(plan.axes) < _MANY else _FEWER
@@ -283,8 +279,7 @@ class Division:
             for axis in self._axes(name):
                 read_by.setdefault(axis, []).append(name)
         curves, held = [], dict[str, _Input]()
-        computes = [partial(call, self.model, batch) for batch in self.batches]
-        with forwards(computes, self.weights) as running:
+        with forwards(self.model, self.batches, self.weights) as running:
             while read_by and (reads := [r for f in running if (r := f.advance()) is not None]):
                 for read in reads:
                     read.run()
@@ -362,8 +357,7 @@ class Division:
     def _error(self, states: dict[str, _State], readers: dict[str, _Input]) -> float:
         """Return the error of the outputs with these readers as they have become."""
         changed = {name: readers[name].instead(state.whole()) for name, state in states.items()}
-        found = [self.judge(probe.outputs(changed), probe.dense) for probe in self.probes]
-        return sum(found) / len(found)
+        return sum(probe.error(changed) for probe in self.probes) / len(self.probes)
 
     def scores_for(self, wanted: Sequence[Bound], blocks: Sequence[int]) -> Tensor:
         """Return the scores with which a choice of slots meets some limits at the least error.

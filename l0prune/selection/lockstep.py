@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from l0prune.capture.compat import OpOverload, TorchDispatchMode, schema_of
 from l0prune.files.artifact import named_tensors
+from l0prune.running.batches import call
 from l0prune.selection.matrices import Product, product_of
 
 OTHER_WAYS = (
@@ -56,6 +57,7 @@ class Read:
         operator: the operator that does.
         args: its arguments.
         product: what it does with them.
+        real: which places of the inputs are no padding; see ``real_places``.
         out: the result; before that, None.
         stream: what the result is going to be added to, where that is known.
     """
@@ -64,6 +66,7 @@ class Read:
     operator: OpOverload
     args: tuple[Any, ...]
     product: Product
+    real: Tensor | None = None
     out: Tensor | None = None
     stream: Tensor | None = None
 
@@ -94,11 +97,14 @@ class Read:
         return self.run().numel() // (groups * outputs)
 
     def some_rows(self, most: int, seed: int) -> Tensor | None:
-        """Return at most so many of the rows, chosen at random; None for all."""
-        if self.rows <= most:
-            return None
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(self.rows, generator=generator)[:most].to(self.given.device)
+        """Return at most so many of the rows that are no padding, by chance; None for all."""
+        rows = torch.arange(self.rows)
+        if self.real is not None and self.real.numel() == self.rows:
+            rows = rows[self.real.flatten().cpu()]
+        if len(rows) > most:
+            generator = torch.Generator().manual_seed(seed)
+            rows = rows[torch.randperm(len(rows), generator=generator)[:most]]
+        return rows.to(self.given.device) if len(rows) < self.rows else None
 
     def run(self) -> Tensor:
         """Compute the result, once."""
@@ -133,25 +139,28 @@ class Forward:
     """One forward, which goes on from weight to weight.
 
     Args:
-        compute: makes the outputs.
+        model: in eval mode.
+        batch: its inputs.
         weights: of the model.
         note: is called with each other operator, its arguments and its result.
 
     Attributes:
-        output: what ``compute`` returned, at the end.
+        output: what the model returned, at the end.
         kept: results of operators by their number, of those whose numbers were put there as keys.
     """
 
     def __init__(
         self,
-        compute: Callable[[], Any],
+        model: nn.Module,
+        batch: Any,
         weights: Weights,
         note: Callable[[OpOverload, tuple[Any, ...], Any], None] = lambda *_: None,
     ) -> None:
         self.output: Any = None
         self.kept: dict[int, Tensor | None] = {}
         self._count = 0
-        self._compute, self._weights, self._note = compute, weights, note
+        self._model, self._batch, self._weights, self._note = model, batch, weights, note
+        self._real = real_places(batch)
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._read: Read | None = None
         self._error: BaseException | None = None
@@ -184,7 +193,7 @@ class Forward:
     def _work(self) -> None:
         try:
             with torch.no_grad(), _Stops(self):
-                self.output = self._compute()
+                self.output = call(self._model, self._batch)
         except _Abandoned:
             pass
         except BaseException as error:
@@ -203,7 +212,7 @@ class Forward:
             return result
         name = self._weights.name(args[product.weight])
         assert name is not None
-        read = self._read = Read(name, operator, args, product)
+        read = self._read = Read(name, operator, args, product, self._real)
         self._stopped.release()
         self._go.acquire()
         if self._is_abandoned:
@@ -228,10 +237,10 @@ class _Stops(TorchDispatchMode):
 
 @contextmanager
 def forwards(
-    computes: Sequence[Callable[[], Any]], weights: Weights, *notes: Any
+    model: nn.Module, batches: Sequence[Any], weights: Weights, *notes: Any
 ) -> Iterator[list[Forward]]:
-    """Yield a forward for each of these functions; what is unfinished then is abandoned."""
-    started = [Forward(compute, weights, *notes) for compute in computes]
+    """Yield a forward of each batch; what is unfinished then is abandoned."""
+    started = [Forward(model, batch, weights, *notes) for batch in batches]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it reads its weights in one operator
     try:
@@ -240,6 +249,15 @@ def forwards(
         torch.backends.mha.set_fastpath_enabled(fast)
         for forward in started:
             forward.abandon()
+
+
+def real_places(batch: Any) -> Tensor | None:
+    """Return which places of a batch of sequences are no padding, where its inputs say so.
+
+    Shape: (examples, length), bool.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 def along_reads(values: Tensor, read: Read, whole: Tensor) -> Tensor:
@@ -375,10 +393,10 @@ def _is_view(operator: OpOverload) -> bool:
     return bool(aliased) and not any(info.is_write for info in aliased)
 
 
-def survey_of(model: nn.Module, compute: Callable[[], Any]) -> Survey:
-    """Return what one forward of a model in eval mode does with its weights."""
+def survey_of(model: nn.Module, batch: Any) -> Survey:
+    """Return what the forward of a batch does with a model's weights; the model in eval mode."""
     survey = Survey(Weights(model))
-    with forwards([compute], survey.weights, survey.note) as (forward,):
+    with forwards(model, [batch], survey.weights, survey.note) as (forward,):
         while (read := forward.advance()) is not None:
             survey.read(read)
     survey.readers = {n: r for n, r in survey.readers.items() if n not in survey.used}

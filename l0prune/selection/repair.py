@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from l0prune.errors import UsageError
 from l0prune.gating.multipliers import along
 from l0prune.plan.plan import Plan
-from l0prune.running.batches import call
 from l0prune.selection.least_squares import Moments, Solution, solve
 from l0prune.selection.lockstep import (
     OTHER_WAYS,
@@ -58,12 +56,11 @@ class Tandem:
 
     def run(self, batches: Sequence[Any]) -> dict[str, float]:
         """Change the cut network's weights; what is left as error of each layer."""
-        survey = survey_of(self.dense, partial(call, self.dense, batches[0]))
+        survey = survey_of(self.dense, batches[0])
         readers = survey.readers
-        computes = [[partial(call, model, b) for b in batches] for model in (self.dense, self.cut)]
         with (
-            forwards(computes[0], self.of_dense) as dense,
-            forwards(computes[1], self.of_cut, self._note) as cut,
+            forwards(self.dense, batches, self.of_dense) as dense,
+            forwards(self.cut, batches, self.of_cut, self._note) as cut,
         ):
             left = dict.fromkeys(readers, 0)
             unseen = Counter({name: reader.calls for name, reader in readers.items()})

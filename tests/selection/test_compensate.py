@@ -81,7 +81,7 @@ def test_agreement_and_divergence_are_over_classes(around):
     logs = [each.log_softmax(-1) for each in (wanted, found)]
     expected = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()
     with torch.no_grad():
-        assert divergence(other(x), one(x)) == pytest.approx(expected.item(), rel=1e-5)
+        assert divergence(one(x), x)(other(x)) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_norms_know_their_statistics_afterwards():
@@ -255,3 +255,27 @@ def test_fit_divides_and_compensates():
     assert counts["macs=0.4"] <= 0.4 * (64 * 48 + 48 * 32 + 320)
     ours, theirs = (l0prune.evaluate(each, data)["error"] for each in (model, other))
     assert ours < 0.8 * theirs
+
+
+def test_padding_says_nothing():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.inner, self.out = nn.Embedding(20, 6), nn.Linear(6, 8), nn.Linear(8, 5)
+
+        def forward(self, ids, attention_mask):
+            return self.out(torch.tanh(self.inner(self.table(ids))))
+
+    torch.manual_seed(0)
+    model = Words().eval()
+    ids, mask = torch.randint(1, 20, (120, 8)), torch.ones(120, 8, dtype=torch.int64)
+    mask[:, 5:] = 0
+    l0prune.gate(model, (ids[:2], mask[:2]), include=["inner"])
+    closed(model, "inner", [0, 1, 2])
+    padded, other = copy.deepcopy(model), copy.deepcopy(model)
+    found = l0prune.compensate(padded, {"ids": ids * mask, "attention_mask": mask})
+    # Without padding at all it is the same.
+    alone = {"ids": ids[:, :5], "attention_mask": mask[:, :5]}
+    wanted = l0prune.compensate(other, alone)
+    assert found.after.error == pytest.approx(wanted.after.error, rel=1e-4)
+    torch.testing.assert_close(padded.out.weight, other.out.weight)

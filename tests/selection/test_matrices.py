@@ -49,7 +49,7 @@ def test_rows_times_the_matrix_are_what_the_operator_gives(name):
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     layer, x = make(), torch.randn(shape)
-    with forwards([lambda: layer(x)], Weights(layer)) as (forward,):
+    with forwards(layer, [x], Weights(layer)) as (forward,):
         read = forward.advance()
         assert read.name == "weight"
         rows, matrix = read.product.inputs(read.args, None), read.product.matrix(read.weight)
