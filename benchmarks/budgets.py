@@ -10,7 +10,6 @@ Results are JSON lines in ``runs/budgets.jsonl``.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -24,7 +23,7 @@ from torch import nn
 from torchvision.models import DenseNet, MobileNetV2, VisionTransformer
 
 import l0prune
-from benchmarks.isolation import ROOT, append
+from benchmarks.isolation import ROOT, append, parser_of
 from l0prune.data import Data, Tensors
 from l0prune.files.consent import RECIPES
 
@@ -111,9 +110,7 @@ def part(data: Data, examples: int) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--budgets", nargs="+", default=BUDGETS)
     parser.add_argument("--examples", type=int, default=2000, help="of the training data")

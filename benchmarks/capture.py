@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torchvision
 
 import l0prune
+from benchmarks.isolation import resident
 
 
 def main() -> None:
@@ -92,9 +92,7 @@ def peak_memory(name: str, side: str) -> int:
     model, args = build(name)
     (plain if side == "capture" else survey_and_gate)(model, args)
     # Not getrusage: its maximum includes what the parent held when it started this process.
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) // 1024
+    return round(resident("VmHWM"))
 
 
 if __name__ == "__main__":

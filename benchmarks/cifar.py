@@ -64,7 +64,7 @@ from torchvision.models.vision_transformer import VisionTransformer
 import l0prune
 from benchmarks.budgets import part
 from benchmarks.curves import seconds
-from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.isolation import ROOT, Row, append, parser_of, rows
 from benchmarks.ways import ADAM, ALL_WAYS, SGD, WAYS, Job, macs
 from l0prune.data import Data
 from l0prune.files.consent import RECIPES
@@ -211,9 +211,7 @@ def arguments(
     about: str, ways: Iterable[str], default: list[str], out: Path
 ) -> argparse.ArgumentParser:
     """Those of all comparisons on CIFAR-10."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(about)
     parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
     parser.add_argument("--ways", nargs="+", choices=list(ways), default=default)
     parser.add_argument("--epochs", type=int, default=40, help="of a way, over all of its phases")

@@ -24,7 +24,6 @@ Rows are JSON lines in ``runs/compaction.jsonl``; what is there already is not d
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -37,7 +36,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
-from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.isolation import ROOT, Row, append, parser_of, rows
 from benchmarks.step import seconds, stepper
 from l0prune.data import Tensors
 from l0prune.training.compaction import Compaction
@@ -225,9 +224,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--compact", nargs="+", default=["auto", "never"])
     parser.add_argument("--gates", nargs="+", choices=GATES, default=["widths"])

@@ -34,7 +34,7 @@ import l0prune
 from benchmarks import isolation, threads, zoo
 from benchmarks.coverage_page import page
 from benchmarks.free_dims import possible
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, parser_of
 from benchmarks.scramble import scramble
 from benchmarks.threads_page import page as threads_page
 from benchmarks.threads_page import summary as threads_summary
@@ -126,10 +126,8 @@ def whole(survey: l0prune.Survey, most: int = 3) -> dict[str, float]:
 
 def summary(row: Row) -> str:
     """One line for the terminal."""
-    if "crash" in row or "refused" in row:
-        what = "CRASH" if "crash" in row else "refused"
-        first = (row.get("crash") or row["refused"]).splitlines()[0]
-        return f"{row['model']:36} {what} at {row.get('step', '?')}: {first[:160]}"
+    if failed := isolation.failure(row):
+        return failed
     if "float64" not in row:
         return f"{row['model']:36} axes {row['axes']:4} no branches"
     onnx = f"{row['onnx']:.0e}" if row.get("onnx") is not None else "-"
@@ -142,9 +140,7 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--zoo", choices=(*zoo.ZOOS, "threads"))
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--sizes", action="store_true", help="free sizes beside the batch, too")

@@ -11,13 +11,13 @@ is 2 FLOPs. Prints the numbers as JSON; the figure needs matplotlib (pip install
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.isolation import parser_of
 from l0prune.cli import recipe_run as recipes
 from l0prune.errors import FileError, L0pruneError
 from l0prune.training.history import NAME
@@ -91,9 +91,7 @@ def draw(curves: list[Curve], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", help="folders of runs, or recipes")
     parser.add_argument("--figure", type=Path, help="file to draw: .png, .svg, .pdf")
     parser.add_argument("--home", type=Path, default=Path("runs"), help="folder of recipes' runs")

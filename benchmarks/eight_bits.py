@@ -21,7 +21,6 @@ has not seen.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ import torchvision
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.isolation import parser_of
 from l0prune.capture.threads import muted
 from l0prune.exporting.onnx import collect
 from l0prune.exporting.onnx.calibration import divided
@@ -153,9 +153,7 @@ def predicted(name: str, size: int, samples: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--predict", nargs="+", default=())
     parser.add_argument("--size", type=int, default=224)

@@ -33,7 +33,7 @@ from torch.export import Dim
 
 import l0prune
 from benchmarks import isolation
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, resident
 
 MODELS = ("resnet50", "vit_b_16", "densenet121")
 SIZE = (2, 3, 224, 224)
@@ -126,13 +126,6 @@ def settle() -> None:
     """Give back to the system what nobody holds any more, so that it counts for no later step."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-
-
-def resident(field: str) -> float:
-    """MiB of memory that this process holds now (``VmRSS``), or held at most (``VmHWM``)."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    line = next(line for line in status.splitlines() if line.startswith(field))
-    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ a run that was stopped goes on with the models that have none yet.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -23,6 +24,13 @@ from l0prune.errors import L0pruneError
 
 ROOT = Path(__file__).parent.parent
 Row = dict[str, Any]
+
+
+def parser_of(text: str) -> argparse.ArgumentParser:
+    """A command line whose help is a docstring as it is written."""
+    return argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def measure(name: str, steps: Iterable[Row]) -> None:
@@ -84,6 +92,21 @@ def run(
                 row["crash"] = failure if lines else f"{failure}: {last}"
         append(path, row)
         print(summary(row), flush=True)
+
+
+def resident(field: str) -> float:
+    """MiB of memory that this process holds now (``VmRSS``), or held at most (``VmHWM``)."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def failure(row: Row) -> str:
+    """One line of what went wrong with a model, and at which step; empty where all is well."""
+    if "crash" not in row and "refused" not in row:
+        return ""
+    what, said = ("CRASH", row["crash"]) if "crash" in row else ("refused", row["refused"])
+    return f"{row['model']:36} {what} at {row.get('step', '?')}: {said.splitlines()[0][:160]}"
 
 
 def append(path: Path, row: Row) -> None:

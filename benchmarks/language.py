@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import l0prune
 from benchmarks import language_rivals as rivals
+from benchmarks.isolation import parser_of
 from benchmarks.language_rivals import Study
 from l0prune.data.dataset import Tensors
 from l0prune.data.text import tokenizer_of, windows
@@ -161,7 +162,7 @@ def gated(example: Tensor) -> nn.Module:
     return l0prune.gate(smollm2(), (example,), include=wanted, branches=False)
 
 
-def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.Namespace) -> None:
+def print_table(given: argparse.Namespace) -> None:
     """Print a row for each way and share."""
     model = smollm2()
     calibration, test = texts(model, given.tokens, given.window, given.test_tokens)
@@ -176,8 +177,8 @@ def smollm2_rows(shares: Sequence[float], ways: Sequence[str], given: argparse.N
     blocks = list(model.get_submodule("model.layers").children())
     study = Study(model, batches, lambda tokens, _: model.get_submodule("model")(tokens), blocks)
     print("| way | cut | perplexity | added log-perplexity | seconds |\n|---|---|---|---|---|")
-    for share in shares:
-        for way in ways:
+    for share in given.share:
+        for way in given.ways:
             start = time.perf_counter()
             if way == OURS:
                 ours = compensated([rows for rows, _ in batches], round(share * outside))
@@ -197,10 +198,7 @@ def print_row(way: str, gone: float, found: float, dense: float, seconds: float)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=["smollm2"], default="smollm2")
+    parser = parser_of(__doc__)
     parser.add_argument("--share", type=float, nargs="+", default=[0.2, 0.3, 0.5])
     parser.add_argument("--ways", nargs="+", choices=[*RIVALS, OURS], default=[*RIVALS, OURS])
     parser.add_argument("--tokens", type=int, default=131072, help="of calibration")
@@ -209,8 +207,7 @@ def main() -> None:
     parser.add_argument(
         "--batch-size", type=int, default=2, help="windows of calibration at a time"
     )
-    given = parser.parse_args()
-    smollm2_rows(given.share, given.ways, given)
+    print_table(parser.parse_args())
 
 
 if __name__ == "__main__":

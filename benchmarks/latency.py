@@ -13,7 +13,6 @@ is there is not made again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -27,7 +26,7 @@ import torchvision
 from torch import nn
 
 import l0prune
-from benchmarks.isolation import ROOT, Row, append, rows
+from benchmarks.isolation import ROOT, Row, append, parser_of, rows
 from l0prune.exporting.onnx import collect
 from l0prune.timing.network_files import DENSE, INPUTS, NetworkFiles
 from l0prune.timing.sizes import sampled_widths, slots_of
@@ -139,9 +138,7 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.5, 0.3])
     parser.add_argument("--samples", type=int, default=48)

@@ -10,15 +10,13 @@ by ONNX Runtime and by PyTorch, on one CPU thread, alternating. Prints the media
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import onnxruntime
 import torch
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.by_turns import compared, in_runtime, in_torch
 from l0prune.exporting.onnx.file import to_onnx
 
 WIDE, LEFT, HIDDEN, BLOCKS, TOKENS = 768, 700, 3072, 4, 197
@@ -43,7 +41,7 @@ class Stack(nn.Module):
 def cut() -> l0prune.Export:
     """The wide stack, cut to ``LEFT`` slots of its stream."""
     x = torch.randn(2, TOKENS, 16)
-    model = l0prune.gate(Stack(WIDE).eval(), (x,), exclude=["up.*", "*.in"])
+    model = l0prune.gate(Stack(WIDE).eval(), (x,), exclude=["up.*", "*.in"], branches=False)
     (axis,) = l0prune.gates(model).axes
     with torch.no_grad():
         l0prune.gates(model).log_alpha[: axis.size - LEFT] = -5.0
@@ -60,36 +58,6 @@ def plain() -> torch.export.ExportedProgram:
     )
 
 
-def runner(program: torch.export.ExportedProgram) -> Callable[[], float]:
-    """Seconds of one run of one example."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(
-        to_onnx(program).SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    feed = {session.get_inputs()[0].name: torch.randn(1, TOKENS, 16).numpy()}
-
-    def run() -> float:
-        start = time.perf_counter()
-        session.run(None, feed)
-        return time.perf_counter() - start
-
-    return run
-
-
-def eager(module: nn.Module) -> Callable[[], float]:
-    """The same in PyTorch."""
-    x = torch.randn(1, TOKENS, 16)
-
-    def run() -> float:
-        start = time.perf_counter()
-        with torch.inference_mode():
-            module(x)
-        return time.perf_counter() - start
-
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
@@ -97,17 +65,15 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dense = cut()
+    x = torch.randn(1, TOKENS, 16)
+    files = (to_onnx(each).SerializeToString() for each in (dense.program, plain()))
     ways = {
-        "ONNX Runtime": (runner(dense.program), runner(plain())),
-        "PyTorch": (eager(dense.module), eager(Stack(LEFT).eval())),
+        "ONNX Runtime": [in_runtime(file, x) for file in files],
+        "PyTorch": [in_torch(module, x) for module in (dense.module, Stack(LEFT).eval())],
     }
     print(f"torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}, 1 thread")
     for way, runs in ways.items():
-        for run in runs:
-            run()
-        times = [(runs[0](), runs[1]()) for _ in range(rounds)]
-        ours, theirs = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-        ratio = statistics.median(a / b for a, b in times)
+        ours, theirs, ratio = compared(*runs, rounds)
         print(f"{way}: cut LayerNorms {ours:.1f} ms, plain {theirs:.1f} ms, ratio {ratio:.3f}")
 
 

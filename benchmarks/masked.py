@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from benchmarks.isolation import Row
 from benchmarks.scramble import Example
+from l0prune.capture.example_inputs import tensors_in
 from l0prune.exporting.certify.difference import difference
 from l0prune.exporting.certify.dtypes import InOneDtype, cast
 from l0prune.exporting.certify.inputs import fresh_inputs
@@ -32,7 +32,7 @@ def output_of(model: nn.Module, example: Example) -> list[Tensor]:
     with torch.no_grad():
         result = model(*args, **kwargs)
     result = vars(result) if dataclasses.is_dataclass(result) else result
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return tensors_in(result)
 
 
 def shapes_of(model: nn.Module, example: Example) -> list[tuple[int, ...]]:
@@ -58,7 +58,7 @@ def errors(masked: nn.Module, pruned: nn.Module, kept: Kept, example: Example) -
     """In float64, relative to how far another input moves the output."""
     masked.double()
     pruned.double()
-    batch = next(x for x in pytree.tree_leaves(example) if isinstance(x, Tensor)).shape[0]
+    batch = tensors_in(example)[0].shape[0]
     given, other = (cast(e, torch.float64) for e in (example, fresh_inputs(example, batch, 1)))
     with InOneDtype(torch.float64):
         expected, found = output_of(masked, given), output_of(pruned, given)
@@ -98,7 +98,5 @@ def onnx_error(model: nn.Module, example: Example) -> float:
     args, kwargs = example
     made = torch.onnx.export(model, args, kwargs=kwargs, dynamo=True, verbose=False)
     assert made is not None
-    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-    return difference(
-        output_of(model, example), Session(made.model_proto.SerializeToString())(tensors)
-    )
+    run = Session(made.model_proto.SerializeToString())
+    return difference(output_of(model, example), run(tensors_in(example)))

@@ -13,7 +13,6 @@ Seconds are those of training, dense training included.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.curves import seconds
-from benchmarks.isolation import ROOT
+from benchmarks.isolation import ROOT, parser_of
 from l0prune.cli.recipe_files import load
 from l0prune.cli.recipe_run import run
 
@@ -138,9 +137,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="for all rows"

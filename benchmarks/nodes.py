@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 import l0prune
 from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, parser_of
 from benchmarks.scramble import scramble
 
 MODELS = (
@@ -129,9 +129,7 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("models", nargs="*", default=MODELS)
     parser.add_argument("--round-to", type=int, default=1)
     parser.add_argument("--limit", type=int, default=900, help="CPU seconds for one network")

@@ -10,14 +10,13 @@ many steps. Error and MACs are those of the exported model.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.isolation import ROOT
+from benchmarks.isolation import ROOT, parser_of
 from l0prune.cli.recipe_files import load
 from l0prune.cli.recipe_run import run
 from l0prune.training.shrinkage import names
@@ -40,9 +39,7 @@ def measure(row: str, recipe: str, overrides: list[str], out: Path) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--recipe", default="digits-resnet")
     parser.add_argument("--rows", nargs="+", default=[*GATES, *names()])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")

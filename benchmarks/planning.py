@@ -10,7 +10,6 @@ with its parameters, graph nodes, seconds and the process' peak memory.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.isolation import parser_of
 from l0prune.capture.capture import capture
 from l0prune.infer.build import analyse
 
@@ -99,9 +99,7 @@ class _Residual(nn.Module):
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=80)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -10,7 +10,6 @@ the largest output. Takes half a minute.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import warnings
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import l0prune
+from benchmarks.isolation import parser_of
 
 Way = Callable[[nn.Module], nn.Module]
 
@@ -78,9 +78,7 @@ def network() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--epochs", type=int, default=30)
     options = parser.parse_args()
     torch.set_num_threads(1)

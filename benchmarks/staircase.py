@@ -8,7 +8,6 @@ one file for each width, run by ONNX Runtime on one thread; the picture is of th
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks.isolation import parser_of
 from l0prune.exporting.onnx import collect
 
 CHANNELS, SIDE = 32, 56
@@ -100,9 +100,7 @@ def picture(found: dict[int, float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/staircase.svg"))
     options = parser.parse_args()
     found = times()

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import platform
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import onnxruntime
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 import l0prune
+from benchmarks.by_turns import compared, in_runtime, in_torch
 
 LEFT = 3  # every third weight is of ordinary size
 
@@ -37,29 +35,6 @@ def decayed() -> nn.Module:
                 is_left = torch.arange(parameter.numel()) % LEFT == 0
                 parameter.mul_(torch.where(is_left, 1.0, 1e-38).view_as(parameter))
     return model
-
-
-def in_runtime(path: Path, x: Tensor) -> Callable[[], object]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    feed = {session.get_inputs()[0].name: x.numpy()}
-    return lambda: session.run(None, feed)
-
-
-def in_torch(module: nn.Module, x: Tensor) -> Callable[[], object]:
-    def run() -> Tensor:
-        with torch.inference_mode():
-            return module(x)
-
-    return run
-
-
-def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def processor() -> str:
@@ -94,9 +69,8 @@ def main() -> None:
         }
         print(f"{processor()}; torch {torch.__version__}, ONNX Runtime {onnxruntime.__version__}")
         for way, runs in ways.items():
-            times = [tuple(map(seconds, runs)) for _ in range(rounds + 1)][1:]
-            before, after = (statistics.median(each) * 1e3 for each in zip(*times, strict=True))
-            print(f"{way}: subnormal {before:.1f} ms, flushed {after:.1f} ms: {before / after:.2f}")
+            before, after, ratio = compared(*runs, rounds)
+            print(f"{way}: subnormal {before:.1f} ms, flushed {after:.1f} ms: {ratio:.2f}")
 
 
 if __name__ == "__main__":

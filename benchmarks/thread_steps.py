@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import onnxruntime
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import l0prune
 from benchmarks import thread_models, threads
+from benchmarks.by_turns import Run, in_runtime, in_torch, seconds
 from benchmarks.coverage import kept_class
 from benchmarks.isolation import Row
 from benchmarks.scramble import like
 from benchmarks.thread_runs import PREPARE
+from l0prune.capture.example_inputs import tensors_in
 from l0prune.exporting.certify.certificate import MODEL
 from l0prune.exporting.certify.difference import difference
 
@@ -68,11 +68,12 @@ def steps(name: str) -> Iterator[Row]:
             "step": "time",
         }
         before, _ = built(of)
-        yield times("eager", runner(before, example), runner(dense.module, example))
+        args, kwargs = example
+        yield times("eager", *(in_torch(each, *args, **kwargs) for each in (before, dense.module)))
         if not dense.in_parts:
             l0prune.gate(before, *example)
             large = l0prune.export(before).save_onnx(Path(folder) / "large.onnx")
-            yield times("ort", *(session(files[0], example) for files in (large, small)))
+            yield times("ort", *(in_runtime(files[0], example) for files in (large, small)))
 
 
 def built(of: threads.Model) -> thread_models.Built:
@@ -107,39 +108,15 @@ def answer(model: nn.Module, example: thread_models.Example) -> list[Tensor]:
     torch.manual_seed(1)
     args, kwargs = like(example)
     with torch.no_grad():
-        output = model(*args, **kwargs)
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        return tensors_in(model(*args, **kwargs))
 
 
-def runner(model: nn.Module, example: thread_models.Example) -> Callable[[], object]:
-    """Runs it once, without gradients."""
-    args, kwargs = example
-
-    def run() -> object:
-        with torch.inference_mode():
-            return model(*args, **kwargs)
-
-    return run
-
-
-def session(file: Path, example: thread_models.Example) -> Callable[[], object]:
-    """Runs the file once, in one thread."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    made = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    given = [leaf.numpy() for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
-    feed = dict(zip((each.name for each in made.get_inputs()), given, strict=True))
-    return lambda: made.run(None, feed)
-
-
-def times(what: str, before: Callable[[], object], after: Callable[[], object]) -> Row:
+def times(what: str, before: Run, after: Run) -> Row:
     """Milliseconds of CPU time, the two by turns: medians, and the median of their ratios."""
     counts = []
     for run in (before, after):
         run()
-        start = time.perf_counter()
-        run()
-        counts.append(max(1, round(_ROUND_MS / 1e3 / (time.perf_counter() - start))))
+        counts.append(max(1, round(_ROUND_MS / 1e3 / seconds(run))))
     taken, begin = [], time.perf_counter()
     while len(taken) < _ROUNDS and time.perf_counter() - begin < _SECONDS:
         taken.append([cpu_ms(*each) for each in zip((before, after), counts, strict=True)])
@@ -151,7 +128,7 @@ def times(what: str, before: Callable[[], object], after: Callable[[], object]) 
     }
 
 
-def cpu_ms(run: Callable[[], object], count: int) -> float:
+def cpu_ms(run: Run, count: int) -> float:
     """Of one run. What others do on the machine counts little: it is the process' own time."""
     start = time.process_time()
     for _ in range(count):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, parser_of
 from benchmarks.masked import Kept, errors, onnx_error, shapes_of, zeroed
 from benchmarks.scramble import Example, randomise, settle_statistics
 
@@ -164,9 +164,7 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--zoo", choices=zoo.ZOOS)
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--limit", type=int, default=LIMIT, help="CPU seconds for one model")

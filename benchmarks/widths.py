@@ -27,12 +27,12 @@ from collections.abc import Iterator
 from math import floor
 
 import torch
-from torch.utils import _pytree as pytree
 
 import l0prune
 from benchmarks import isolation, zoo
-from benchmarks.isolation import ROOT, Row
+from benchmarks.isolation import ROOT, Row, parser_of
 from l0prune.exporting.certify.certificate import MODEL
+from l0prune.exporting.certify.difference import difference
 from l0prune.plan.branch import KIND
 from l0prune.plan.switches import switches_of
 
@@ -98,19 +98,13 @@ def loading_steps(which: str, name: str, uniform: bool) -> Iterator[Row]:
         loaded = getattr(transformers, type(model).__name__).from_pretrained(folder).eval()
     with torch.no_grad():
         outputs = (each(*args, **kwargs) for each in (dense.module, loaded))
-        pairs = zip(*(pytree.tree_leaves(each) for each in outputs), strict=True)
-        errors = [
-            float((a - b).abs().max() / a.abs().max())
-            for a, b in pairs
-            if isinstance(a, torch.Tensor)
-        ]
-    yield {"loaded": max(errors)}
+        yield {"loaded": difference(*outputs)}
 
 
 def loading_summary(row: Row) -> str:
     """One line for the terminal."""
     if "loaded" not in row:
-        return summary(row) if "crash" in row or "refused" in row else f"{row['model']:36} no"
+        return isolation.failure(row) or f"{row['model']:36} no"
     return (
         f"{row['model']:24} gates reach {row['reach']:6.1%} of the MACs, {row['macs']:6.1%} left, "
         f"{len(row['gone'])} branches gone, loaded by transformers alone, error {row['loaded']:.0e}"
@@ -119,10 +113,8 @@ def loading_summary(row: Row) -> str:
 
 def summary(row: Row) -> str:
     """One line for the terminal."""
-    if "crash" in row or "refused" in row:
-        what = "CRASH" if "crash" in row else "refused"
-        first = (row.get("crash") or row["refused"]).splitlines()[0]
-        return f"{row['model']:36} {what} at {row.get('step', '?')}: {first[:160]}"
+    if failed := isolation.failure(row):
+        return failed
     reason = f" with a reason {len(row['other']) - len(row['missed'])}" * bool(row["other"])
     missed = f" MISSED {len(row['missed'])}" * bool(row["missed"])
     exact = f" float64 {row['float64']:.0e}" if "float64" in row else ""
@@ -131,9 +123,7 @@ def summary(row: Row) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--zoo", choices=zoo.ZOOS, default="torchvision")
     parser.add_argument("--models", nargs="+", help="by default all that have no result yet")
     parser.add_argument("--width", type=float, default=0.5, help="share of each axis, at most 1")
