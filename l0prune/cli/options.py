@@ -408,7 +408,7 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
 
     def made(command: Command) -> Command:
         own = inspect.signature(command, eval_str=True)
-        options = [_option(name) for name in names]
+        options = [option for name in names for option in _options(name)]
         parameters: list[inspect.Parameter] = []
         for parameter in own.parameters.values():
             parameters += options if parameter.name == "settings" else [parameter]
@@ -416,6 +416,8 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
             settings = {name: given.pop(name) for name in names}
+            refused = [name for name in names if given.pop(f"no_{name}", False)]
+            settings |= dict.fromkeys(refused, False)
             command(**given, settings={k: v for k, v in settings.items() if v not in (None, [])})
 
         # What typer reads.
@@ -426,17 +428,22 @@ def with_settings(*names: str) -> Callable[[Command], Command]:
     return made
 
 
-def _option(name: str) -> inspect.Parameter:
-    """A setting as a parameter that typer makes an option of."""
+def _options(name: str) -> list[inspect.Parameter]:
+    """A setting as parameters that typer makes options of: one, or one with a ``--no-`` beside."""
     flags = (_FLAGS[name],) if name in _FLAGS else ()
-    parser = _number_or_word if _has_words(name) else None
+    parser = _plain_or_word if _has_words(name) else None
     option = typer.Option(*flags, help=_help(name), show_default=False, parser=parser)
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        default=None,
-        annotation=Annotated[_kind(name) | None, option],
-    )
+    found = [_parameter(name, Annotated[_kind(name) | None, option])]
+    if parser is not None and bool in types(Settings.model_fields[name]):
+        flag = f"--no-{name.replace('_', '-')}"
+        option = typer.Option(flag, help=f"The same as --{name} false.", show_default=False)
+        found.append(_parameter(f"no_{name}", Annotated[bool | None, option]))
+    return found
+
+
+def _parameter(name: str, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def _kind(name: str) -> Any:
@@ -450,13 +457,13 @@ def _kind(name: str) -> Any:
 
 
 def _has_words(name: str) -> bool:
-    """Return whether a setting may be a number or one of some words."""
+    """Return whether a setting may be a number, or true or false, or one of some words."""
     kinds = types(Settings.model_fields[name])
-    return int in kinds and any(get_origin(kind) is Literal for kind in kinds)
+    return not {int, bool}.isdisjoint(kinds) and any(get_origin(kind) is Literal for kind in kinds)
 
 
-def _number_or_word(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _plain_or_word(text: str) -> int | bool | str:
+    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text, text)
 
 
 def _help(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,8 +108,7 @@ def shrink(
             fit_and_compensate(found, budget, division, latency=latency)
         judged, place = found.judged, device_of(found.root)
     if recover:
-        source = list(_batches(inputs, batch_size)) if isinstance(inputs, Mapping) else inputs
-        task = with_pseudo_labels(source, model, device=device, held_out=judged)
+        task = with_pseudo_labels(inputs, model, device=device, held_out=judged)
         run.finetune(work, task, epochs=recover, learn=False, device=device, seed=seed)
     result = export(work)
     with evaluating(model), on_device(model, place), on_device(result.module, place):
@@ -131,11 +129,6 @@ def tolerance_of(given: float | str) -> float:
     if not 0 < given < 1:
         raise UsageError("a tolerance is a part of 1 between 0 and 1, such as '1%' or 0.01")
     return given
-
-
-def _batches(inputs: Mapping[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    parts = zip(*(tensor.split(size) for tensor in inputs.values()), strict=True)
-    return (dict(zip(inputs, part, strict=True)) for part in parts)
 
 
 def _head(inputs: Any, count: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from l0prune.capture.model_checks import evaluating
 from l0prune.capture.threads import printing_to
 from l0prune.data.dataset import (
+    LABELS,
+    USUAL_BATCH_SIZE,
     Augmentation,
     Data,
     Loaded,
@@ -61,7 +63,7 @@ def with_pseudo_labels(
     Args:
         data: what ``finetune`` takes. What it has for targets is not looked at, and may be
             missing: each part, (training, test) or training alone, may also be a tensor of
-            inputs, a dataset of them such as ``TensorDataset(inputs)``, or batches of them.
+            inputs or a mapping of some, a dataset such as ``TensorDataset(inputs)``, or batches.
         network: returns a tensor, or has one as ``.logits``. It is left as it was found.
         batch_size: examples at a time, where the source lets us choose.
         device: where it answers; see ``Settings``.
@@ -77,7 +79,7 @@ def with_pseudo_labels(
         DataError: there is nothing to learn from.
         UsageError: the network returns something else than a tensor.
     """
-    task = Task.of(data)
+    task = Task.of(_batched(data))
     if task.loss in (AUTO, NEXT_TOKEN):
         task = Task.of(task, loss="mse")
     if task.metric == PERPLEXITY:  # of tokens, which are no longer there
@@ -115,6 +117,35 @@ def _labelled(
     else:
         return pairs
     return chosen(source, torch.cat(left).nonzero().flatten()) if held else source
+
+
+def has_targets(data: Any) -> bool:
+    """Return whether examples have targets: no inputs alone, nor mappings without labels.
+
+    One example or batch of the training data is looked at.
+    """
+    data = data[0] if isinstance(data, tuple) and len(data) == 2 else data
+    source = data if isinstance(data, Tensor | Mapping) else Task.of(data).train
+    if isinstance(source, Tensor | Mapping):
+        return False
+    if is_split(source) and not isinstance(source, Loaded):
+        return True
+    first = source.dataset[0] if isinstance(source, Loaded) else next(iter(source), None)
+    if isinstance(first, Mapping):
+        return any(name in first for name in LABELS)
+    return not isinstance(first, Tensor) and not (
+        isinstance(first, tuple | list) and len(first) == 1
+    )
+
+
+def _batched(data: Any, size: int = USUAL_BATCH_SIZE) -> Any:
+    """Return data with batches in the place of a mapping of all examples."""
+    if isinstance(data, tuple):
+        return tuple(_batched(part, size) for part in data)
+    if not isinstance(data, Mapping):
+        return data
+    parts = zip(*(tensor.split(size) for tensor in data.values()), strict=True)
+    return [dict(zip(data, part, strict=True)) for part in parts]
 
 
 def _inputs_of(batch: Any) -> Any:

@@ -174,10 +174,15 @@ def _is_of(value: Any, hint: Any) -> bool:
     return isinstance(value, tuple(get_origin(kind) or kind for kind in kinds))
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of ``named_tensors(model)`` on the CPU, whole where they are sharded."""
+def snapshot(model: nn.Module, *, shares_frozen: bool = False) -> dict[str, Tensor]:
+    """A copy of ``named_tensors(model)`` on the CPU, whole where they are sharded.
+
+    With ``shares_frozen`` parameters that do not learn are the model's own, and no copies.
+    """
     return {
-        name: full_tensor(value.detach()).to("cpu", copy=True)
+        name: value.detach()
+        if shares_frozen and isinstance(value, nn.Parameter) and not value.requires_grad
+        else full_tensor(value.detach()).to("cpu", copy=True)
         for name, value in named_tensors(model)
     }
 
@@ -187,7 +192,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     result = hashlib.blake2b(digest_size=16)
     for name, value in sorted(tensors.items()):
         result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        result.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        result.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return result.hexdigest()
 
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from l0prune.capture.copying import copied
-from l0prune.capture.model_checks import modes_kept
+from l0prune.capture.model_checks import evaluating, modes_kept
 from l0prune.errors import UsageError
-from l0prune.gating.attaching import detach, gates_or_none
+from l0prune.gating.attaching import bypass, detach, gates_or_none
 from l0prune.gating.bank import Gates
 from l0prune.plan.globs import named
 from l0prune.running.batches import Feed, call
@@ -21,7 +21,7 @@ from l0prune.running.criteria import class_dim, tensor_output
 from l0prune.running.device import device_of, on_device
 from l0prune.running.evaluate import check_first_batch
 from l0prune.training.checkpoint import put_back, snapshot
-from l0prune.training.settings import Settings
+from l0prune.training.settings import GATES, Settings
 
 # By so much of the model's loss a teacher's may be larger.
 _WORSE = 0.1
@@ -46,14 +46,15 @@ class Teacher:
 
     def __init__(self, network: nn.Module, model: nn.Module, settings: Settings) -> None:
         self._share, self._temperature = settings.distill, settings.temperature
-        self._own = settings.teacher is None
+        self._own, self._is_itself = settings.teacher is None, network is model
         self._match = names = _matching(model, settings.match)
         missing = set(names) - dict(network.named_modules()).keys()
         if missing:
             raise UsageError(f"the teacher has no module {', '.join(sorted(missing))} to match")
         self._network, self._model = network, model
         self._before = ExitStack()
-        self._before.enter_context(_frozen(network, device_of(model)))
+        if not self._is_itself:
+            self._before.enter_context(_frozen(network, device_of(model)))
         self._features = _Outputs(model, names), _Outputs(network, names)
 
     @staticmethod
@@ -71,15 +72,26 @@ class Teacher:
                 "and it is the model without its gates, or give a copy (copy.deepcopy)"
             )
         if network is None:
-            network = _dense(model if origin is None else origin)
+            whole = model if origin is None else origin
+            is_itself = settings.learn == GATES and not settings.match and whole is model
+            network = model if is_itself else _dense(whole)
         return Teacher(network, model, settings)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """Let the network answer as the teacher within the context, without gradients."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self._is_itself:
+                stack.enter_context(evaluating(self._network))
+                stack.enter_context(bypass(self._network))
+            yield
 
     def before(self, feed: Feed, device: torch.device, autocast: str | None) -> dict[str, str]:
         """Return the complaint of a teacher that is worse than the model before the first step."""
-        mine, theirs = (
-            check_first_batch(network, feed, device, autocast)
-            for network in (self._model, self._network)
-        )
+        mine = check_first_batch(self._model, feed, device, autocast)
+        with self._asked():
+            theirs = check_first_batch(self._network, feed, device, autocast)
         for outputs in self._features:
             outputs.forget()
         if mine is None or theirs is None or theirs - mine <= _WORSE * abs(mine):
@@ -98,12 +110,14 @@ class Teacher:
     @property
     def needs_whole(self) -> str:
         """Reason why the model has to keep its size while it learns from this one, if any."""
+        if self._is_itself:
+            return "without its gates it is its own teacher. l0prune.with_pseudo_labels needs none"
         return "match compares what its modules give with what the teacher's do" * bool(self._match)
 
     def mixed(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to learn from, given the task's and what the model made of ``inputs``."""
         learned, taught = self._features
-        with torch.no_grad():
+        with self._asked():
             answers = call(self._network, inputs)
         extra = self._distance(_answer(outputs), _answer(answers), class_dim(outputs))
         for mine, theirs in zip(learned.take(), taught.take(), strict=True):
@@ -129,12 +143,12 @@ class Teacher:
         return self._temperature**2 * each.mean()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the teacher's tensors for the checkpoint; none where the user has the teacher."""
-        return snapshot(self._network) if self._own else {}
+        """Return the teacher's tensors for the checkpoint, unless it is the model or the user's."""
+        return snapshot(self._network) if self._own and not self._is_itself else {}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Become the teacher that a run began with."""
-        if self._own:
+        if self._own and not self._is_itself:
             put_back(self._network, tensors)
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ class GateKeywords(TypedDict, total=False):
     l2_detach: bool
     prior: float | Mapping[str, float] | None
     gate_lr: float | None
+    learn: bool | Literal["gates"]
     penalty: str | None
     compact: Compact
 
@@ -79,7 +80,6 @@ class DenseKeywords(TypedDict, total=False):
 class Keywords(DenseKeywords, GateKeywords, total=False):
     """Keywords of ``Settings``."""
 
-    learn: bool
     start: str
     oneshot_fraction: float
     warmup: float | None

@@ -83,8 +83,8 @@ class Phases:
         return min(1.0, step / self.learning) if self.learning else 1.0
 
     def begins_to_settle(self, step: int) -> bool:
-        """Return whether this is the first step of settling."""
-        return self.settle > 0 and step == self.total - self.settle
+        """Return whether the gates stand from this step on; without settling, after the last."""
+        return step == self.total - self.settle
 
 
 _epochs: Events[History] = Events("epochs")

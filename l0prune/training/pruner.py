@@ -26,7 +26,8 @@ from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
-from l0prune.training.settings import AUTO, GateSettings
+from l0prune.training.settings import AUTO, GATES, NOTHING_SETTLES, GateSettings
+from l0prune.training.standing import Standing
 from l0prune.training.start import Decision, init_gates_from
 
 FORMAT = 1
@@ -88,6 +89,14 @@ def _unfinished(pruner: ref[Pruner], open_: Tensor) -> str:
     )
 
 
+def planned(settings: GateSettings, steps: int, warmup: int | None, settle: int | None) -> Phases:
+    """Return the phases of so many steps; nothing settles where weights stand."""
+    if settings.learn == GATES:
+        return Phases.plan(steps, warmup, 0)
+    # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
+    return Phases.plan(steps, warmup, settle, int(settings.budget is not None or settings.rounds))
+
+
 class Pruner:
     """All that is about gates in a run: phases, λ or budgets, annealing, fitting, and warnings.
 
@@ -108,6 +117,9 @@ class Pruner:
     The gates learn by an optimizer of their own, so that clipping, weight decay and schedules of
     learning rates do not reach them. Where something else makes the optimizer, over whatever
     parameters, ``take_gates()`` does the same.
+
+    With ``learn="gates"`` the weights, and the statistics of BatchNorm, stand until the last step
+    or ``finish()``: the loop has no optimizer, and calls ``before_step()`` and ``after_step()``.
 
     Attributes:
         model: the gated model.
@@ -162,9 +174,13 @@ class Pruner:
         self._begun: int | None = None
         self._own: OwnOptimizer | None = None
         free(self.gates.parameters())
+        stands = self._drives_itself and self._settings.learn == GATES
+        self._standing = Standing(model) if stands else None
         self._followers = Followers(self.gates)
         self._pending = self._unprepared = 0  # calls of before_step, of after_step without one
         if self._drives_itself:
+            if self._standing is not None:
+                self.take_gates()
             asked_of[self.gates] = partial(_unfinished, ref(self))
             self.begin_step()
 
@@ -189,9 +205,14 @@ class Pruner:
         for name, given in (("warmup", warmup), ("settle", settle)):
             if given is not None:
                 check_whole(name, given, least=0)
-        # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
-        least = int(self._settings.budget is not None or self._settings.rounds)
-        return Phases.plan(steps, warmup, settle, least)
+        if not self._settings.learn:
+            raise UsageError(
+                "with learn=False the gates do not change, and a Pruner has nothing to do: close "
+                "gates with l0prune.fit, and train the weights in your loop as they are"
+            )
+        if settle and self._settings.learn == GATES:
+            raise UsageError(NOTHING_SETTLES)
+        return planned(self._settings, steps, warmup, settle)
 
     def start_from(
         self,
@@ -286,6 +307,11 @@ class Pruner:
         A loop that drives the phases itself gets the gates as a group of their own, undecayed and
         at their own rate.
         """
+        if self._standing is not None:
+            raise UsageError(
+                "with learn='gates' no weights learn, so that there is nothing for an optimizer: "
+                "leave it out, and call before_step() after backward, and after_step()"
+            )
         groups = param_groups(self.model, lr, self.gate_lr, weight_decay)
         if self._drives_itself:
             if self.gates.log_alpha.requires_grad and self._penalty is None:
@@ -463,6 +489,7 @@ class Pruner:
             if self.step >= self.phases.total:
                 self.make_whole()
                 self.release_gates()
+                self._let_weights_change()
 
     def advance(self) -> None:
         """Count the step that was done, and make the gates what they are after it."""
@@ -482,6 +509,11 @@ class Pruner:
             self._shrinking.stop()
             self.step, self._begun = self.phases.learning, None
             self.begin_step()
+        self._let_weights_change()
+
+    def _let_weights_change(self) -> None:
+        if self._standing is not None:
+            self._standing.release()
 
     # --- what there is to say --------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import FileError, Interrupted, UsageError
 from l0prune.files.atomic import claimed
-from l0prune.gating.attaching import check_ungated, gates_of
+from l0prune.gating.attaching import bypass, check_ungated, gates_of
 from l0prune.gating.bank import Gates
 from l0prune.gating.kinds.base import Gate
 from l0prune.running import rng
@@ -20,6 +20,8 @@ from l0prune.running.batches import Feed, usual_batch_size
 from l0prune.running.device import choose_device, on_device, train_mode
 from l0prune.running.evaluate import check_first_batch, check_first_test
 from l0prune.running.processes import World, process_group
+from l0prune.running.sources import has_targets, with_pseudo_labels
+from l0prune.running.stages import stage
 from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
@@ -28,8 +30,9 @@ from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
-from l0prune.training.pruner import Pruner
-from l0prune.training.settings import DenseSettings, Settings, current_names
+from l0prune.training.pruner import Pruner, planned
+from l0prune.training.settings import GATES, DenseSettings, Settings, current_names
+from l0prune.training.standing import Standing
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
 
 OF_GATES = tuple(Settings.model_fields.keys() - DenseSettings.model_fields.keys())
@@ -50,6 +53,9 @@ def train_dense(model: nn.Module, data: Any, **settings: Unpack[DenseKeywords]) 
 
 
 def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None) -> History:
+    if settings.learn == GATES and not has_targets(data):
+        with bypass(model), stage("answering the inputs"):
+            data = with_pseudo_labels(data, model, device=settings.device)
     task = Task.of(data, settings.loss, settings.metric)
     if "batch_size" not in settings.model_fields_set:
         size = max(usual_batch_size(task.train), settings.accumulate)
@@ -57,6 +63,8 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
     with process_group(wanted=settings.distributed is not None) as world, ExitStack() as stack:
         if (out := settings.out) is not None:
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
+        if settings.learn == GATES:
+            stack.callback(Standing(model, task.loss_module).release)
         return _train_in(world, model, task, settings, gates)
 
 
@@ -75,7 +83,7 @@ def _train_in(
     interrupt = Interrupt(world)
     kind = None if gates is None else gates.gate
     own = feed.generators()
-    with _undone(model, task, gates) as found:
+    with _undone(model, task, gates, world) as found:
         agree_on_start(model, world)
         started_from = checkpoint.digest(checkpoint.snapshot(model) if world.is_shared else found)
         goes_on = settings.resume and folder is not None and (folder / checkpoint.NAME).exists()
@@ -126,9 +134,13 @@ def _train_in(
 
 
 @contextmanager
-def _undone(model: nn.Module, task: Task, gates: Gates | None) -> Iterator[dict[str, Tensor]]:
+def _undone(
+    model: nn.Module, task: Task, gates: Gates | None, world: World
+) -> Iterator[dict[str, Tensor]]:
     """Yield the model's tensors, and put back what was found where training fails."""
-    found, learns = checkpoint.snapshot(model), task.loss_module
+    # Several processes take all weights from the first one.
+    found = checkpoint.snapshot(model, shares_frozen=not world.is_shared)
+    learns = task.loss_module
     of_loss = {} if learns is None else checkpoint.snapshot(learns)
     before = None if gates is None else (gates.fixed, gates.gate)
     try:
@@ -160,14 +172,11 @@ def _phases(settings: Settings, steps: int) -> Phases:
     """Return the phases of a run with gates."""
     if not settings.learn:
         return Phases.settling(settings.epochs, steps)
-    # Gates are fitted to a budget, and to whole blocks, when they begin to stand.
-    least = int(settings.budget is not None or settings.rounds)
-
-    def in_steps(epochs: float | None) -> int | None:
-        return None if epochs is None else round(epochs * steps)
-
-    warmup, settle = in_steps(settings.warmup), in_steps(settings.settle)
-    return Phases.plan(settings.epochs * steps, warmup, settle, least)
+    warmup, settle = (
+        None if epochs is None else round(epochs * steps)
+        for epochs in (settings.warmup, settings.settle)
+    )
+    return planned(settings, settings.epochs * steps, warmup, settle)
 
 
 @contextmanager

@@ -39,6 +39,11 @@ else:
     Device = Module = Optimizer = LimitsLike = Source = Loss = Metric = LambdaLike = Any
 
 STARTS = (AUTO, ALIKE) = ("auto", "alike")
+GATES = "gates"  # what learns, where weights stand
+NOTHING_SETTLES = (
+    "with learn='gates' the weights stand, so that there is nothing to settle: leave settle out. "
+    "l0prune.compensate(model, inputs) changes the weights afterwards"
+)
 # Spellings of before, which are accepted with a DeprecationWarning.
 RENAMED = {"at_once": "oneshot_fraction", "decide": "branch_freeze_fraction"}
 
@@ -169,6 +174,15 @@ class GateSettings(_Declared):
         "they learn. So they can move far enough and no further.",
     )
 
+    learn: bool | Literal["gates"] = Field(
+        True,
+        description="What learns: true for weights and gates, gates for these alone, false for the "
+        "weights alone, after ``l0prune fit``. gates is for networks that are too large to train: "
+        "weights and the statistics of BatchNorm stand and need no gradients, no state of an "
+        "optimizer and, with ``distill``, no copy for a teacher. Nothing settles then: after the "
+        "last step the gates are fitted to the budget, and ``l0prune.compensate`` changes the "
+        "weights. With false all of the run is settling.",
+    )
     penalty: str | None = Field(
         None,
         description="A penalty on the weights of each slot in place of gates that learn: "
@@ -236,6 +250,17 @@ class GateSettings(_Declared):
 
             shrinkage_of(name)
         return name
+
+    @model_validator(mode="after")
+    def _weights_stand(self) -> Self:
+        if self.learn == GATES and self.penalty is not None:
+            raise UsageError(
+                f"penalty={self.penalty!r} closes slots by their weights, which stand with "
+                "learn='gates': leave one of the two out"
+            )
+        if self.learn == GATES and self.l2:
+            raise UsageError("l2 decays weights, and these stand with learn='gates': leave l2 out")
+        return self
 
     @model_validator(mode="after")
     def _penalty_or_gates(self) -> Self:
@@ -465,11 +490,6 @@ class Settings(DenseSettings, GateSettings):
     A name that is unknown, or a value that makes no sense, is a ``UsageError``.
     """
 
-    learn: bool = Field(
-        True,
-        description="Let the gates learn, or leave them as they are, after ``l0prune fit``. Where "
-        "only the weights learn, all of the run is settling.",
-    )
     start: str = Field(
         AUTO,
         description="What the gates start from: alike, as they were put on; a score such as fisher "
@@ -527,6 +547,8 @@ class Settings(DenseSettings, GateSettings):
                 f"penalty={self.penalty!r} closes slots by their weights, from all of them on: it "
                 "goes neither with learn=False nor with a start from scores"
             )
+        if self.learn == GATES and self.settle:
+            raise UsageError(NOTHING_SETTLES)
         if self.teacher is not None and not self.distill:
             raise UsageError("a teacher is not used with distill=0; try distill=0.5")
         if self.accumulate > self.batch_size:

@@ -287,6 +287,8 @@ class Stepper:
             self.average.update()
         if self._pruner is not None:
             self._pruner.advance()
+            if self._pruner.step == self.phases.total and self._pruner.begins_to_settle:
+                self._begin(self._pruner)
         return loss, extra
 
     def _backward(self, batch: Batch) -> Tensor:

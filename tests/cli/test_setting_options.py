@@ -34,6 +34,13 @@ def test_what_is_given_comes_by_the_settings_names_and_nothing_else_does():
     assert came[1] == ("x", {}, 3)
 
 
+def test_a_word_in_the_place_of_true_or_false():
+    app, came = made("learn")
+    for given in (["--learn", "gates"], ["--learn", "true"], ["--no-learn"], ["--learn", "false"]):
+        assert CliRunner().invoke(app, ["x", *given]).exit_code == 0
+    assert [settings["learn"] for _, settings, _ in came] == ["gates", True, False, False]
+
+
 def test_options_have_the_types_of_their_settings():
     app, _ = made("epochs", "lr")
     for wrong in (["--epochs", "2.5"], ["--lr", "fast"]):

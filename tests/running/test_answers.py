@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import l0prune
 from l0prune.data.dataset import Tensors
 from l0prune.errors import UsageError
+from l0prune.running.sources import has_targets
 
 
 def network():
@@ -66,6 +67,16 @@ def test_targets_are_what_the_network_answers_in_eval_mode(kind):
     alone = l0prune.with_pseudo_labels(given, model, batch_size=3)
     assert torch.equal(in_order(alone.train)[1], in_order(task.train)[1])
     assert alone.test is None
+
+
+@pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))
+def test_inputs_alone_are_told_from_pairs(kind):
+    given = sources(torch.randn(7, 3))[kind]
+    given = Tensors(*given) if kind == "a pair of tensors" else given
+    paired = {"a pair of tensors", "a dataset", "batches", "mappings"}
+    assert has_targets((given, given)) == has_targets(given) == (kind in paired)
+    assert not has_targets({"input": torch.zeros(7, 3)})
+    assert not has_targets([{"input": torch.zeros(7, 3)}])
 
 
 @pytest.mark.parametrize("kind", sources(torch.zeros(7, 3)))

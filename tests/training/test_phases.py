@@ -37,7 +37,7 @@ def test_without_warm_up_and_settling_it_is_all_pruning():
     phases = Phases.plan(21, warmup=0, settle=0)
     assert {phases.at(step) for step in range(21)} == {"prune"}
     assert {phases.factor(step) for step in range(21)} == {1.0}
-    assert not any(phases.begins_to_settle(step) for step in range(22))
+    assert [step for step in range(22) if phases.begins_to_settle(step)] == [21]  # after the last
 
 
 def test_gates_stand_for_as_long_as_they_must():

@@ -1,0 +1,44 @@
+"""Weights and statistics that stand while the gates of a network learn alone."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from l0prune.capture.compat import NormBase
+from l0prune.gating.attaching import weights_of
+
+
+class Standing:
+    """Weights without gradients, and norms that use and keep their running statistics.
+
+    ``model.train()`` leaves these norms in eval mode. ``release`` makes all as it was.
+
+    Args:
+        model: with gates, which go on learning.
+        loss: a loss with parameters of its own, which stand, too.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module | None = None) -> None:
+        parameters = [*weights_of(model).values(), *([] if loss is None else loss.parameters())]
+        self._model = model
+        self._weights = [each for each in parameters if each.requires_grad]
+        kept = [m for m in model.modules() if isinstance(m, NormBase) and m.track_running_stats]
+        self._norms = [(norm, norm.training) for norm in kept if "train" not in vars(norm)]
+        for parameter in self._weights:
+            parameter.requires_grad_(False)
+        for norm, _ in self._norms:
+            norm.eval()
+            norm.train = _stay  # type: ignore[assignment]  # which model.train() calls
+
+    def release(self) -> None:
+        """Let weights and statistics change again."""
+        for parameter in self._weights:
+            parameter.requires_grad_(True)
+        for norm, mode in self._norms:
+            del norm.train
+            norm.train(mode and self._model.training)
+        self._weights, self._norms = [], []
+
+
+def _stay(mode: bool = True) -> None:
+    """Leave a norm in eval mode."""
