@@ -278,17 +278,16 @@ def _check_finite(batch: Any) -> None:
 
 def fidelity(dense: nn.Module, other: nn.Module, batches: Iterable[Any]) -> Fidelity:
     """Return how near a network's outputs are to another's; both in eval mode."""
-    error = scale = alike = count = 0.0
+    apart, alike, count = _Apart(), 0.0, 0
     with torch.no_grad():
         for batch in batches:
             wanted, dim = _answers(call(dense, batch), batch)
             found, _ = _answers(call(other, batch), batch)
-            off, spread = _squares(found, wanted)
-            error, scale = error + off, scale + spread
+            apart.add(found, wanted, dim)
             if dim is not None:
                 same = wanted.argmax(dim) == found.argmax(dim)
                 alike, count = alike + float(same.sum()), count + same.numel()
-    return Fidelity(error / max(scale, _NOTHING), alike / count if count else None)
+    return Fidelity(apart.share(), alike / count if count else None)
 
 
 def are_classes(outputs: Any, targets: Any) -> bool:
@@ -317,13 +316,45 @@ def divergence(wanted: Any, batch: Any) -> Callable[[Any], float]:
 
 def relative_error(wanted: Any, batch: Any) -> Callable[[Any], float]:
     """Return what gives for outputs their squared error over the variance of those wanted."""
-    theirs, _ = _answers(wanted, batch)
+    theirs, dim = _answers(wanted, batch)
 
     def judge(outputs: Any) -> float:
-        error, scale = _squares(_answers(outputs, batch)[0], theirs)
-        return error / max(scale, _NOTHING)
+        apart = _Apart()
+        apart.add(_answers(outputs, batch)[0], theirs, dim)
+        return apart.share()
 
     return judge
+
+
+class _Apart:
+    """Error of outputs over the variance of those wanted, streamed.
+
+    The variance is about the mean of each class, or channel, over examples and places.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.error, self.squares = 0, 0.0, 0.0
+        self.total = torch.zeros(())
+
+    def add(self, found: Tensor, wanted: Tensor, dim: int | None) -> None:
+        """Count a batch; ``dim`` is that of the classes, or None."""
+        at = dim or min(1, wanted.dim() - 1)
+        others = [other for other in range(wanted.dim()) if other != at or not at]
+        self.count += wanted.numel() // (wanted.shape[at] if at else 1)
+        self.total = self.total + wanted.sum(others, dtype=torch.float64)
+        self.error += _square(found - wanted)
+        self.squares += _square(wanted)
+
+    def share(self) -> float:
+        """Return the mean square of the error over the variance; of one example over its square."""
+        mean = float(self.total.square().sum()) / max(self.count, 1)
+        scale = self.squares - mean if self.count > 1 else self.squares
+        return self.error / max(scale, _NOTHING)
+
+
+def _square(values: Tensor) -> float:
+    """Return the sum of squares."""
+    return float(torch.linalg.vector_norm(values.flatten(), dtype=torch.float64)) ** 2
 
 
 def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
@@ -335,16 +366,6 @@ def _answers(outputs: Any, batch: Any) -> tuple[Tensor, int | None]:
     if real is None or found.shape[:2] != real.shape:
         return found, class_dim(outputs)
     return found[real], None if class_dim(outputs) is None else 1
-
-
-def _squares(found: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """Return the sums of the squared error, and of the squared distance from the mean."""
-    norms = (
-        torch.linalg.vector_norm(each.flatten(), dtype=torch.float64)
-        for each in (found - wanted, wanted - wanted.mean(0))
-    )
-    error, distance = (float(norm) ** 2 for norm in norms)
-    return error, distance
 
 
 def cut_copy(root: nn.Module, gates: Gates) -> nn.Module:

@@ -279,3 +279,14 @@ def test_padding_says_nothing():
     wanted = l0prune.compensate(other, alone)
     assert found.after.error == pytest.approx(wanted.after.error, rel=1e-4)
     torch.testing.assert_close(padded.out.weight, other.out.weight)
+
+
+@pytest.mark.parametrize("size", [1, 3, 12])
+def test_error_is_over_the_variance_of_all_examples(size):
+    torch.manual_seed(0)
+    dense, other, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(12, 4)
+    with torch.no_grad():
+        wanted, error = dense(x), (dense(x) - other(x)).square().mean(0).sum()
+        expected = error / wanted.var(0, correction=0).sum()
+    found = fidelity(dense, other, x.split(size)).error
+    assert found == pytest.approx(float(expected), rel=1e-5)
