@@ -22,6 +22,7 @@ import functools
 import gc
 import importlib
 import itertools
+import json
 import math
 import os
 import sys
@@ -159,5 +160,30 @@ def command(tmp_path, monkeypatch, capfd):
             main()
         written = capfd.readouterr()
         return stop.value.code, written.out, written.err
+
+    return call
+
+
+@pytest.fixture
+def done(command):
+    """A command that does what it is to: stdout, with ``--json`` what that holds, and stderr."""
+
+    def call(*arguments):
+        code, out, err = command(*arguments)
+        assert code == 0, err
+        return json.loads(out) if "--json" in arguments else out, err
+
+    return call
+
+
+@pytest.fixture
+def refused(command):
+    """A command that ends with this exit code: what it says, in one line, and nothing on stdout."""
+
+    def call(expected, *arguments):
+        code, out, err = command(*arguments)
+        assert (code, out) == (expected, "")
+        assert "Traceback" not in err
+        return " ".join(err.split())
 
     return call

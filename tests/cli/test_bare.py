@@ -1,7 +1,6 @@
 """The three commands in a folder that holds a model file and a folder of images."""
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -51,7 +50,7 @@ def difference(folder):
 LONG = ("--epochs", "4", "--batch-size", "4", "--gate-lr", "0.5", "--set", "ema=0.9")
 
 
-def test_gates_close_and_each_command_says_what_it_took(command, tmp_path):
+def test_gates_close_and_each_command_says_what_it_took(done, tmp_path):
     """The first command in a process of its own, as a user starts it."""
     torch.save(network(), tmp_path / "model.pt")
     images(tmp_path / "photos")
@@ -59,13 +58,11 @@ def test_gates_close_and_each_command_says_what_it_took(command, tmp_path):
     assert code == 0, err
     assert "the example input is 2x3x16x16, from the images in this folder; to give" in err
 
-    code, _, err = command("finetune", "--lambda", "20/N", *LONG)
-    assert code == 0, err
+    _, err = done("finetune", "--lambda", "20/N", *LONG)
     assert "no data is named, so it is the images here: --data imagefolder:photos:16" in err
     assert "39 training examples, 9 test examples, 3 classes" in err
 
-    code, _, err = command("export", "--onnx")
-    assert code == 0, err
+    _, err = done("export", "--onnx")
     assert "exporting model.tuned.pt" in err
     assert difference(tmp_path) <= 1e-5
     left = l0prune.read_info(tmp_path / "model.tuned.pt")["history"]["params"]
@@ -106,54 +103,41 @@ def test_networks_of_packages(tmp_path, package, name, how):
 
 
 @pytest.mark.slow
-def test_grey_images_and_no_name_at_all(command, tmp_path):
+def test_grey_images_and_no_name_at_all(done, tmp_path):
     """In a folder that is the folder of images itself."""
     torch.save(network(channels=1), tmp_path / "model.pt")
     for part in ("train", "test"):
         images(tmp_path / part)
-    code, _, err = command("gate")
-    assert code == 0, err
+    _, err = done("gate")
     assert "the model is model.pt" in err
-    code, _, err = command("finetune", "--epochs", "2")
-    assert code == 0, err
+    _, err = done("finetune", "--epochs", "2")
     assert "--data imagefolder:.:1x16" in err
-    code, _, err = command("export")
-    assert code == 0, err
-    code, _, err = command("evaluate", "model.onnx")
-    assert code == 0, err
+    done("export")
+    _, err = done("evaluate", "model.onnx")
     assert "--data imagefolder:.:1x16" in err
 
 
-def test_what_a_folder_lacks_or_has_twice(command, tmp_path):
+def test_what_a_folder_lacks_or_has_twice(done, refused, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     odd = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(), nn.Linear(77, 2))
-
-    def refused(*arguments):
-        code, out, err = command(*arguments)
-        assert (code, out) == (2, "")
-        assert "Traceback" not in err
-        return " ".join(err.split())
-
-    assert command("gate", "model.pt")[0] == 0
-    assert "put a folder of images here" in refused("finetune")
+    done("gate", "model.pt")
+    assert "put a folder of images here" in refused(2, "finetune")
     for name in ("photos", "other"):
         images(tmp_path / name, count=5)
-    said = refused("finetune")
+    said = refused(2, "finetune")
     assert "2 folders of images here: other, photos. Name one: --data imagefolder:other" in said
     torch.save(odd, tmp_path / "odd.pth")
-    assert "2 model files here: model.pt, odd.pth. Name one" in refused("survey")
-    assert re.search("2x1x224x224 did not work .*; nor did ", refused("survey", "odd.pth"))
+    assert "2 model files here: model.pt, odd.pth. Name one" in refused(2, "survey")
+    assert re.search("2x1x224x224 did not work .*; nor did ", refused(2, "survey", "odd.pth"))
 
 
-def test_fewer_classes_and_other_images_than_the_model_knows(command, tmp_path):
+def test_fewer_classes_and_other_images_than_the_model_knows(done, tmp_path):
     model = network(outputs=5)
     model.pretrained_cfg = {"input_size": (3, 16, 16), "mean": (0.5,) * 3, "std": (0.5,) * 3}
     torch.save(model, tmp_path / "model.pt")
     images(tmp_path / "photos", count=5)
-    code, out, err = command("gate", "model.pt", "--json")
-    assert code == 0, err
-    assert json.loads(out)["input"] == "2x3x16x16"
-    code, _, err = command("finetune", "--epochs", "1", "--no-report")
-    assert code == 0, err
+    out, _ = done("gate", "model.pt", "--json")
+    assert out["input"] == "2x3x16x16"
+    _, err = done("finetune", "--epochs", "1", "--no-report")
     assert "model.gated.pt has 5 outputs and the data 3 classes" in err
     assert "timm's weights of this network know images minus mean [0.5, 0.5, 0.5]" in err

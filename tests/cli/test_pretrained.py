@@ -1,7 +1,5 @@
 """``l0prune export --pretrained``, and commands that are given what it wrote."""
 
-import json
-
 import torch
 
 import l0prune
@@ -14,39 +12,31 @@ class Net(nn.Sequential):
 """
 
 
-def test_a_folder_that_loads_again(command, tmp_path):
+def test_a_folder_that_loads_again(done, refused, tmp_path):
     (tmp_path / "net.py").write_text(CODE)
-    code, _, err = command("gate", "net.py:Net", "--input", "2x6", "--out", "net.gated.pt")
-    assert code == 0, err
+    done("gate", "net.py:Net", "--input", "2x6", "--out", "net.gated.pt")
     model = l0prune.load("net.gated.pt")
     l0prune.fit(model, "params=0.5", l0prune.score(model, "magnitude"))
     l0prune.save(model, "net.gated.pt", l0prune.read_info("net.gated.pt"))
-    code, out, err = command("export", "--pretrained", "small", "--json")
-    assert code == 0, err
-    told = json.loads(out)
+    told, _ = done("export", "--pretrained", "small", "--json")
     assert told["files"] == ["small"]
     assert told["loads"] == 'l0prune.from_pretrained("small") loads it.'
-    code, out, err = command("survey", "small", "--input", "2x6", "--json")
-    assert code == 0, err
-    assert json.loads(out)["params"] == told["params"]
+    out, _ = done("survey", "small", "--input", "2x6", "--json")
+    assert out["params"] == told["params"]
     x = torch.randn(2, 6)
     assert torch.allclose(l0prune.load("small")(x), model.eval()(x), atol=1e-5)
-    code, _, err = command("export", "--code")
-    assert code == 2
-    assert "--pretrained DIR" in err
-    code, _, err = command("export", "--pretrained", "small", "--code")
-    assert code == 0, err
+    assert "--pretrained DIR" in refused(2, "export", "--code")
+    done("export", "--pretrained", "small", "--code")
     assert (tmp_path / "small" / "l0prune_model.py").is_file()
-    command("export", "--state")
+    done("export", "--state")
     assert torch.equal(l0prune.load("net.state.pt")(x), l0prune.load("small")(x))
 
 
-def test_code_that_only_the_file_names_is_not_run(command, tmp_path, monkeypatch):
+def test_code_that_only_the_file_names_is_not_run(done, tmp_path, monkeypatch):
     net = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 3))
     (tmp_path / "evil.py").write_text("raise SystemExit('run')\n")
     l0prune.gate(net, torch.randn(2, 6))
     l0prune.save(net, tmp_path / "net.gated.pt", {"model": f"{tmp_path}/evil.py:build"})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    code, _, err = command("export", "--pretrained", "small")
-    assert code == 0, err
+    _, err = done("export", "--pretrained", "small")
     assert "Only your own code builds this Sequential" in err

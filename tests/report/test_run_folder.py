@@ -129,38 +129,33 @@ def test_what_is_no_run_is_said(tmp_path):
         report_of(tmp_path)
 
 
-def test_commands_leave_a_report_and_say_where(command, tmp_path, trained):
+def test_commands_leave_a_report_and_say_where(done, refused, tmp_path, trained):
     model, _, folder = trained
     l0prune.save(model, tmp_path / "model.tuned.pt")
     (tmp_path / "model.run").mkdir()
     for name in ("metrics.jsonl", "run.json"):
         (tmp_path / "model.run" / name).write_text((folder / name).read_text())
-    code, out, err = command("export", "--no-time", "--json")
-    assert code == 0, err
-    page = tmp_path / json.loads(out)["page"]
+    out, err = done("export", "--no-time", "--json")
+    page = tmp_path / out["page"]
     assert page == tmp_path / "model.run" / "report.html"
     assert str(page.relative_to(tmp_path)) in err
     found = report_of(page.parent).content
     assert found.title == "model.tuned.pt"
-    assert len(found.certificate) == len(json.loads(out)["certificate"])
+    assert len(found.certificate) == len(out["certificate"])
     assert len(found.trainings[0].epochs) == 3
 
     before = page.read_text()
     page.unlink()
-    code, out, err = command("report")
-    assert (code, out.strip()) == (0, "model.run/report.html written"), err
+    assert done("report")[0].strip() == "model.run/report.html written"
     assert page.read_text() == before
 
-    code, _, err = command("export", "--no-time", "--no-report", "--out", "b", "--json")
-    assert code == 0, err
+    _, err = done("export", "--no-time", "--no-report", "--out", "b", "--json")
     assert "report" not in err
-    assert command("report", "missing")[0] == 1
+    refused(1, "report", "missing")
 
 
-def test_without_a_run_the_command_says_what_to_name(command, tmp_path):
-    code, _, err = command("report")
-    assert code == 2
-    assert "no run here" in err
+def test_without_a_run_the_command_says_what_to_name(refused):
+    assert "no run here" in refused(2, "report")
 
 
 def test_a_table_of_another_model_is_left_out(trained):
