@@ -131,6 +131,7 @@ RUNS = {
     "branches": (
         branched, doubled, {"lam": None, "budget": "params=0.4", "gate_lr": None, "epochs": 6},
     ),
+    "in eight bits": (mlp, doubled, {"quantize": "int8", "settle": 1.5}),
     "distilled": (mlp, doubled, {"distill": 0.5, "optimizer": "sgd"}),
 }  # fmt: skip
 

@@ -252,10 +252,12 @@ class Cut:
     ) -> None:
         """Let it read its parameters as they are to be read, now that it is of this class."""
         link: Link | None = module.__dict__.get(LINK)
-        sites, lists = ({}, {}) if link is None else (link.sites, link.lists)
-        names = tuple(dict.fromkeys((*sites, *scales)))
+        link = link or Link(self._gates, {}, {})
+        sites, lists = link.sites, link.lists
+        quantized = () if link.quantizer is None else ("weight",)
+        names = tuple(dict.fromkeys((*sites, *scales, *quantized)))
         if scales:
-            module.__dict__[LINK] = Link(self._gates, sites, lists, dict(scales))
+            module.__dict__[LINK] = replace(link, scales=dict(scales))
         module.__class__ = gated_class(own, names, tuple(lists), CHILD in module._modules)
 
     @torch.no_grad()

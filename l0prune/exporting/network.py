@@ -21,7 +21,7 @@ from l0prune.exporting.own_class.comparison import Comparison
 from l0prune.exporting.own_class.layers import Layer
 from l0prune.exporting.own_class.sizes import Changes
 from l0prune.exporting.slicing.kept_slots import KeptSlots
-from l0prune.gating.attaching import check_intact, detach
+from l0prune.gating.attaching import check_intact, detach, holder
 from l0prune.infer.parts import Parts
 from l0prune.plan.plan import Plan
 from l0prune.running.device import check_values, device_of, exact_device
@@ -159,7 +159,9 @@ def copies_of(model: nn.Module) -> Network:
     check_intact(model)
     gated = copied_around(model).to(exact_device(device_of(model))).eval()
     plain = copied_around(gated)
-    bank = detach(plain)
+    bank, acting = detach(plain), holder(gated)[1]
+    if acting.quantizer is not None:
+        acting.quantizer.off()
     dtypes = Dtypes.of(plain)
     example = cast(bank.example, None if dtypes.others else dtypes.main, device_of(gated))
     free = bank.free

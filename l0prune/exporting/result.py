@@ -44,6 +44,7 @@ from l0prune.files.smaller_model import as_text
 from l0prune.files.tensor_file import MANIFEST, each_once, write_tensors
 from l0prune.infer.nodes import called, draws
 from l0prune.plan.globs import listed
+from l0prune.plan.int8 import Ranges
 from l0prune.plan.numbers import THREADS, check_whole
 from l0prune.plan.plan import Plan
 from l0prune.plan.switches import gone
@@ -164,6 +165,8 @@ class Export:
         weights: the layers of the network before the cut.
         source: the ONNX file that the network was made from, if it was; the files that are written
             have its names of inputs and outputs.
+        ranges: in eight bits, which ``finetune(quantize="int8")`` trained with; None without it. An
+            int8 file has them.
         preprocessing: of the images that the network takes, as ``load_data`` says it of a data
             source: of those that ``finetune`` learned from; None where unknown. It is written into
             the files, and can be set before.
@@ -190,6 +193,7 @@ class Export:
     files: tuple[Path, ...] = ()
     preprocessing: Preprocessing | None = None
     source: Origin | None = None
+    ranges: Ranges | None = field(default=None, repr=False)
     fidelity: Fidelity | None = None
     curve: tuple[Step, ...] = ()
     changed: bool = False
@@ -241,7 +245,7 @@ class Export:
             return
         module = placed(copied(self.module), CPU).eval()
         self._made, self.times, self.files, self.changed = self._made.of(module), None, (), True
-        self.int8 = None
+        self.int8 = self.ranges = None
         self.certificate = self.certificate.without("program", "onnx")
         self._handed_out = HandedOut.of(module, self._handed_out.example, module.state_dict())
 
@@ -361,7 +365,7 @@ class Export:
                 small = eight_bits.path_of(file)
                 written[small] = stack.enter_context(replacement(small))
                 self.int8 = eight_bits.write_int8(
-                    unfinished, written[small], int8, piece, facts, threads
+                    unfinished, written[small], int8, piece, facts, threads, self.ranges
                 )
         self.certificate = certificate
         self.files = (*written, *data_files)

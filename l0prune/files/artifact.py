@@ -46,8 +46,11 @@ from l0prune.files.tensor_file import (
 from l0prune.files.user_code import is_rebuildable
 from l0prune.gating.attaching import attach, check_ungated, detach, gates_or_none
 from l0prune.gating.bank import Gates
+from l0prune.gating.fake_quantization import attach_quantizer
+from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.gated_class import is_gated
 from l0prune.gating.kinds.base import gate_from_dict, gate_to_dict
+from l0prune.plan.int8 import Ranges
 from l0prune.plan.plan import Plan
 
 FORMAT = 3  # raised when older versions cannot read what this one writes
@@ -66,13 +69,17 @@ _EXAMPLE, _EXTRA, _STRUCTURE = f"{_OWN}example", f"{_OWN}extra", f"{_OWN}structu
 
 
 class GatesContent(Strict):
-    """A bank of gates: its plan and kind as they write themselves, and the example as JSON."""
+    """A bank of gates: its plan and kind as they write themselves, and the example as JSON.
+
+    ``int8`` are the ranges of a training with fake quantization; None without one.
+    """
 
     plan: dict[str, Any]
     gate: dict[str, Any]
     fixed: bool
     example: Any
     free: list[dict[str, str]] = Field(default_factory=list)
+    int8: dict[str, Any] | None = None
 
 
 class StructureContent(Strict):
@@ -142,7 +149,12 @@ def save(model: nn.Module, path: PathLike, info: Mapping[str, Any] | None = None
             example = encode(opened(gates.example), tensors, _EXAMPLE)
         plan, kind = json.loads(gates.plan.to_json()), gate_to_dict(gates.gate)
         section = GatesContent(
-            plan=plan, gate=kind, fixed=gates.fixed, example=example, free=gates.free.to_json()
+            plan=plan,
+            gate=kind,
+            fixed=gates.fixed,
+            example=example,
+            free=gates.free.to_json(),
+            int8=None if gates.quantizer is None else gates.quantizer.found.to_dict(),
         )
     packed = pack(model, path, can_be_built=is_rebuildable(_spec(facts)))
     if packed is not None:
@@ -197,7 +209,11 @@ def load(
         ungated = {n: v for n, v in state.items() if content.gates is None or n not in _OF_GATES}
         check_fits(ungated, model, path)
         if content.gates is not None:
-            attach(model, _gates(content.gates, tensors, model))
+            gates = _gates(content.gates, tensors, model)
+            attach(model, gates)
+            if content.gates.int8 is not None:
+                ranges = Ranges.of(content.gates.int8)
+                attach_quantizer(model, gates, FakeQuantizer.of(gates, ranges))
     except FileError:
         raise
     # What a file says of itself, and of the model, can be wrong in as many ways as there are.

@@ -13,6 +13,7 @@ from l0prune.gating.bank import Gates
 from l0prune.gating.gated_class import (
     CHILD,
     HOOKS,
+    QUANTIZER,
     gated_class,
     is_gated,
     original_class,
@@ -210,5 +211,7 @@ def _undo(model: nn.Module) -> None:
     for name in HOOKS:
         getattr(model, name).pop(CHILD, None)
     for module in model.modules():
+        for name in HOOKS:
+            getattr(module, name).pop(QUANTIZER, None)
         module.__dict__.pop(LINK, None)
         module.__class__ = original_class(module)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from l0prune.capture.compat import version_of, without_compiler
 from l0prune.capture.sizes import ALL_FIXED, FreeSizes
 from l0prune.errors import UsageError, warn_renamed
+from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.kinds.base import AtTemperature, Gate, LearnsTemperature
 from l0prune.gating.multipliers import Current, GateValues, Spreader
 from l0prune.gating.products import Products, is_joined
@@ -91,6 +92,7 @@ class Gates(nn.Module):
         kept: the slots that are left while the model trains cut, bool, flat; None while it is
             whole.
         made_whole_by: what undoes that; None while it is whole.
+        quantizer: the fake quantization that a training has put on; None for none.
         facts: what a training knew of its data, as JSON data, for the files of an export:
             ``preprocessing`` of images.
     """
@@ -99,6 +101,7 @@ class Gates(nn.Module):
     temperature: nn.Parameter | None
     kept: Tensor | None = None
     made_whole_by: Callable[[], None] | None = None
+    quantizer: FakeQuantizer | None = None
 
     def __init__(
         self,

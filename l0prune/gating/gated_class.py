@@ -123,6 +123,7 @@ _Names = tuple[str, ...]
 _classes: dict[tuple[type[nn.Module], _Names, _Names, bool], type[nn.Module]] = {}
 
 CHILD = "l0prune_gates"  # the name under which a model holds its bank
+QUANTIZER = "l0prune_int8"  # that of the hooks of its fake quantization
 # Where the module that holds the bank keeps its hooks, and that the second is called in any case.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called")
 
@@ -214,7 +215,14 @@ def _gated_tensor(name: str) -> property:
         link = acting_link(module, name, stored)
         if stored is None or link is None:
             return stored
-        result = link.product(name, stored, stored.dtype)
+        result = stored
+        if name in link.sites or name in link.scales:
+            result = link.product(name, stored, stored.dtype)
+        if link.quantizes(name):
+            assert link.quantizer is not None
+            result = link.quantizer.weight(result)
+        if result is stored:
+            return stored
         # A forward writes into no parameter; into a buffer it may, in training mode.
         if torch.compiler.is_compiling() or (link.gates.in_forward and not is_buffer):
             return result

@@ -95,7 +95,12 @@ def _convolution(kind: Any, after: int) -> Callable[..., Tensor]:
 def read_by_layer(module: nn.Module, name: str) -> Any:
     """Return a layer's weight or bias for torch's operator, maybe cast to what autocast wants."""
     link: Link | None = module.__dict__.get(LINK)
-    if link is None or name not in link.sites or not link.gates.products.is_on:
+    if (
+        link is None
+        or name not in link.sites
+        or not link.gates.products.is_on
+        or link.quantizes(name)
+    ):
         return getattr(module, name)
     stored = module._parameters.get(name)
     if stored is None or not acting_link(module, name, stored):
@@ -129,7 +134,9 @@ def _of_slots(module: nn.Module, input: Any) -> Tensor | None:
     if not _is_smaller(input, weight):
         return None
     link = acting_link(module, "weight", weight)
-    if link is None or "weight" in link.scales or getattr(module, "groups", 1) != 1:
+    if link is None or link.quantizes("weight") or getattr(module, "groups", 1) != 1:
+        return None
+    if "weight" in link.scales or "weight" not in link.sites:
         return None
     if link.gates.products.is_on and weight.numel() - input.numel() < _LAUNCHES:  # type: ignore[union-attr]
         return None

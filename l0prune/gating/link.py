@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from l0prune.errors import UsageError
 from l0prune.gating.bank import Gates
+from l0prune.gating.fake_quantizer import FakeQuantizer
 from l0prune.gating.multipliers import LINK, GateValues, scale
 
 
@@ -71,12 +72,18 @@ class Link:
         sites: for each gated parameter or buffer of the module, what multiplies it along which dim.
         lists: by attribute, the lists in which the module keeps such parameters.
         scales: by parameter of a module that was cut, what stands for its numbers in the forward.
+        quantizer: of the module's weight; None where it is not quantized.
     """
 
     gates: Gates
     sites: dict[str, tuple[tuple[GateValues, int], ...]]
     lists: dict[str, KeptList]
     scales: dict[str, Scale] = field(default_factory=dict)
+    quantizer: FakeQuantizer | None = None
+
+    def quantizes(self, name: str) -> bool:
+        """Return whether a tensor of the module is quantized when it is read now."""
+        return name == "weight" and self.quantizer is not None and self.quantizer.acts
 
     def product(self, name: str, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor of the module times its gates, in its own dtype or the reader's."""

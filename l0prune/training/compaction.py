@@ -62,9 +62,9 @@ def _hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def _is_users(hook: Any) -> bool:
-    """weight_norm and the like of torch.nn.utils are part of what the model computes."""
+    """weight_norm and the like, and fake quantization, are part of what the model computes."""
     made_by = getattr(hook, "__module__", None) or type(hook).__module__
-    return not str(made_by).startswith("torch.nn.")
+    return not str(made_by).startswith(("torch.nn.", "l0prune.gating."))
 
 
 _LESS = 0.9  # of the MACs: so few are to be left by another cut

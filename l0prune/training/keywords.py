@@ -40,6 +40,7 @@ class GateKeywords(TypedDict, total=False):
     gate_lr: float | None
     learn: bool | Literal["gates"]
     penalty: str | None
+    quantize: Literal["int8"] | None
     compact: Compact
 
 

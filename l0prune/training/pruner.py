@@ -26,6 +26,7 @@ from l0prune.training.keywords import GateKeywords
 from l0prune.training.optimizers import OwnOptimizer, free
 from l0prune.training.penalty import param_groups
 from l0prune.training.phases import Phases
+from l0prune.training.quantizing import Quantizing, without_quantizer
 from l0prune.training.settings import AUTO, GATES, NOTHING_SETTLES, GateSettings
 from l0prune.training.standing import Standing
 from l0prune.training.start import Decision, init_gates_from
@@ -164,6 +165,11 @@ class Pruner:
         self.phases = steps if isinstance(steps, Phases) else self._planned(steps, warmup, settle)
         self._n = n
         self._set_out()
+        self._quantizing: Quantizing | None = None
+        if self._settings.quantize is None:
+            without_quantizer(model)
+        else:
+            self._quantizing = Quantizing(model, self.phases)
         is_asked = not self._drives_itself or "compact" in settings
         self.compaction = Compaction(model, own_loop=self._drives_itself)
         self._shrinking = CompactionPolicy(
@@ -366,6 +372,8 @@ class Pruner:
         if self._begun == self.step:
             return
         self._anneal()
+        if self._quantizing is not None:
+            self._quantizing.begin(self.step)
         if self.step == 0 and self._penalty is None:
             self._decision.hold(0)
         settles = self.phases.begins_to_settle(self.step)
@@ -493,6 +501,8 @@ class Pruner:
 
     def advance(self) -> None:
         """Count the step that was done, and make the gates what they are after it."""
+        if self._quantizing is not None:
+            self._quantizing.advance()
         self.step += 1
         self._work += self.compaction.share
         self._anneal()
@@ -586,6 +596,7 @@ class Pruner:
             "cut": self._shrinking.state_dict(),
             "decided": self._decision.first,
             "penalty": None if self._penalty is None else self._penalty.state_dict(),
+            "quantize": None if self._quantizing is None else self._quantizing.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -610,6 +621,9 @@ class Pruner:
         self._decision.first = state["decided"]
         if self._penalty is not None and state.get("penalty") is not None:
             self._penalty.load_state_dict(state["penalty"])
+        if self._quantizing is not None and state.get("quantize") is not None:
+            self._quantizing.load_state_dict(state["quantize"])
+            self._quantizing.begin(self.step)
         self._anneal()
         is_settled = self._begun == self.step and self.phase == "settle"
         self.gates.fixed = is_settled or self._penalty is not None

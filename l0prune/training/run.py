@@ -31,6 +31,7 @@ from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
 from l0prune.training.phases import Phases
 from l0prune.training.pruner import Pruner, planned
+from l0prune.training.quantizing import put_back_quantizer
 from l0prune.training.settings import GATES, DenseSettings, Settings, current_names
 from l0prune.training.standing import Standing
 from l0prune.training.wrappers import agree_on_start, channels_last, checkpointed, sharded
@@ -65,7 +66,8 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
             world.first_alone(lambda: stack.enter_context(claimed(Path(out))))
         if settings.learn == GATES:
             stack.callback(Standing(model, task.loss_module).release)
-        return _train_in(world, model, task, settings, gates)
+        with put_back_quantizer(model):
+            return _train_in(world, model, task, settings, gates)
 
 
 def _train_in(

@@ -189,6 +189,12 @@ class GateSettings(_Declared):
         "group-lasso, group-lq, q-shrinkage, scad, mcp, firm, trimmed-l1, l0-projection, or your "
         "own. Its strength is λ or a budget. A slot whose weights have become zero is closed.",
     )
+    quantize: Literal["int8"] | None = Field(
+        None,
+        description="int8: let the network know that it will be in eight bits. Weights and what "
+        "layers read are fake-quantized from the middle of the run on, and always while settling; "
+        "save_onnx(int8=…) writes an int8 file with these ranges. None for floating point.",
+    )
     compact: Compact = Field(
         "auto",
         description="When closed slots are cut out while training goes on, for time and memory: "
@@ -549,6 +555,11 @@ class Settings(DenseSettings, GateSettings):
             )
         if self.learn == GATES and self.settle:
             raise UsageError(NOTHING_SETTLES)
+        if self.quantize is not None and (self.compile or self.distributed == "fsdp"):
+            raise UsageError(
+                "quantize looks at what layers read in each step, of which compiled forwards and "
+                "weights in shards know nothing: leave compile out, and distributed='fsdp'"
+            )
         if self.teacher is not None and not self.distill:
             raise UsageError("a teacher is not used with distill=0; try distill=0.5")
         if self.accumulate > self.batch_size:

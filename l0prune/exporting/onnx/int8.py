@@ -31,17 +31,21 @@ from l0prune.exporting.onnx.int8_search import (
 )
 from l0prune.exporting.onnx.quantizer import (
     FIRST_OPSET,
+    Feed,
     Quantizer,
     has_dot_products,
 )
 from l0prune.exporting.onnx.times import Times
+from l0prune.exporting.onnx.trained import quantized
 from l0prune.exporting.opened import OnnxFile
 from l0prune.exporting.pieces import ExportedPart
+from l0prune.plan.int8 import Ranges
 from l0prune.running.batches import call, test_batches
 from l0prune.running.evaluate import evaluate_batches
 from l0prune.running.stages import stage
 from l0prune.running.task import Task
 
+TRAINED = "trained"  # the method whose ranges training found
 _FASTER = 1.02  # less is no gain
 _LARGE = 0.1  # an error that is warned of
 _TESTED = 2000  # test examples at most
@@ -55,7 +59,8 @@ class Int8:
     """Eight bits compared with the file in float32 that an int8 file was made from.
 
     Attributes:
-        method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error.
+        method: of calibration: ``minmax``, ``entropy`` or ``percentile 99.99``, by the least error;
+            ``trained`` where the ranges are those of a training that knew of eight bits.
         calibrated, compared: examples that the ranges are from, and others by which the two files
             are compared.
         errors: by output, the root mean square of the difference over that of the output; None
@@ -157,6 +162,7 @@ def write_int8(
     piece: ExportedPart,
     facts: Mapping[str, str],
     threads: int,
+    ranges: Ranges | None = None,
 ) -> Int8:
     """Write the int8 file of a file in float32, and compare the two.
 
@@ -168,6 +174,7 @@ def write_int8(
         facts: metadata of the file in float32, of which the int8 file gets all; the certificate
             as that of the other file.
         threads: that a call may use when it is timed.
+        ranges: that the network was trained with, which the file then has; None to choose them.
 
     Raises:
         UsageError: the weights lie beside the file; the inputs are not such as it takes, or few.
@@ -179,26 +186,28 @@ def write_int8(
     seen, unseen = divided(feeds_of(given, piece, names))
     with tempfile.TemporaryDirectory() as folder:
         comparison = Comparison(network, unseen)
-        with stage("calibrating the int8 file"):
-            quantizer = Quantizer.of(path, seen, Path(folder))
-        with stage("choosing what of it stays in float32"):
-            search = Search(quantizer, comparison, Path(folder) / "tried.onnx")
-            search.run()
-        target.write_bytes(search.made().SerializeToString())
+        if ranges is not None:
+            there = {name for name, tensor in piece.single.state_dict.items() if tensor.numel()}
+            made = quantized(onnx.load(str(path)), ranges, there)
+            method, search, seen = TRAINED, None, []
+        else:
+            search = _searched(path, seen, comparison, Path(folder))
+            made, method = search.made(), search.method
+        target.write_bytes(made.SerializeToString())
         found = collect.Network(target, threads, collect.CPU)
         errors, agreement = comparison.with_outputs(comparison.outputs(found))
         one = first_row(unseen[0], piece)
         with stage("timing the int8 file beside the one in float32"):
             turns = collect.networks_turns(found, network, one, _SECONDS)
     metrics, tested = _metrics((path, target), given, piece)
-    made = Int8(
-        method=search.method,
+    about_it = Int8(
+        method=method,
         calibrated=rows_in(seen, piece),
         compared=rows_in(unseen, piece),
         errors=errors,
         agreement=agreement,
-        kept=tuple(search.kept),
-        costly=tuple(search.costly),
+        kept=() if search is None else tuple(search.kept),
+        costly=() if search is None else tuple(search.costly),
         times=Times(
             tuple(turns["dense"]),
             tuple(turns["own"]),
@@ -213,8 +222,18 @@ def write_int8(
     )
     own = {name: value for name, value in facts.items() if name not in _OF_FLOAT32}
     about = {f"float32.{name}": facts[name] for name in _OF_FLOAT32 if name in facts}
-    describe(target, {**own, **about, "batch": piece.takes, "int8": json.dumps(made.to_dict())})
-    return made
+    describe(target, {**own, **about, "batch": piece.takes, "int8": json.dumps(about_it.to_dict())})
+    return about_it
+
+
+def _searched(path: Path, seen: Sequence[Feed], comparison: Comparison, folder: Path) -> Search:
+    """Calibrate a file, and choose what of it stays in float32."""
+    with stage("calibrating the int8 file"):
+        quantizer = Quantizer.of(path, seen, folder)
+    with stage("choosing what of it stays in float32"):
+        search = Search(quantizer, comparison, folder / "tried.onnx")
+        search.run()
+    return search
 
 
 def _check_single(path: Path) -> None:

@@ -1,0 +1,195 @@
+"""The int8 file of a network that was trained with fake quantization, with the ranges of that.
+
+Where training put a value on a grid, the file has a QuantizeLinear and a DequantizeLinear, and
+nowhere else: ONNX Runtime makes operators on integers of what stands between them. So the file
+computes what the fake-quantized network does, to the rounding of its sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+
+from l0prune.errors import L0pruneError
+from l0prune.exporting.onnx.quantizer import is_x86, owner_of
+from l0prune.plan.globs import listed
+from l0prune.plan.int8 import QuantizedLayer, Ranges
+
+_SHIFT = 128  # from uint8 to int8
+_LARGEST_BIAS = np.float32(2**30)  # as an integer
+_SMALLEST = np.float32(1e-12)
+_PRODUCTS = ("Conv", "Gemm", "MatMul")
+
+Array = np.ndarray[Any, Any]
+
+
+def quantized(model: ModelProto, ranges: Ranges, there: set[str]) -> ModelProto:
+    """Return the file in eight bits.
+
+    Args:
+        model: the file in float32, as the exporter writes it, with BatchNorm folded.
+        ranges: of the training.
+        there: names of the weights that the network still has.
+
+    Raises:
+        L0pruneError: a layer that was trained in eight bits is not found in the file.
+    """
+    copied = ModelProto()
+    copied.CopyFrom(model)
+    return _Writer(copied, ranges).written(there)
+
+
+@dataclass
+class _Writer:
+    model: ModelProto
+    ranges: Ranges
+    made: list[NodeProto] = field(default_factory=list)
+    # values on a grid, by point and name
+    on_grid: dict[tuple[int, str], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        self.tensors = {each.name: each for each in graph.initializer}
+        self.users: dict[str, list[NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self.users.setdefault(name, []).append(node)
+        self.outputs = {each.name for each in graph.output}
+        self.instead: dict[str, str] = {}
+
+    def written(self, there: set[str]) -> ModelProto:
+        """Write the file anew, node by node."""
+        graph = self.model.graph
+        found = self._layers()
+        missing = [
+            each.path
+            for each in self.ranges.scheme.layers
+            if each.weight in there and each.path not in {layer.path for layer in found.values()}
+        ]
+        if missing:
+            raise L0pruneError(
+                f"{listed(missing)} learned in eight bits, and the ONNX file has no such layer to "
+                "put them on: leave opset out, by which torch's former exporter writes the file, "
+                "or take the file in float32"
+            )
+        dropped: set[str] = set()
+        for node in graph.node:
+            if node.output[0] in dropped:
+                continue
+            layer = found.get(node.output[0])
+            if layer is None:
+                self._copy(node)
+                continue
+            value = self._layer(node, layer)
+            if layer.writes is not None:
+                dropped.add(self._write(value, layer.writes))
+        del graph.node[:]
+        graph.node.extend(self.made)
+        read = {name for node in self.made for name in node.input} | self.outputs
+        for name in self.tensors.keys() - read:
+            graph.initializer.remove(self.tensors[name])
+        del graph.value_info[:]
+        return self.model
+
+    def _layers(self) -> dict[str, QuantizedLayer]:
+        """Return the layers by the value that their node gives."""
+        by_weight = {layer.weight: layer for layer in self.ranges.scheme.layers}
+        by_path = {layer.path: layer for layer in self.ranges.scheme.layers}
+        found = {}
+        for node in self.model.graph.node:
+            if node.op_type in _PRODUCTS and node.input[1] in self.tensors:
+                layer = by_weight.get(node.input[1]) or by_path.get(owner_of(node))
+                if layer is not None:
+                    found[node.output[0]] = layer
+        return found
+
+    def _copy(self, node: NodeProto) -> None:
+        names = [self.instead.get(name, name) for name in node.input]
+        del node.input[:]
+        node.input.extend(names)
+        self.made.append(node)
+
+    def _constant(self, name: str, value: Array) -> str:
+        tensor = numpy_helper.from_array(value, name)
+        self.model.graph.initializer.append(tensor)
+        return name
+
+    def _step_and_zero(self, point: int) -> list[str]:
+        step, zero = self.ranges.grid(point)
+        kind = np.uint8 if is_x86() else np.int8
+        names = [f"point_{point}_step", f"point_{point}_zero"]
+        if names[0] not in {each.name for each in self.model.graph.initializer}:
+            self._constant(names[0], np.array(step, np.float32))
+            self._constant(names[1], np.array(zero if is_x86() else zero - _SHIFT, kind))
+        return names
+
+    def _put(self, value: str, point: int) -> str:
+        """Put a value on the grid of a point; return the name of what it is then."""
+        key = (point, value)
+        if key not in self.on_grid:
+            given, name = self._step_and_zero(point), f"{value}_on_{point}"
+            whole = f"{name}_whole"
+            self.made.append(helper.make_node("QuantizeLinear", [value, *given], [whole]))
+            self.made.append(helper.make_node("DequantizeLinear", [whole, *given], [name]))
+            self.on_grid[key] = name
+        return self.on_grid[key]
+
+    def _layer(self, node: NodeProto, layer: QuantizedLayer) -> str:
+        """Write a layer; return the name of what it gives."""
+        read, weight, *rest = node.input
+        read = self.instead.get(read, read)
+        if layer.quantizes:
+            read = self._put(read, layer.reads)
+        bias = next((self._array(each) for each in rest if each in self.tensors), None)
+        value = self._array(weight)
+        axis = 0 if node.op_type == "Conv" or _is_transposed(node) else value.ndim - 1
+        rows = np.moveaxis(value, axis, 0).reshape(value.shape[axis], -1)
+        steps = np.abs(rows).max(1) / np.float32(self.ranges.largest)
+        of_read, _ = self.ranges.grid(layer.reads)
+        if bias is not None:
+            steps = np.maximum(steps, np.abs(bias.reshape(-1)) / of_read / _LARGEST_BIAS)
+        steps = np.maximum(steps, _SMALLEST).astype(np.float32)
+        along = [1] * value.ndim
+        along[axis] = -1
+        whole = np.round(value / steps.reshape(along)).astype(np.int8)
+        name = str(node.output[0])
+        given = self._dequantized(f"{name}_weight", whole, steps, axis)
+        if bias is not None:
+            of_bias = (of_read * steps).astype(np.float32)
+            whole = np.round(bias.reshape(-1) / of_bias).astype(np.int32)
+            rest = [self._dequantized(f"{name}_bias", whole, of_bias, 0)]
+        del node.input[:]
+        node.input.extend([read, given, *rest])
+        self.made.append(node)
+        return name
+
+    def _array(self, name: str) -> Array:
+        return numpy_helper.to_array(self.tensors[name])
+
+    def _dequantized(self, name: str, whole: Array, steps: Array, axis: int) -> str:
+        zeros = np.zeros(len(steps), whole.dtype)
+        given = {"whole": whole, "steps": steps, "zeros": zeros}
+        names = [self._constant(f"{name}_{what}", value) for what, value in given.items()]
+        self.made.append(helper.make_node("DequantizeLinear", names, [name], axis=axis))
+        return name
+
+    def _write(self, value: str, point: int) -> str:
+        """Put what a layer gives on its grid; return what is no more, since the grid does it."""
+        (low, high), users = self.ranges.scheme.bounds[point], self.users.get(value, [])
+        is_clipped = (low, high) != (-np.inf, np.inf) and value not in self.outputs
+        is_clipped &= [user.op_type in ("Relu", "Clip") for user in users] == [True]
+        clipped = users[0].output[0] if is_clipped else ""
+        on_grid = self._put(value, point)
+        for name in filter(None, (value, clipped)):
+            if name not in self.outputs:
+                self.instead[name] = on_grid
+        return clipped
+
+
+def _is_transposed(node: NodeProto) -> bool:
+    given: Mapping[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    return bool(given.get("transB", 0))

@@ -1,0 +1,90 @@
+"""Putting fake quantization onto the layers of a gated model in place, and taking it off again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from l0prune.capture.compat import ConvolutionBase
+from l0prune.errors import UsageError
+from l0prune.gating.bank import Gates
+from l0prune.gating.fake_quantizer import FakeQuantizer
+from l0prune.gating.gated_class import HOOKS, QUANTIZER, gated_class, gating_of, original_class
+from l0prune.gating.link import Link
+from l0prune.gating.multipliers import LINK
+from l0prune.infer.quantized_layers import BATCH_NORMS
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Hook before a layer's forward."""
+
+    quantizer: FakeQuantizer
+    point: int
+
+    def __call__(self, module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not isinstance(module, ConvolutionBase | nn.Linear) or not given:
+            return None  # of a branch that is gone
+        first, *rest = given
+        return (self.quantizer.at(self.point, first), *rest)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Hook after the forward of a convolution, or of the BatchNorm behind it."""
+
+    quantizer: FakeQuantizer
+    point: int
+
+    def __call__(self, module: nn.Module, given: Any, output: Any) -> Any:
+        if not isinstance(module, (ConvolutionBase, *BATCH_NORMS)):
+            return None  # of a branch that is gone
+        return self.quantizer.at(self.point, output)
+
+
+def attach_quantizer(model: nn.Module, gates: Gates, quantizer: FakeQuantizer) -> None:
+    """Let the layers of a gated model be quantized, in place; the model is whole.
+
+    Raises:
+        UsageError: it has not the layers of the scheme.
+    """
+    detach_quantizer(model, gates)
+    scheme = quantizer.scheme
+    try:
+        modules = {layer.path: model.get_submodule(layer.path) for layer in scheme.layers}
+        written = {model.get_submodule(path): point for path, point in scheme.outputs.items()}
+    except AttributeError as error:
+        raise UsageError(f"the ranges for int8 are of another model: {error}") from error
+    for layer in scheme.layers:
+        module = modules[layer.path]
+        link: Link = module.__dict__.setdefault(LINK, Link(gates, {}, {}))
+        link.quantizer = quantizer
+        names, lists, _ = gating_of(module)
+        names = names if "weight" in names else (*names, "weight")
+        module.__class__ = gated_class(original_class(module), names, lists, module is model)
+        if layer.quantizes:
+            module._forward_pre_hooks[QUANTIZER] = _Input(quantizer, layer.reads)  # type: ignore[index]
+    for module, point in written.items():
+        module._forward_hooks[QUANTIZER] = _Output(quantizer, point)  # type: ignore[index]
+    gates.quantizer = quantizer
+
+
+def detach_quantizer(model: nn.Module, gates: Gates) -> None:
+    """Undo ``attach_quantizer``; ``model`` is the one that was gated."""
+    if gates.quantizer is None:
+        return
+    gates.quantizer = None
+    for module in model.modules():
+        for name in HOOKS:
+            getattr(module, name).pop(QUANTIZER, None)
+        link: Link | None = module.__dict__.get(LINK)
+        if link is None or link.quantizer is None:
+            continue
+        link.quantizer = None
+        _, lists, _ = gating_of(module)
+        if not link.sites and not link.scales:
+            del module.__dict__[LINK]
+        names = (*link.sites, *(name for name in link.scales if name not in link.sites))
+        module.__class__ = gated_class(original_class(module), names, lists, module is model)

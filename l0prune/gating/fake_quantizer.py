@@ -1,0 +1,149 @@
+"""Fake quantization: a network that computes in floating point what its int8 file will.
+
+Each weight w of a layer, times its gates, is read as ``s·clamp(round(w/s), −127, 127)``, with a
+step ``s = max|w|/127`` for each output. A value x at a point between layers is
+``s·(clamp(round(x/s) + zero, 0, 255) − zero)``, with one step and zero for all of it, from the
+moving averages of its least and largest number. Gradients go straight through the rounding, and are
+0 where a value is clamped.
+
+A runtime folds BatchNorm into the convolution before it. With a step for each output that changes
+no rounding: of ``g·w`` step and weight are both g times as large. So BatchNorm stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from l0prune.gating.products import is_joined
+from l0prune.plan.int8 import LEVELS, Ranges, Scheme
+
+_LEAST_SHARE = 0.01  # of a step in the moving averages
+_TINY = 1e-12
+
+
+class _Bank(Protocol):
+    bypassed: bool
+    training: bool
+
+
+class FakeQuantizer:
+    """Fake quantization of the layers of one gated model, and the ranges that it has seen.
+
+    Attributes:
+        scheme: what is in eight bits.
+        largest: integer of a weight, by magnitude.
+        is_on: forwards are quantized, at the points whose range is known.
+        is_observing: forwards in training mode are looked at.
+        ranges: least and most of each point, shape ``(points, 2)``.
+        counts: steps that each point's range is from; 0 where it is not known.
+    """
+
+    def __init__(self, gates: _Bank, scheme: Scheme, largest: int) -> None:
+        self._gates, self.scheme, self.largest = gates, scheme, largest
+        self.is_on = self.is_observing = False
+        self.ranges = torch.zeros(len(scheme.bounds), 2)
+        self.counts = [0] * len(scheme.bounds)
+        self._steps = torch.ones(len(scheme.bounds))
+        self._zeros = torch.zeros(len(scheme.bounds), dtype=torch.int32)
+        self._seen: dict[int, Tensor] = {}  # least and most of this step
+
+    @classmethod
+    def of(cls, gates: _Bank, ranges: Ranges) -> FakeQuantizer:
+        """Return one that is on, with ranges that a training found."""
+        made = cls(gates, ranges.scheme, ranges.largest)
+        found = torch.tensor([ranges.least, ranges.most]).T.contiguous()
+        made.load(found, [int(any(pair)) for pair in found.tolist()])
+        made.is_on = True
+        return made
+
+    @property
+    def found(self) -> Ranges:
+        """The ranges as plain data."""
+        least, most = (tuple(column.tolist()) for column in self.ranges.cpu().T)
+        return Ranges(self.scheme, least, most, self.largest)
+
+    def load(self, ranges: Tensor, counts: Sequence[int]) -> None:
+        """Take ranges for those that are known."""
+        self.ranges, self.counts = ranges.clone(), list(counts)
+        self._seen = {}
+        self._to_grids()
+
+    def off(self) -> None:
+        """Let the model compute as it does without."""
+        self.is_on = self.is_observing = False
+
+    @property
+    def acts(self) -> bool:
+        """Return whether weights are read quantized now."""
+        return self.is_on and not self._gates.bypassed
+
+    def weight(self, weight: Tensor) -> Tensor:
+        """Quantize a weight. Shape: ``(outputs, …)``, and so the result."""
+        if not weight.numel():
+            return weight
+        steps = weight.detach().flatten(1).abs().amax(1).float() / self.largest
+        zeros = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
+        return torch.fake_quantize_per_channel_affine(
+            weight, steps.clamp_min(_TINY), zeros, 0, -self.largest, self.largest
+        )
+
+    def at(self, point: int, value: Tensor) -> Tensor:
+        """Look at a value at this point, and quantize it. Shape: any, and so the result."""
+        if self._gates.bypassed or not value.numel():
+            return value
+        if self.is_observing and self._gates.training:
+            self._observe(point, value.detach())
+        if not (self.is_on and self.counts[point]):
+            return value
+        if self._steps.device != value.device:
+            self._steps, self._zeros = self._steps.to(value.device), self._zeros.to(value.device)
+        steps, zeros = self._steps[point], self._zeros[point]
+        return torch.fake_quantize_per_tensor_affine(value, steps, zeros, 0, LEVELS)
+
+    def _observe(self, point: int, value: Tensor) -> None:
+        found = torch.stack(value.aminmax()).float()
+        if point in self._seen:  # by another micro-batch, or by the same one in backward
+            before = self._seen[point]
+            found = torch.stack((before[0].minimum(found[0]), before[1].maximum(found[1])))
+        self._seen[point] = found
+
+    def forget(self) -> None:
+        """Before a step: drop what others than its forwards have shown."""
+        self._seen = {}
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """After a step: let the moving averages take in what its forwards have shown."""
+        if not self.is_observing:
+            return
+        seen, self._seen = self._seen, {}
+        device = next((each.device for each in seen.values()), self.ranges.device)
+        found = torch.tensor([[float("inf"), float("-inf")]] * len(self.counts), device=device)
+        for point, pair in seen.items():
+            found[point] = pair
+        if is_joined():
+            found[:, 0] *= -1
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+            found[:, 0] *= -1
+            known = found.isfinite().all(1).tolist()
+            seen = {point: found[point] for point, is_known in enumerate(known) if is_known}
+        self.ranges = self.ranges.to(device)
+        for point in seen:
+            low, high = self.scheme.bounds[point]
+            least, most = found[point].clamp(low, high).unbind()
+            pair = torch.stack((least.clamp_max(0), most.clamp_min(0)))
+            self.counts[point] += 1
+            share = max(_LEAST_SHARE, 1 / self.counts[point])
+            self.ranges[point] = torch.lerp(self.ranges[point], pair, share)
+        self._to_grids()
+
+    def _to_grids(self) -> None:
+        """Compute step and zero of each point, as ``Ranges.grid`` does."""
+        least, most = self.ranges.unbind(1)
+        self._steps = ((most - least) / LEVELS).clamp_min(_TINY)
+        self._zeros = (-least / self._steps).round().clamp(0, LEVELS).int()

@@ -1,0 +1,132 @@
+"""Layers that can be in eight bits, and the points between them, found on the captured graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.fx import Node
+
+from l0prune.capture.capture import Captured
+from l0prune.capture.compat import ConvolutionBase
+from l0prune.capture.provenance import module_of, within, without_call
+from l0prune.infer.nodes import PERMUTATIONS, RESHAPES, argument, operator_name
+from l0prune.plan.int8 import QuantizedLayer, Scheme
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_CONVOLUTIONS = tuple(f"aten.conv{dims}d" for dims in (1, 2, 3))
+_RELU = ("aten.relu", "aten.relu_")
+_CLIPS = ("aten.hardtanh", "aten.hardtanh_")
+_MOVES = (*RESHAPES, *PERMUTATIONS, *(f"aten.{name}" for name in ("contiguous", "clone", "detach")))
+# What leaves numbers on the grid that they were on: 0 is on each.
+_KEEPS = frozenset((*_RELU, *_MOVES, *(f"aten.max_pool{dims}d" for dims in (1, 2, 3))))
+
+
+def quantized_layers(captured: Captured, model: nn.Module) -> Scheme:
+    """Find what can be in eight bits: each Linear and convolution that its own forward computes.
+
+    What a convolution writes is put on a grid, past the BatchNorm that follows: one on integers
+    writes integers. Sums, norms and products of activations stay in floating point, and so does a
+    layer that is called several times.
+
+    Args:
+        captured: the graph.
+        model: of which it is.
+    """
+    return _Finder(captured, model).found()
+
+
+class _Finder:
+    def __init__(self, captured: Captured, model: nn.Module) -> None:
+        self._captured, self._model = captured, model
+        self._bounds: list[tuple[float, float]] = []
+        self._points: dict[Node, int] = {}  # by the value
+        self._clips: set[Node] = set()
+        self._outputs: dict[str, int] = {}
+
+    def found(self) -> Scheme:
+        """Find the layers, then what convolutions write, then what each layer reads."""
+        layers = dict(self._once(self._is_layer))
+        norms = {node: path for path, node in self._once(self._is_norm)}
+        written = {
+            path: self._written(path, node, norms)
+            for path, node in layers.items()
+            if operator_name(node.target) in _CONVOLUTIONS
+        }
+        made = []
+        for path, node in layers.items():
+            read = node.args[0]
+            assert isinstance(read, Node)
+            reads, quantizes = self._on_grid(read), False
+            if reads is None:
+                reads, quantizes = self._point(_unmoved(read)), True
+            weight = self._captured.names[argument(node, 1, "weight").name]
+            made.append(QuantizedLayer(path, weight, reads, quantizes, written.get(path)))
+        return Scheme(tuple(made), tuple(self._bounds), self._outputs)
+
+    def _once(self, is_one: Callable[[Node], bool]) -> Iterator[tuple[str, Node]]:
+        """Yield nodes of such modules that make one of them, with the module's path."""
+        found: dict[str, list[Node]] = {}
+        for node in self._captured.graph.nodes:
+            if node.op == "call_function" and is_one(node):
+                found.setdefault(without_call(module_of(node)), []).append(node)
+        yield from ((path, nodes[0]) for path, nodes in found.items() if len(nodes) == 1)
+
+    def _is_layer(self, node: Node) -> bool:
+        if operator_name(node.target) not in (*_CONVOLUTIONS, "aten.linear"):
+            return False
+        module, weight = self._module(node), argument(node, 1, "weight")
+        if not isinstance(module, ConvolutionBase | nn.Linear):
+            return False
+        own = within(without_call(module_of(node)), "weight")
+        stored = self._captured.names.get(getattr(weight, "name", ""))
+        return stored == self._captured.aliases.get(own, own)
+
+    def _is_norm(self, node: Node) -> bool:
+        is_one = operator_name(node.target) == "aten.batch_norm"
+        return is_one and isinstance(self._module(node), BATCH_NORMS)
+
+    def _module(self, node: Node) -> nn.Module:
+        return self._model.get_submodule(without_call(module_of(node)))
+
+    def _written(self, path: str, node: Node, norms: dict[Node, str]) -> int:
+        """Make a point of what a convolution writes, and note the module whose output that is."""
+        users = list(node.users)
+        if len(users) == 1 and users[0] in norms:
+            node, path = users[0], norms[users[0]]
+        after = list(node.users)
+        name = operator_name(after[0].target) if len(after) == 1 else ""
+        bounds = (-math.inf, math.inf)
+        if name in _RELU:
+            bounds = (0.0, math.inf)
+        elif name in _CLIPS:
+            low, high = (float(argument(after[0], n, "", (-1, 1)[n - 1])) for n in (1, 2))
+            if low <= 0 <= high:
+                bounds = (low, high)
+                self._clips.add(after[0])
+        self._outputs[path] = self._point(node, bounds)
+        return self._outputs[path]
+
+    def _point(self, node: Node, bounds: tuple[float, float] = (-math.inf, math.inf)) -> int:
+        if node not in self._points:
+            self._points[node] = len(self._bounds)
+            self._bounds.append(bounds)
+        return self._points[node]
+
+    def _on_grid(self, node: Node) -> int | None:
+        """Return the number of the written point on whose grid a value is; None for none."""
+        written = {*self._outputs.values()}
+        while self._points.get(node) not in written:
+            keeps = operator_name(node.target) in _KEEPS or node in self._clips
+            if node.op != "call_function" or not keeps or not isinstance(node.args[0], Node):
+                return None
+            node = node.args[0]
+        return self._points[node]
+
+
+def _unmoved(node: Node) -> Node:
+    """Return the value that this one is in another shape."""
+    while operator_name(node.target) in _MOVES and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node

@@ -1,0 +1,102 @@
+"""What of a network is in eight bits: its layers with a weight, and what they read and write.
+
+Plain data. A *point* is a value of the network that is put on a grid of 256 numbers. Layers read
+one each; a convolution writes one, past the BatchNorm that follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+
+LEVELS = 255
+_SMALLEST = np.float32(1e-12)  # step of a grid
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A Linear or convolution whose weight and input are in eight bits.
+
+    Attributes:
+        path: of the module.
+        weight: name of its weight in the model.
+        reads: number of the point that its input is.
+        quantizes: whether it puts its input on that grid; else what it reads is on it.
+        writes: number of the point that it writes; None for none.
+    """
+
+    path: str
+    weight: str
+    reads: int
+    quantizes: bool
+    writes: int | None = None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The layers of a network that are in eight bits, and the points between them.
+
+    Attributes:
+        layers: of the network.
+        bounds: of each point, the least and largest number that what follows tells apart: 0 and
+            infinity before a ReLU.
+        outputs: by path of a module, the number of the point that its output is.
+    """
+
+    layers: tuple[QuantizedLayer, ...]
+    bounds: tuple[tuple[float, float], ...]
+    outputs: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """A scheme with the ranges that a training found.
+
+    Attributes:
+        scheme: what is in eight bits.
+        least, most: of each point, with 0 between; both 0 where none was seen.
+        largest: integer of a weight, by magnitude.
+    """
+
+    scheme: Scheme
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+    largest: int
+
+    def grid(self, point: int) -> tuple[np.float32, int]:
+        """Return step and zero of a point's grid ``step·(q − zero)``, q from 0 to 255."""
+        least, most = np.float32(self.least[point]), np.float32(self.most[point])
+        step = max((most - least) / np.float32(LEVELS), _SMALLEST)
+        return step, int(np.clip(np.round(-least / step), 0, LEVELS))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON data."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Read what ``to_dict`` made, of a file that may hold anything.
+
+        Raises:
+            ValueError, TypeError, LookupError: it is none.
+        """
+        scheme = given["scheme"]
+        layers = tuple(QuantizedLayer(**each) for each in scheme["layers"])
+        bounds = tuple((float(low), float(high)) for low, high in scheme["bounds"])
+        outputs = {str(path): int(point) for path, point in scheme["outputs"].items()}
+        least, most = (_floats(given[name], len(bounds)) for name in ("least", "most"))
+        used = {each.reads for each in layers} | {*outputs.values()}
+        used |= {each.writes for each in layers if each.writes is not None}
+        if not used <= {*range(len(bounds))}:
+            raise ValueError("points that there are not")
+        return cls(Scheme(layers, bounds, outputs), least, most, int(given["largest"]))
+
+
+def _floats(given: Sequence[Any], count: int) -> tuple[float, ...]:
+    found = tuple(map(float, given))
+    if len(found) != count:
+        raise ValueError(f"{len(found)} numbers for {count} points")
+    return found

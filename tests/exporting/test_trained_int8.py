@@ -1,0 +1,154 @@
+"""int8 files with the ranges of a training, beside the fake-quantized network, in ONNX Runtime."""
+
+import copy
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.errors import L0pruneError
+from l0prune.exporting.onnx.quantizer import has_dot_products
+from l0prune.exporting.onnx.trained import quantized
+
+X = torch.randn(48, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+LARGEST = 127 if has_dot_products() else 63
+
+
+class Network(nn.Module):
+    """A residual stream, a depthwise convolution, and Linears on maps and on vectors."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.act = nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU6()
+        self.deep, self.pool = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.MaxPool2d(2)
+        self.inner, self.its_norm = nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8)
+        self.mix, self.mixed = nn.Linear(8, 12), nn.LayerNorm(12)
+        self.back = nn.Linear(12, 8, bias=False)
+        self.head, self.out = nn.Linear(72, 10), nn.Linear(10, 4)
+
+    def forward(self, x):
+        x = self.pool(self.act(self.norm(self.stem(x))))
+        x = x + self.its_norm(self.inner(torch.relu(self.deep(x))))
+        y = self.back(nn.functional.gelu(self.mixed(self.mix(x.permute(0, 2, 3, 1)))))
+        x = torch.relu(x + y.permute(0, 3, 1, 2))
+        return self.out(torch.relu(self.head(x.flatten(1))))
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Gates of any value, many closed; ranges that are too narrow, so that int8 is far from it."""
+    torch.manual_seed(3)
+    model = l0prune.gate(Network(), X[:2])
+    pruner = l0prune.Pruner(
+        model, steps=8, warmup=0, n=48, settle=7, quantize="int8", say=lambda text: None
+    )
+    gates = l0prune.gates(model)
+    for part in X.split(6):
+        with torch.no_grad():
+            model(part)
+        pruner.before_step()
+        pruner.after_step()
+    with torch.no_grad():
+        gates.log_alpha.uniform_(-4, 3)
+        for norm in (model.norm, model.its_norm):
+            norm.weight.uniform_(-2, 2)
+            norm.bias.uniform_(-1, 1)
+    gates.quantizer.load(gates.quantizer.ranges / 3, gates.quantizer.counts)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def files(model, tmp_path_factory):
+    """The export, its file in float32, and that in int8."""
+    made, path = l0prune.export(model), tmp_path_factory.mktemp("files") / "model.onnx"
+    made.save_onnx(path)
+    names = {name for name, _ in made.module.named_parameters()}
+    file = onnx.load(path)
+    return made, file, quantized(file, made.ranges, names)
+
+
+def session(file, **options):
+    chosen = onnxruntime.SessionOptions()
+    chosen.log_severity_level = 3
+    for name, value in options.items():
+        setattr(chosen, name, str(value))
+    return onnxruntime.InferenceSession(
+        file.SerializeToString(), chosen, providers=["CPUExecutionProvider"]
+    )
+
+
+def test_the_file_computes_what_the_fake_quantized_network_does(model, files):
+    _, file, small = files
+    onnx.checker.check_model(small, full_check=True)
+    with torch.no_grad():
+        expected = model(X).numpy()
+    (found,) = session(small).run(None, {"x": X.numpy()})
+    step = (expected.max() - expected.min()) / 255
+    assert np.abs(found - expected).max() <= step
+    assert np.median(np.abs(found - expected)) <= 0.01 * step  # sums round in another order
+    (plain,) = session(file).run(None, {"x": X.numpy()})
+    assert np.median(np.abs(plain - expected)) > 5 * step
+
+
+def test_what_is_proven_of_the_file_in_float32_stays_so(model, files):
+    made, file, _ = files
+    gates = l0prune.gates(model)
+    assert gates.quantizer.is_on
+    plain = copy.deepcopy(model)
+    l0prune.gates(plain).quantizer.off()
+    (found,) = session(file).run(None, {"x": X.numpy()})
+    with torch.no_grad():
+        expected = plain(X).numpy()
+        assert np.abs(made.module(X).numpy() - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    assert made.certificate.worst(("class", "graph"), "float64") < 1e-10
+
+
+def test_onnx_runtime_has_operators_on_integers_for_all_of_it(files, tmp_path):
+    _, _, small = files
+    session(small, optimized_model_filepath=tmp_path / "optimized.onnx")
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert kinds.count("QLinearConv") == 3
+    assert kinds.count("QGemm") == 2
+    assert kinds.count("MatMulIntegerToFloat") == 2
+    assert not {"Conv", "FusedConv", "Gemm", "MatMul", "Clip"} & {*kinds}
+
+
+def test_integers_of_weights_are_those_of_the_training(model, files):
+    made, _, small = files
+    tensors = {each.name: onnx.numpy_helper.to_array(each) for each in small.graph.initializer}
+    weights = [each for name, each in tensors.items() if name.endswith("_weight_whole")]
+    assert len(weights) == len(made.ranges.scheme.layers) == 7
+    assert all(np.abs(each.astype(int)).max() == LARGEST for each in weights)
+
+
+def test_a_layer_that_the_file_has_not_is_said(files):
+    made, file, _ = files
+    names = {name for name, _ in made.module.named_parameters()}
+    changed = onnx.ModelProto()
+    changed.CopyFrom(file)
+    for node in changed.graph.node:
+        if "mix.weight" in node.input or node.op_type == "MatMul":
+            node.op_type = "Einsum"
+    with pytest.raises(L0pruneError, match="mix, back learned in eight bits"):
+        quantized(changed, made.ranges, names)
+
+
+@pytest.mark.slow
+def test_save_onnx_writes_it_and_says_so(model, tmp_path):
+    made = l0prune.export(model)
+    with pytest.warns():
+        made.save_onnx(tmp_path / "model.onnx", int8=X)
+    assert made.int8.method == "trained"
+    (found,) = session(onnx.load(tmp_path / "model.int8.onnx")).run(None, {"x": X.numpy()})
+    with torch.no_grad():
+        expected = model(X).numpy()
+    assert np.abs(found - expected).max() <= (expected.max() - expected.min()) / 255
+    with torch.no_grad():  # what learns on without it is quantized as any other
+        made.module.out.bias.add_(1)
+    assert made.pieces
+    assert made.ranges is None
