@@ -11,6 +11,7 @@ from l0prune.errors import warn_renamed
 if TYPE_CHECKING:
     from l0prune.data.dataset import Data
     from l0prune.exporting.certify.certificate import Certificate
+    from l0prune.exporting.exits.early_exits import EarlyExits, choose_exits
     from l0prune.exporting.export import export
     from l0prune.exporting.result import Export
     from l0prune.files.artifact import load, read_info, save
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from l0prune.timing.measure import measure
     from l0prune.timing.table import LatencyTable
     from l0prune.training.budget import Budget
+    from l0prune.training.exits import add_exits
     from l0prune.training.history import History
     from l0prune.training.penalty import param_groups, penalty
     from l0prune.training.pruner import Pruner
@@ -53,6 +55,7 @@ _HOMES = {
     "Certificate": "exporting.certify.certificate",
     "ContinuousSparsification": "gating.kinds.continuous_sparsification",
     "Data": "data.dataset",
+    "EarlyExits": "exporting.exits.early_exits",
     "Export": "exporting.result",
     "Gate": "gating.kinds.base",
     "Gates": "gating.bank",
@@ -65,6 +68,8 @@ _HOMES = {
     "Settings": "training.settings",
     "Survey": "report.survey",
     "Task": "running.task",
+    "add_exits": "training.exits",
+    "choose_exits": "exporting.exits.early_exits",
     "compensate": "selection.compensate",
     "distributions": "gating.kinds",
     "evaluate": "running.evaluate",
@@ -103,6 +108,7 @@ __all__ = [
     "Compensation",
     "ContinuousSparsification",
     "Data",
+    "EarlyExits",
     "Export",
     "Gate",
     "Gates",
@@ -116,6 +122,8 @@ __all__ = [
     "Survey",
     "Task",
     "__version__",
+    "add_exits",
+    "choose_exits",
     "compensate",
     "distributions",
     "evaluate",

@@ -21,8 +21,9 @@ ROOMS = (
 )  # fmt: skip
 NAMES = {
     "BinaryConcrete", "Budget", "Certificate", "Compensation", "ContinuousSparsification",
-    "Data", "Export", "Gate", "Gates", "HardConcrete", "History", "LatencyTable", "Measure",
-    "Pruner", "Report", "Settings", "Survey", "Task", "__version__", "compensate",
+    "Data", "EarlyExits", "Export", "Gate", "Gates", "HardConcrete", "History", "LatencyTable",
+    "Measure", "Pruner", "Report", "Settings", "Survey", "Task", "__version__", "add_exits",
+    "choose_exits", "compensate",
     "distributions", "evaluate", "export", "finetune", "fit", "from_pretrained", "gate",
     "gates", "load", "load_data", "load_model", "measure", "measures", "param_groups",
     "penalty", "read_info", "resize", "save", "score", "scores", "shrink", "survey",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 from l0prune.errors import UsageError
 
 MOST = 2**31 - 1  # of examples in a batch, of steps
@@ -40,3 +43,20 @@ def is_count(number: object, most: int = 2**63 - 1) -> bool:
 def _shown(number: object) -> str:
     text = repr(number) if not isinstance(number, int) or abs(number) < 10**20 else "one as large"
     return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+_TOLERANCE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*")
+
+
+def tolerance_of(given: float | str) -> float:
+    """Return a tolerance as a part of 1.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(given, str):
+        matched = _TOLERANCE.fullmatch(given)
+        given = math.nan if matched is None else float(matched[1]) / (100 if matched[2] else 1)
+    if not 0 < given < 1:
+        raise UsageError("a tolerance is a part of 1 between 0 and 1, such as '1%' or 0.01")
+    return given

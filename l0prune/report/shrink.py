@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from l0prune.exporting.result import Export, Step
 from l0prune.gating.gate import gate
 from l0prune.plan.limits import LimitsLike, limits
 from l0prune.plan.measures import Source
-from l0prune.plan.numbers import check_whole
+from l0prune.plan.numbers import check_whole, tolerance_of
 from l0prune.running.device import device_of, on_device
 from l0prune.running.sources import with_pseudo_labels
 from l0prune.selection.compensate import (
@@ -38,7 +37,6 @@ from l0prune.training.checkpoint import put_back, snapshot
 
 _TRIED = 5  # sizes, for a tolerance
 _SMALLEST = 0.05  # share of the MACs, below which a tolerance does not go
-_TOLERANCE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*")
 
 
 def shrink(
@@ -115,20 +113,6 @@ def shrink(
         result.fidelity = fidelity(model, result.module, judged)
     result.curve = tuple(curve)
     return result
-
-
-def tolerance_of(given: float | str) -> float:
-    """Return a tolerance as a part of 1.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if isinstance(given, str):
-        matched = _TOLERANCE.fullmatch(given)
-        given = math.nan if matched is None else float(matched[1]) / (100 if matched[2] else 1)
-    if not 0 < given < 1:
-        raise UsageError("a tolerance is a part of 1 between 0 and 1, such as '1%' or 0.01")
-    return given
 
 
 def _head(inputs: Any, count: int) -> Any:

@@ -127,20 +127,13 @@ class Teacher:
         return (1 - self._share) * loss + self._share * extra
 
     def _distance(self, mine: Tensor, theirs: Tensor, dim: int | None) -> Tensor:
-        """T²·KL between softened class probabilities, the mean over all examples and places.
-
-        One column is no choice between classes: there it is the mean squared difference.
-        """
+        """Return ``distance`` of outputs, which must have one shape."""
         if mine.shape != theirs.shape:
             raise UsageError(
                 f"the teacher gives {tuple(theirs.shape)}, the model {tuple(mine.shape)}: distill "
                 "compares their outputs, which must have one shape"
             )
-        if dim is None:
-            return F.mse_loss(mine.float(), theirs.float())
-        soft = [F.log_softmax(s.float() / self._temperature, dim) for s in (mine, theirs)]
-        each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(dim)
-        return self._temperature**2 * each.mean()
+        return distance(mine, theirs, self._temperature, dim)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the teacher's tensors for the checkpoint, unless it is the model or the user's."""
@@ -156,6 +149,21 @@ class Teacher:
         for outputs in self._features:
             outputs.close()
         self._before.close()
+
+
+def distance(mine: Tensor, theirs: Tensor, temperature: float, dim: int | None) -> Tensor:
+    """T²·KL between softened class probabilities, the mean over all examples and places.
+
+    Args:
+        mine, theirs: of one shape.
+        temperature: T.
+        dim: that of the classes; None where there are none: the mean squared difference.
+    """
+    if dim is None:
+        return F.mse_loss(mine.float(), theirs.float())
+    soft = [F.log_softmax(s.float() / temperature, dim) for s in (mine, theirs)]
+    each = F.kl_div(soft[0], soft[1], reduction="none", log_target=True).sum(dim)
+    return temperature**2 * each.mean()
 
 
 def _answer(outputs: Any) -> Tensor:

@@ -26,6 +26,7 @@ from l0prune.running.task import Task
 from l0prune.training import checkpoint, start
 from l0prune.training.compaction import whole_in_the_end
 from l0prune.training.distillation import taught
+from l0prune.training.exits import with_exit_loss
 from l0prune.training.history import History
 from l0prune.training.keywords import DenseKeywords, Keywords
 from l0prune.training.loop import Interrupt, Loop
@@ -57,7 +58,7 @@ def _train(model: nn.Module, data: Any, settings: Settings, gates: Gates | None)
     if settings.learn == GATES and not has_targets(data):
         with bypass(model), stage("answering the inputs"):
             data = with_pseudo_labels(data, model, device=settings.device)
-    task = Task.of(data, settings.loss, settings.metric)
+    task = with_exit_loss(Task.of(data, settings.loss, settings.metric), model)
     if "batch_size" not in settings.model_fields_set:
         size = max(usual_batch_size(task.train), settings.accumulate)
         settings = settings.model_copy(update={"batch_size": size})

@@ -6,8 +6,8 @@ from torch import nn
 
 import l0prune
 from l0prune.errors import UsageError
+from l0prune.plan.numbers import tolerance_of
 from l0prune.report import shrink as module
-from l0prune.report.shrink import tolerance_of
 from l0prune.selection.compensate import fidelity
 
 
