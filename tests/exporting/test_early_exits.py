@@ -8,11 +8,12 @@ import onnxruntime
 import pytest
 import small_task
 import torch
-from stacks import stack
+from stacks import Stack, stack
 
 import l0prune
 from l0prune.data import Tensors
 from l0prune.errors import CertificateError, L0pruneWarning, UsageError
+from l0prune.exporting.exits import deciding
 from l0prune.exporting.exits.criteria import criterion_of
 from l0prune.exporting.exits.deciding import EarlyExit
 from l0prune.exporting.exits.ways import forced
@@ -219,3 +220,35 @@ def test_what_makes_no_sense_is_refused(dense, said):
 def test_an_export_without_exits_is_refused():
     with pytest.raises(UsageError, match="no early exits"):
         l0prune.choose_exits(l0prune.export(small_task.gated()), HELD_OUT, tolerance="1%")
+
+
+class Rigid(Stack):
+    """Its code allows one width, so that what is cut is no longer of its class."""
+
+    def forward(self, points):
+        x = self.stem(points).relu()
+        if x.shape[1] != 12:
+            raise ValueError("not my width")
+        return self.last(self.blocks(x))
+
+
+def test_a_captured_graph_is_left_early_too():
+    torch.manual_seed(0)
+    model = l0prune.add_exits(Rigid(), (X[:3],))
+    l0prune.gate(model, (X[:3],), branches=False)
+    with torch.no_grad():
+        l0prune.gates(model).log_alpha[::9] = -10.0
+    dense = l0prune.export(model)
+    assert not dense.rebuilt
+    reached = []
+    deciding.run(dense.module, (X[:1],), {}, lambda *told: reached.append(told))
+    assert [number for number, _ in reached] == [0, 1]
+    assert torch.allclose(reached[0][1], model.eval()(X[:1]).exits[0], atol=1e-6)
+    module = EarlyExit(dense.module, criterion_of("confidence"), torch.tensor((0.4, 0.4))).eval()
+    with torch.no_grad():
+        together = module.decide(X)
+        for row in range(10):
+            found = module.decide(X[row : row + 1])
+            assert found.exit == together.exit[row]
+            assert torch.allclose(found.output[0], together.output[row], atol=1e-6)
+    assert len(together.exit.unique()) > 1

@@ -138,7 +138,7 @@ class _Stepwise(Interpreter):
         super().__init__(graph)
         self._reached = reached
         leaves = pytree.tree_leaves(graph.graph.output_node().args[0])
-        self._last, *exits = [leaf for leaf in leaves if isinstance(leaf, Node)]
+        _, *exits = [leaf for leaf in leaves if isinstance(leaf, Node)]
         self._exits = {node: number for number, node in enumerate(exits)}
 
     def run_node(self, node: Node) -> Any:
@@ -151,5 +151,6 @@ class _Stepwise(Interpreter):
     def answer(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """Return the last answer."""
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        found: Tensor = self.run(*leaves, enable_io_processing=False)
-        return pytree.tree_leaves(found)[0]
+        outputs = self.run(*leaves, enable_io_processing=False)
+        last: Tensor = pytree.tree_leaves(outputs)[0]
+        return last

@@ -1,0 +1,164 @@
+"""Early exits: what an ``If`` costs, and whether they beat a network that is only cut.
+
+    python -m benchmarks.exits
+    python -m benchmarks.exits --epochs 15 --budgets 0.5 0.25 0.12
+
+A network with exits is trained, gated and fine-tuned to each budget in MACs; so is one without.
+Thresholds are chosen on a fifth of the training examples, which nothing learns from, for each
+tolerance; errors are those of the test examples, times those of ONNX Runtime on one thread, one
+example at a time, each way through the file beside the way to its end. ``overhead`` is the time
+through the first exit over that of a file of the network up to there and its head alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import l0prune
+from l0prune.capture.example_inputs import first_rows
+from l0prune.data import Data, Tensors
+from l0prune.exporting.exits.file import forced_to
+from l0prune.exporting.onnx import collect
+from l0prune.exporting.onnx.file import to_onnx
+from l0prune.exporting.slicing.program import reexport
+from l0prune.files.consent import RECIPES
+from l0prune.files.model_sources import load_model
+
+SETTINGS: dict[str, Any] = {
+    "batch_size": 32, "schedule": "cosine", "ema": 0.99, "report": False, "progress": False,
+}  # fmt: skip
+SECONDS = 2.0
+
+
+class First(nn.Module):
+    """A network up to its first exit, with the head of that."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape: (n, …) to (n, classes)."""
+        return self.network(x).exits[0]
+
+
+def divided(data: Data) -> tuple[Data, Tensors]:
+    """Return the data with a fifth of the training examples less, and those."""
+    train = data.train
+    assert isinstance(train, Tensors)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(1))
+    parts = [Tensors(train.inputs[i], train.targets[i]) for i in order.split(4 * len(order) // 5)]
+    return Data(data.name, parts[0], data.test, data.classes, data.preprocessing), parts[1]
+
+
+def network(name: str, data: Data, epochs: int, exits: int) -> nn.Module:
+    """Return a trained network, with exits where some are asked for."""
+    torch.manual_seed(0)
+    model: nn.Module = load_model(f"{RECIPES / 'vision.py'}:{name}")
+    if exits:
+        model = l0prune.add_exits(model, (data.train.example(2),), at=exits)
+    l0prune.train_dense(model, data, epochs=epochs, lr=2e-3, **SETTINGS)
+    return model
+
+
+def cut(model: nn.Module, data: Data, budget: float, epochs: int) -> l0prune.Export:
+    """Return the export of a copy that was fine-tuned to a budget."""
+    model = l0prune.gate(copy.deepcopy(model), (data.train.example(2),))
+    l0prune.finetune(model, data, budget=f"macs={budget}", epochs=epochs, lr=1e-3, **SETTINGS)
+    return l0prune.export(model)
+
+
+def ms(files: dict[str, Path], example: torch.Tensor, base: str) -> dict[str, float]:
+    """Return milliseconds of each file, all in turns with one of them."""
+    networks = {name: collect.Network(path, 1, collect.CPU) for name, path in files.items()}
+    feeds = {
+        name: {each.session.get_inputs()[0].name: example.numpy()}
+        for name, each in networks.items()
+    }
+    medians = {name: partial(each.median, feeds[name]) for name, each in networks.items()}
+    turns = {n: collect.turns(each, medians[base], SECONDS) for n, each in medians.items()}
+    whole = collect.typical([ms for each in turns.values() for ms in each["dense"]])
+    return {name: collect.share(each["own"], each["dense"]) * whole for name, each in turns.items()}
+
+
+def of_exits(
+    dense: l0prune.Export, held_out: Tensors, data: Data, tolerances: list[float], folder: Path
+) -> Iterator[str]:
+    """Yield rows: each tolerance, and what the ``If`` costs."""
+    example = data.test.example(1)
+    test = data.test
+    assert isinstance(test, Tensors)
+    early = None
+    for tolerance in tolerances:
+        early = l0prune.choose_exits(dense, held_out, tolerance=tolerance)
+        file = early.save_onnx(folder / "early.onnx")
+        exits = len(early.exits) - 1
+        files = {str(number): folder / f"{number}.onnx" for number in range(exits + 1)}
+        for number, path in enumerate(files.values()):
+            path.write_bytes(forced_to(file, exits, number))
+        first = nn.Module.eval(First(copy.deepcopy(early.module.network)))
+        program = reexport(first, first_rows(((example,), {})), dynamic=False).program
+        (folder / "alone.onnx").write_bytes(to_onnx(program).SerializeToString())
+        times = ms({**files, "alone": folder / "alone.onnx"}, example, str(exits))
+        with torch.no_grad():
+            found = early.module.decide(test.inputs)
+        wrong = float((found.output.argmax(1) != test.targets).float().mean())
+        shares = [float((found.exit == number).float().mean()) for number in range(exits + 1)]
+        mean = sum(share * times[str(number)] for number, share in enumerate(shares))
+        ways = " / ".join(f"{times[str(n)]:.4f}" for n in range(exits + 1))
+        left = " / ".join(f"{share:.0%}" for share in shares)
+        yield (
+            f"| exits, tolerance {tolerance:.1%} | {dense.macs:,} | {left} | {ways} | {mean:.4f} | "
+            f"{wrong:.2%} | {times['0'] / times['alone']:.3f} |"
+        )
+
+
+def rows(options: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines of the table."""
+    data, held_out = divided(l0prune.load_data(options.data))
+    yield "| way | MACs | leave at | ms of each way | expected ms | error | overhead |"
+    yield "|---" * 7 + "|"
+    for exits in (0, options.exits):
+        model = network(options.network, data, options.epochs, exits)
+        for budget in options.budgets:
+            dense = cut(model, data, budget, options.epochs)
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                if exits:
+                    yield from of_exits(dense, held_out, data, options.tolerances, folder)
+                    continue
+                (file,) = dense.save_onnx(folder / "cut.onnx")
+                time = ms({"cut": file}, data.test.example(1), "cut")["cut"]
+                wrong = l0prune.evaluate(dense.module, data)["error"]
+                yield f"| cut alone | {dense.macs:,} | | | {time:.4f} | {wrong:.2%} | |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--network", default="digits_resnet", help="a function of vision.py")
+    parser.add_argument("--data", default="digits")
+    parser.add_argument("--exits", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.12])
+    parser.add_argument("--tolerances", type=float, nargs="+", default=[0.003, 0.01])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    np.set_printoptions(precision=4)
+    for line in rows(options):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
