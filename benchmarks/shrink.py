@@ -14,12 +14,17 @@ alone:
 - ``divided``: ``fit(…, compensate=True)``, which looks at no label and no gradient.
 
 Each row is JSON: error on all test examples, and the seconds that the way took.
+
+    python -m benchmarks.shrink --zoo transformers [--macs 0.8]
+
+shrinks each network of a zoo by random inputs instead: its certificate, and how near it stayed.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import os
 import time
@@ -33,8 +38,9 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 import l0prune
+from benchmarks import zoo
 from benchmarks.cifar import CHECKPOINTS
-from l0prune.capture.compat import BatchNormBase
+from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.data.dataset import Tensors
 from l0prune.files.consent import RECIPES
 
@@ -48,7 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--macs", type=float, nargs="+", default=[0.7, 0.5, 0.39])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--zoo", choices=zoo.ZOOS)
     args = parser.parse_args(argv)
+    if args.zoo:
+        for name in zoo.names(args.zoo):
+            zoo_row(args.zoo, name, args.macs[0])
+        return
     model, data = NETWORKS[args.network](args.seed)
     assert isinstance(data.train, Tensors)
     inputs = data.train.inputs
@@ -62,6 +73,35 @@ def main(argv: list[str] | None = None) -> None:
             begun = time.perf_counter()
             WAYS[way](cut, f"macs={share}", data, l0prune.Task(few))
             row(args, way, share, cut, data, time.perf_counter() - begun)
+
+
+def zoo_row(of: str, name: str, share: float) -> None:
+    """Shrink a network of a zoo by inputs like its example, and print what came of it."""
+    model, (given, named) = zoo.build(of, name)
+    torch.manual_seed(0)
+    inputs = {
+        **dict(zip(inspect.signature(model.forward).parameters, given, strict=False)),
+        **named,
+    }
+    batches = [(pytree.tree_map(alike, inputs), None) for _ in range(24)]
+    row = {"network": name, "macs": share}
+    try:
+        found = l0prune.shrink(model, batches, f"macs={share}", samples=10_000)
+    except l0prune.L0pruneError as error:
+        print(json.dumps({**row, "refused": str(error).splitlines()[0]}), flush=True)
+        return
+    apart = max(check.error for check in found.certificate.checks)
+    print(json.dumps({**row, "certificate": apart, "left": str(found.fidelity)}), flush=True)
+
+
+def alike(example: Any) -> Any:
+    """Return a random tensor of the same shape, dtype and largest number."""
+    if not isinstance(example, torch.Tensor) or example.dtype == torch.bool:
+        return example
+    if example.is_floating_point():
+        return torch.randn_like(example)
+    most = int(example.max())
+    return torch.randint_like(example, most + 1) if most > 1 else example
 
 
 def row(args: Any, way: str, share: float, model: nn.Module, data: Any, seconds: float) -> None:
