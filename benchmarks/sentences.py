@@ -93,9 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--macs", type=float, nargs="+", default=[0.5])
     parser.add_argument("--sentences", type=int, default=2000)
-    parser.add_argument(
-        "--recover", type=int, default=0, help="epochs on the network's own answers"
-    )
+    parser.add_argument("--recover", type=int, default=0, help="epochs on its own answers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     model, tokenizer = minilm()
@@ -123,9 +121,12 @@ def main(argv: list[str] | None = None) -> None:
         seconds = time.perf_counter() - begun
         with torch.no_grad():
             cosine, spearman = near(result.module.eval()(**test), dense)
-        row = {"network": "minilm", "macs": share, "seed": args.seed, "cosine": round(cosine, 4)}
-        row |= {
+        row = {
+            "network": "minilm",
+            "macs": share,
             "recover": args.recover,
+            "seed": args.seed,
+            "cosine": round(cosine, 4),
             "spearman": round(spearman, 4),
             "seconds": round(seconds, 1),
         }
