@@ -20,7 +20,7 @@ import typer
 import l0prune
 from l0prune.cli.edge import say
 from l0prune.cli.project import chosen, image_folder, only_model, output_path, side_of_images
-from l0prune.errors import FileError, UsageError
+from l0prune.errors import DataError, FileError, UsageError
 from l0prune.files.consent import check_consent, check_root_consent, remember
 from l0prune.training.fields import summary, types
 from l0prune.training.settings import Settings
@@ -305,15 +305,27 @@ def recorded_tokenizer(
 
 
 def load_data(
-    spec: str | None, root: Path | None, model: Any = None, tokenizer: str | None = None
+    spec: str | None,
+    root: Path | None,
+    model: Any = None,
+    tokenizer: str | None = None,
+    *,
+    labelled: bool = True,
 ) -> Any:
     """Load the data source of this name, as ``l0prune.load_data``, and tell the user about it.
 
     None where none is named. The model may know its tokenizer.
+
+    Raises:
+        DataError: it is inputs alone where labels are needed.
     """
     if spec is None:
         return None
     source: Any = l0prune.load_data(spec, root, tokenizer=tokenizer or model)
+    if not hasattr(source, "train"):  # a tensor or a mapping of some
+        if labelled:
+            raise DataError(f"{spec} returns inputs without labels: `l0prune shrink` takes these")
+        return source
     if tokenizer:
         remember(f"transformers:{tokenizer}")
     parts = [f"{len(part):,} {name} examples" for name, part in _sized(source).items()]

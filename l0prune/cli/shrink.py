@@ -9,6 +9,8 @@ import typer
 
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
+from l0prune.cli.export import Pretrained
+from l0prune.cli.gate import LoadableBy, Uniform
 from l0prune.cli.options import (
     NO_DATA,
     DataRoot,
@@ -17,6 +19,7 @@ from l0prune.cli.options import (
     Json,
     Model,
     ModelOption,
+    Tokenizer,
     TrustPickle,
     Weights,
     free_dims,
@@ -53,15 +56,19 @@ def shrink(
     weights: Weights = None,
     data: DataSpec = None,
     data_root: DataRoot = None,
+    tokenizer: Tokenizer = None,
     budget: Budget = None,
     tolerance: Tolerance = None,
     recover: Recover = 0,
     samples: Samples = 512,
     batch_size: Batch = 64,
     exclude: Exclude = None,
+    uniform: Uniform = False,
+    loadable_by: LoadableBy = None,
     dynamic: Dynamic = None,
     seed: Seed = 0,
     out: Out = None,
+    pretrained: Pretrained = None,
     trust_pickle: TrustPickle = False,
     json: Json = False,
 ) -> None:
@@ -69,20 +76,23 @@ def shrink(
 
     The budget is divided over the layers, slots are cut, and the weights that are left compensate
     for those that went. The ONNX file is proven to compute what the cut model does; how near that
-    is to the model itself is measured on inputs that were held out.
+    is to the model itself is measured on inputs that were held out; --pretrained writes a folder in
+    its place.
 
     Examples:
         l0prune shrink model.pt --budget macs=0.5
         l0prune shrink model.pt --data imagefolder:DIR --tolerance 1%
-        l0prune shrink net.py:build --weights net.pt --data data.py:inputs --recover 3
+        l0prune shrink transformers:DIR --data a.txt --budget params=0.8
     """
     if bool(budget) == (tolerance is not None):
         raise UsageError("give --budget macs=0.5, or --tolerance 1% in its place")
     spec, module = open_model(model, model_option, weights, trust_pickle)
-    source = load_data(*recorded_data(data, data_root, {}, Path(spec), trust_pickle))
+    named = recorded_data(data, data_root, {}, Path(spec), trust_pickle)
+    source = load_data(*named, module, tokenizer, labelled=False)
     if source is None:
         raise UsageError(NO_DATA)
-    options: dict[str, Any] = {"exclude": exclude} if exclude else {}
+    options: dict[str, Any] = {"uniform": uniform, "loadable_by": loadable_by}
+    options |= {"exclude": exclude} if exclude else {}
     with shown(err):
         dense = l0prune.shrink(
             module,
@@ -96,7 +106,11 @@ def shrink(
             dynamic_shapes=free_dims(dynamic, module),
             **options,
         )
-        files = dense.save_onnx(output_path(out, spec, ".small.onnx"))
-    emit({"files": [str(each) for each in files], **dense.to_dict()}, json, dense)
+        files: tuple[Path, ...] = (pretrained,) if pretrained else ()
+        loads = dense.save_pretrained(pretrained, model=spec) if pretrained else ""
+        if out or not pretrained:
+            files += dense.save_onnx(output_path(out, spec, ".small.onnx"))
+    result = {"files": [str(each) for each in files], **dense.to_dict()}
+    emit(result | ({"loads": loads} if pretrained else {}), json, dense)
     if not json:
-        say("written: " + ", ".join(map(str, files)))
+        say("\n".join(filter(None, ("written: " + ", ".join(map(str, files)), loads))))

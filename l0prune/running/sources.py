@@ -420,8 +420,8 @@ def _text(name: str, paths: Sequence[Path], tokenizer: Any, length: int) -> Task
 
 def load_data(
     spec: str, root: str | os.PathLike[str] | None = None, *, tokenizer: Any = None
-) -> Data | Task:
-    """Load the data that ``spec`` names.
+) -> Any:
+    """Load the data that ``spec`` names: a ``Data``, a ``Task``, or inputs alone.
 
     Args:
         spec: ``mnist``, ``fashion-mnist``, ``cifar10``, ``cifar100``, ``digits``,
@@ -430,8 +430,8 @@ def load_data(
             or as many as in ``imagefolder:DIR:64``, grey ones in ``imagefolder:DIR:1x64``: see
             ``preprocessing``), a text for a language model (``FILE.txt``, ``text:PATH``, a folder
             of ``.txt`` files; in windows of 1,024 tokens, or as many as in ``FILE.txt:256``; see
-            below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, or
-            a ``Task`` with its own loss.
+            below), or ``file.py:function`` that returns two datasets (train, test), a ``Data``, a
+            ``Task`` with its own loss, or, for what wants no labels, a tensor or mapping of inputs.
         root: folder of the downloaded sets; else ``$L0PRUNE_DATA``, else a cache folder, where
             torchvision downloads what is not there.
         tokenizer: of a text: a tokenizer of transformers, the folder or name of one, or the model
@@ -454,6 +454,8 @@ def load_data(
         return image_folder(spec, rest)
     if is_code(spec):
         found = called(named(spec), spec)
+        if isinstance(found, Tensor | Mapping):
+            return found
         return replace(found, name=spec) if isinstance(found, Task) else _to_data(found, spec)
     if text := source_of(spec):
         return _text(spec, text[0], tokenizer, text[1])

@@ -58,6 +58,18 @@ def test_the_tokenizer_is_named_where_the_model_does_not_know_it(folder, tmp_pat
     assert found(*asked, "--tokenizer", folder / "llama")["perplexity"] > 5
 
 
+def test_shrink_writes_what_transformers_loads_alone(done, folder):
+    from transformers import AutoModelForCausalLM
+
+    data = ("--data", f"{folder / 'a.txt'}:16", "--batch-size", "4")
+    options = ("--loadable-by", "transformers", "--budget", "macs=0.8", "--pretrained", "small")
+    told, _ = done("shrink", f"transformers:{folder / 'llama'}", *data, *options, "--json")
+    assert told["files"] == ["small"]
+    assert told["fidelity"]["agreement"] > 0.5
+    assert "AutoModelForCausalLM" in told["loads"]
+    assert AutoModelForCausalLM.from_pretrained("small").num_parameters() == told["params"]
+
+
 @pytest.mark.slow
 def test_finetune_distils_on_a_text(found, folder):
     data = ("--data", f"{folder / 'a.txt'}:16")

@@ -1,0 +1,67 @@
+"""``l0prune shrink``: a network of a file, and inputs without labels."""
+
+import json
+
+import pytest
+import torch
+from commands import run
+
+import l0prune
+
+CODE = """
+import torch
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 3))
+
+def inputs():
+    return torch.randn(200, 8)
+
+def broken():
+    return torch.full((200, 8), torch.nan)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _file(tmp_path):
+    (tmp_path / "net.py").write_text(CODE, encoding="utf-8")
+
+
+def test_a_file_that_is_smaller_and_how_near_it_is(tmp_path):
+    options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--json")
+    code, out, err = run("shrink", "net.py:net", *options, cwd=tmp_path)
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["files"] == ["net.small.onnx"]
+    assert (tmp_path / "net.small.onnx").is_file()
+    assert 0 < told["fidelity"]["error"] < 0.5
+    assert told["params"] <= 0.5 * (8 * 32 + 32 + 32 * 3 + 3)
+
+
+def test_a_folder_that_loads_again(done):
+    options = ("--data", "net.py:inputs", "--budget", "params=0.5", "--pretrained", "small")
+    told, _ = done("shrink", "net.py:net", *options, "--json")
+    assert told["files"] == ["small"]
+    assert l0prune.load("small")(torch.zeros(2, 8)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "said"),
+    [
+        (2, (), "--budget macs=0.5"),
+        (2, ("--budget", "params=0.5", "--tolerance", "1%"), "in its place"),
+        (2, ("--budget", "params=0.001"), "cannot be met"),
+        (2, ("--tolerance", "200%"), "between 0 and 1"),
+        (1, ("--budget", "params=0.5", "--data", "net.py:broken"), "not finite"),
+        (2, ("--budget", "params=0.5", "--loadable-by", "transformers"), "transformers"),
+    ],
+)
+def test_what_is_refused(refused, code, options, said):
+    data = () if "--data" in options else ("--data", "net.py:inputs")
+    assert said in refused(code, "shrink", "net.py:net", *data, *options)
+
+
+def test_other_commands_want_labels(refused):
+    assert "l0prune shrink" in refused(1, "evaluate", "net.py:net", "--data", "net.py:inputs")
