@@ -102,7 +102,7 @@ def forced_to(path: Path, exits: int, number: int) -> bytes:
     model = onnx.load(path)
     (thresholds,) = (each for each in model.graph.initializer if each.name == THRESHOLDS)
     thresholds.CopyFrom(numpy_helper.from_array(forced(exits, number).numpy(), THRESHOLDS))
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 class ExitFile:
