@@ -11,7 +11,10 @@ alone:
   where there are no labels, the score ``outputs``;
 - ``recalibrated``: the same, with the statistics of BatchNorm from 512 examples;
 - ``compensated``: the same, and ``compensate`` with these examples;
-- ``divided``: ``fit(…, compensate=True)``, which looks at no label and no gradient.
+- ``divided``: ``fit(…, compensate=True)``, which looks at no label and no gradient;
+- ``learned``: ``finetune(…, learn="gates")`` on the network's own answers to these examples, the
+  squared difference of the outputs, and ``compensate``;
+- ``distilled``: the same with ``distill=1``, the divergence of classes.
 
 Each row is JSON: error on all test examples, and the seconds that the way took.
 
@@ -44,7 +47,7 @@ from l0prune.capture.compat import BatchNormBase, pytree
 from l0prune.data.dataset import Tensors
 from l0prune.files.consent import RECIPES
 
-EXAMPLES = 512
+EXAMPLES, EPOCHS = 512, 20
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -180,11 +183,21 @@ def divided(model: nn.Module, budget: str, data: Any, few: Any) -> None:
     l0prune.fit(model, budget, data=few, compensate=True)
 
 
+def learned(model: nn.Module, budget: str, data: Any, few: Any, **settings: Any) -> None:
+    """Learn what goes, without a change of the weights; then compensate."""
+    asked: Any = {"epochs": EPOCHS, "batch_size": 64, "progress": False, **settings}
+    source = few if "distill" in settings else few.train.inputs
+    l0prune.finetune(model, source, learn="gates", budget=budget, **asked)
+    l0prune.compensate(model, few, samples=EXAMPLES)
+
+
 WAYS: dict[str, Callable[[nn.Module, str, Any, Any], None]] = {
     "fisher": fisher,
     "recalibrated": recalibrated,
     "compensated": compensated,
     "divided": divided,
+    "learned": learned,
+    "distilled": partial(learned, distill=1.0),
 }
 
 

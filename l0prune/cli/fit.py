@@ -11,6 +11,7 @@ import typer
 import l0prune
 from l0prune.cli.edge import emit, err, say, shown
 from l0prune.cli.options import (
+    NO_DATA,
     DataRoot,
     DataSpec,
     GatedFile,
@@ -58,6 +59,14 @@ Batches = Annotated[
     int | None,
     typer.Option(help="Batches of data, for scores that look at it [all; auto: 100]."),
 ]
+Compensate = Annotated[
+    bool,
+    typer.Option(
+        "--compensate",
+        help="Let the weights that are left make up for those that go, by the inputs of --data; "
+        "with no --score also what goes is told so. With no --budget all gates stay as they are.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of the order of the data, and of random.")]
 Out = Annotated[Path | None, typer.Option(help="File to write; default MODEL.fit.pt.")]
 
@@ -74,6 +83,7 @@ def fit(
     tokenizer: Tokenizer = None,
     *,
     settings: dict[str, Any],
+    compensate: Compensate = False,
     batches: Batches = None,
     seed: Seed = 0,
     out: Out = None,
@@ -88,8 +98,8 @@ def fit(
 
     Examples:
         l0prune fit --data mnist --budget macs=0.5
-        l0prune fit --score magnitude --budget params=10k
         l0prune fit --data mnist --kind branch --score ablation --budget macs=0.7
+        l0prune fit MODEL.tuned.pt --data mnist --compensate
     """
     path = file or newest("*.gated.pt", command="l0prune gate MODEL")
     from l0prune.selection.fit import check_request  # loads torch
@@ -97,12 +107,15 @@ def fit(
     info = l0prune.read_info(path)
     of_data = {name: settings.pop(name, None) for name in ("loss", "metric")}
     asked = GateSettings.of(settings)
-    if not budget and not asked.rounds and latency is None:
+    if not (budget or asked.rounds or latency is not None or compensate):
         raise UsageError("there is nothing to fit to: give --budget macs=0.5, or --round-to 8")
-    spec, root = recorded_data(data, data_root, info, path, trust_pickle, is_needed=False)
+    spec, root = recorded_data(data, data_root, info, path, trust_pickle, is_needed=compensate)
+    if compensate and spec is None:
+        raise UsageError(NO_DATA)
     model = l0prune.load(path, trust_pickle=trust_pickle)
     table = latency_table(latency, path, budget)
-    tells = score == _AUTO and spec is not None and bool(budget) and not kind  # which branches go
+    divides = compensate and score == _AUTO
+    tells = score == _AUTO and spec is not None and bool(budget) and not (kind or compensate)
     request: dict[str, Any] = {"round_to": asked.round_to, "latency": table, "kinds": kind or ()}
     check_request(model, budget or None, **request, scored=score != _GATES, data=tells)
     words = recorded_tokenizer(tokenizer, info, path, trust_pickle)
@@ -110,8 +123,11 @@ def fit(
     found: list[fitted.Fitted] = []
     with shown(err), fitted.watched(found.append):
         before = _tested(model, source, **of_data)
-        scores = _scores(model, score, source, batches, seed, of_data["loss"])
-        by_data = {"data": source if tells else None, "loss": of_data["loss"]}
+        how = _GATES if divides else score
+        scores = _scores(model, how, source, batches, seed, of_data["loss"])
+        by_data: dict[str, Any] = {"data": source, "compensate": True} if compensate else {}
+        if tells:  # which branches go
+            by_data = {"data": source, "loss": of_data["loss"]}
         counts = l0prune.fit(model, budget or None, scores, **request, **by_data)
         after = _tested(model, source, **of_data) if before else {}
     target = output_path(out, str(path), ".fit.pt")

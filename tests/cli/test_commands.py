@@ -61,6 +61,24 @@ def test_a_budget_and_the_classical_way_to_it(done, refused, tmp_path):
     assert out["params"] == fitted["counts"]["params=0.5"]
 
 
+@pytest.mark.slow
+def test_gates_learn_alone_and_weights_compensate(done, refused, tmp_path):
+    pytest.importorskip("sklearn")
+    torch.save(network(), tmp_path / "model.pt")
+    done(*GATE)
+    assert "no data is named" in refused(2, "fit", "--compensate")
+    asked = ("--data", "digits", "--epochs", "4", "--json")
+    learned, _ = done("finetune", *asked, "--learn", "gates", "--budget", "macs=0.5")
+    found, _ = done("fit", learned["file"], "--data", "digits", "--compensate", "--json")
+    assert found["open"] == learned["open"]
+    assert found["after"]["test_loss"] != found["before"]["test_loss"]
+    out, _ = done("export", found["file"], "--onnx", "--json")
+    assert out["macs"] == learned["macs"]
+    divided = ("fit", "model.gated.pt", "--data", "digits", "--compensate", "--json")
+    whole, _ = done(*divided, "--budget", "macs=0.5")
+    assert whole["counts"]["macs=0.5"] <= 0.5 * learned["dense_macs"]
+
+
 def test_a_budget_in_a_measure_of_ones_own(done, refused, tmp_path):
     torch.save(network(), tmp_path / "model.pt")
     (tmp_path / "peak.py").write_text(MEASURE)
