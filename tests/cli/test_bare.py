@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from commands import run
+from differences import run_onnx
 from PIL import Image
 from torch import nn
 
@@ -39,12 +39,10 @@ def images(folder, count=16):
 def difference(folder):
     """Of the ONNX file's outputs and the tuned model's, relative to their scale."""
     tuned = l0prune.load(folder / "model.tuned.pt").eval()
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    (given,) = session.get_inputs()
-    x = torch.randn(7, *given.shape[1:])
+    x = torch.randn(7, tuned[0].in_channels, 16, 16)
     expected = tuned(x).detach()
-    (found,) = session.run(None, {given.name: x.numpy()})
-    return (torch.from_numpy(found) - expected).abs().max().item() / expected.abs().max().item()
+    (found,) = run_onnx(folder / "model.onnx", x)
+    return (found - expected).abs().max().item() / expected.abs().max().item()
 
 
 LONG = ("--epochs", "4", "--batch-size", "4", "--gate-lr", "0.5", "--set", "ema=0.9")

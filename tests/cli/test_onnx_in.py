@@ -1,7 +1,7 @@
 """The commands on a model that is an ONNX file."""
 
-import onnxruntime
 import torch
+from differences import run_onnx
 from onnx_files import draws, node, written
 
 from l0prune.files.model_sources import load_model
@@ -19,6 +19,5 @@ def test_an_ONNX_file_is_gated_fitted_and_exported_by_bare_commands(done, tmp_pa
     assert found["params"] <= 0.5 * found["params_before"] == 56
     assert "source" in {check["what"] for check in found["certificate"]}
     x = torch.randn(5, 4)
-    small = onnxruntime.InferenceSession(str(tmp_path / "model.fit.onnx"))
-    (answer,) = small.run(["y"], {"x": x.numpy()})
+    (answer,) = run_onnx(tmp_path / "model.fit.onnx", x)
     assert load_model(path)(x).shape == answer.shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import onnx
 import pytest
 import torch
@@ -12,6 +10,7 @@ from deadness import close_some, randomise
 from differences import as_graph, run_onnx
 from models import Broken
 from networks import Fn
+from round_trips import through_pt2
 from torch import nn
 
 import l0prune
@@ -27,10 +26,7 @@ def cut(model, example):
 def check(model, dense, x, tmp_path, sizes=(1, 2, 5)):
     """Do module, program and file compute what the model does, of so many rows?"""
     (file,) = dense.save_onnx(tmp_path / "model.onnx")
-    held = io.BytesIO()
-    torch.export.save(dense.program, held)
-    held.seek(0)
-    program = torch.export.load(held).module()
+    program = through_pt2(dense.program)
     for size in sizes:
         rows = x[torch.randint(len(x), (size,))]
         if rows.is_floating_point():

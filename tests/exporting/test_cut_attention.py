@@ -102,60 +102,43 @@ def test_dropout_falls_on_the_weights():
         torch.testing.assert_close(result, cut.out_proj.bias.expand(2, 3, 8))
 
 
-def test_an_encoder_layer_keeps_its_class():
-    """Its own fast way reads sizes off the attention, and is not taken."""
+def encoder(**options):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
-    model = nn.Sequential(
-        nn.Linear(6, 16),
-        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-        nn.Linear(16, 3),
-    )
-    x = torch.randn(2, 5, 6, dtype=torch.float64)
-    model = randomise(model).double().eval()
-    close_some(l0prune.gate(model, x), seed=1)
+    return nn.TransformerEncoder(layer, 2, **options).eval()
+
+
+def cut_encoder(model, width=16, **options):
+    """The export, after its class was found to compute the same."""
+    model, x = randomise(model).double().eval(), torch.randn(2, 5, width, dtype=torch.float64)
+    close_some(l0prune.gate(model, x, **options), seed=1)
     dense = l0prune.export(model)
     assert dense.rebuilt, dense.note
-    with torch.no_grad():
-        torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-10)
     assert difference(model, dense, x) <= 1e-10
+    return dense
+
+
+def test_an_encoder_layer_keeps_its_class():
+    """Its own fast way reads sizes off the attention, and is not taken."""
+    inner = encoder(enable_nested_tensor=False)
+    cut_encoder(nn.Sequential(nn.Linear(6, 16), inner, nn.Linear(16, 3)), width=6)
 
 
 def test_an_encoder_whose_attention_stays_whole_runs_the_layers_that_it_has():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
-    model, x = (
-        randomise(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).double().eval(),
-        torch.randn(2, 5, 16),
-    )
-    x = x.double()
-    close_some(l0prune.gate(model, x, include="*linear1*"), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
+    dense = cut_encoder(encoder(enable_nested_tensor=False), include="*linear1*")
     assert type(dense.module.layers[0].linear1).__name__ == "PickedLinear"
-    with torch.no_grad():
-        torch.testing.assert_close(dense.module(x), model(x), rtol=1e-10, atol=1e-10)
 
 
 def test_an_encoder_that_is_the_whole_model_picks_single_inputs():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
-    model = randomise(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)).double().eval()
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    close_some(l0prune.gate(model, x, branches=False), seed=1)
-    dense = l0prune.export(model)
-    assert dense.rebuilt, dense.note
+    dense = cut_encoder(encoder(enable_nested_tensor=False), branches=False)
     attention = dense.module.layers[0].self_attn
     assert len(attention.kept) == attention.in_proj_weight.shape[1] < 16
-    assert difference(model, dense, x) <= 1e-10
 
 
 @pytest.mark.slow
 def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
     """Its class would run its layers on nested tensors, for masks that no example need have."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
-    model, x = randomise(nn.TransformerEncoder(layer, 2)).eval(), torch.randn(2, 5, 16)
+    model, x = randomise(encoder()), torch.randn(2, 5, 16)
     close_some(l0prune.gate(model, x), seed=1)
     assert not l0prune.export(model).rebuilt
 
@@ -163,16 +146,11 @@ def test_an_encoder_that_packs_padded_tokens_becomes_a_graph():
 @pytest.mark.parametrize("include", ["*heads*", "*"])
 @pytest.mark.one_in(2)
 def test_a_file_of_it_loads(include, tmp_path):
-    def network():
-        layer = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-
-    torch.manual_seed(0)
-    model, x = randomise(network()), torch.randn(2, 5, 16)
+    model, x = randomise(encoder(enable_nested_tensor=False)), torch.randn(2, 5, 16)
     close_some(l0prune.gate(model, x, include=include), seed=1)
     dense = l0prune.export(model)
     dense.save_pretrained(tmp_path / "small")
-    loaded = l0prune.resize(network(), tmp_path / "small")
+    loaded = l0prune.resize(encoder(enable_nested_tensor=False), tmp_path / "small")
     kinds = [type(each.layers[0].self_attn).__name__ for each in (loaded, dense.module)]
     assert kinds == [("PickedAttention" if include == "*" else "CutAttention")] * 2
     torch.testing.assert_close(loaded(x), dense.module(x), rtol=0, atol=0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import NamedTuple
 
 import pytest
 import torch
 from differences import as_graph
 from networks import Fn
+from round_trips import through_torch
 from torch import nn
 
 import l0prune
@@ -36,12 +36,6 @@ class Scores(nn.Module):
         return Both(scores if mask is None else scores * mask, {"h": h.sum(1)})
 
 
-def pickled(module):
-    file = io.BytesIO()
-    torch.save(module, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def gated():
     torch.manual_seed(0)
@@ -66,8 +60,8 @@ WAYS = {
     "original": lambda module: module,
     "deepcopy": copy.deepcopy,
     "copied": copied,
-    "pickled": pickled,
-    "copy of the pickled": lambda module: copy.deepcopy(pickled(copied(module))),
+    "pickled": through_torch,
+    "copy of the pickled": lambda module: copy.deepcopy(through_torch(copied(module))),
 }
 
 

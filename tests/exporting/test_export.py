@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 
-import onnx
 import pytest
 import torch
 from averages import AVERAGES
@@ -23,6 +22,7 @@ from made_weights import MADE_WEIGHTS
 from models import Tied
 from networks import CASES, ByWidth, Fn
 from reordered import REORDERED
+from round_trips import metadata
 from selections import SELECTIONS
 from spectra import SPECTRA
 from torch import nn
@@ -93,8 +93,7 @@ def test_onnx_file(exported, tmp_path):
     dense.save_onnx(path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
     assert onnx_difference(model, dense, path, x) <= 1e-5
-    facts = {entry.key: entry.value for entry in onnx.load(path).metadata_props}
-    assert json.loads(facts["l0prune.certificate"]) == dense.certificate.to_dict()
+    assert json.loads(metadata(path)["l0prune.certificate"]) == dense.certificate.to_dict()
     assert {c.batch for c in dense.certificate.checks} == {1, 2, 3}
 
 

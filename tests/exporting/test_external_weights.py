@@ -6,10 +6,10 @@ import functools
 import os
 
 import onnx
-import onnxruntime
 import pytest
 import torch
 from deadness import close_some, randomise
+from differences import run_onnx
 from torch import nn
 
 import l0prune
@@ -33,13 +33,8 @@ def small(monkeypatch):
     monkeypatch.setattr(older, "LARGEST", 1000)
 
 
-def answers(path):
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: X.numpy()})[0])
-
-
 def is_of(path, dense):
-    return torch.allclose(answers(path), dense.module(X), atol=1e-5)
+    return torch.allclose(run_onnx(path, X)[0], dense.module(X), atol=1e-5)
 
 
 def test_weights_that_would_fit_lie_beside_the_file_where_that_is_asked_for(tmp_path, monkeypatch):

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
-import onnx
-import onnxruntime
 import pytest
 import torch
 from differences import as_graph, learned_on, run_onnx
 from models import Broken, small
 from networks import Fn
+from round_trips import metadata
 from torch import nn
 
 import l0prune
@@ -55,9 +54,10 @@ def exported(forward, batch=2):
     return model, l0prune.export(model)
 
 
-def metadata(dense, folder):
+def batch_of(dense, folder):
+    """What the metadata of its file says."""
     (file,) = dense.save_onnx(folder / "model.onnx")
-    return {entry.key: entry.value for entry in onnx.load(file).metadata_props}
+    return metadata(file)["l0prune.batch"]
 
 
 def compared(dense, kind):
@@ -71,7 +71,7 @@ def test_a_program_that_is_wrong_for_one_example_is_for_two_or_more(forward, tmp
     _, dense = exported(forward)
     assert dense.dynamic
     assert "batches of 2 or more" in dense.note
-    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
+    assert batch_of(dense, tmp_path) == "2 or more"
     assert compared(dense, "onnx") == {2, 3}
     if not dense.rebuilt:  # the own class takes the model's own way for one example
         assert compared(dense, "graph") == {2, 3}
@@ -97,7 +97,7 @@ def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
     _, dense = exported(another_way_for_one)
     assert dense.rebuilt
     dense = learned_on(dense) if renew else dense
-    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 or more"
+    assert batch_of(dense, tmp_path) == "2 or more"
     with pytest.raises((RuntimeError, AssertionError)):
         dense.program.module()(torch.randn(1, 4))
 
@@ -106,7 +106,7 @@ def test_what_is_written_anew_is_for_two_or_more_too(renew, tmp_path):
 def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_for(tmp_path):
     model, dense = exported(another_way_for_one, batch=1)
     assert "batches of 1 only" in dense.note
-    assert metadata(dense, tmp_path)["l0prune.batch"] == "1 only"
+    assert batch_of(dense, tmp_path) == "1 only"
     x = torch.randn(1, 4)
     torch.testing.assert_close(dense.program.module()(x), model(x))
     assert compared(dense, "onnx") == compared(dense, "program") == {1}
@@ -118,7 +118,7 @@ def test_an_example_of_one_that_takes_a_way_of_its_own_is_what_the_program_is_fo
 def test_a_program_for_all_batches_is_tried_on_one_example(forward, batch, tmp_path):
     model, dense = exported(forward, batch)
     assert not dense.note
-    assert metadata(dense, tmp_path)["l0prune.batch"] == "1 or more"
+    assert batch_of(dense, tmp_path) == "1 or more"
     assert dense.program is not None
     kinds = {check.what for check in dense.certificate.checks}
     assert kinds in ({"class", "onnx", "program"}, {"graph", "class", "onnx"})
@@ -139,7 +139,7 @@ def test_a_batch_that_is_fixed_is_said(tmp_path):
     _, dense = exported(fixed)
     assert not dense.dynamic
     assert "batches of 2 only" in dense.note
-    assert metadata(dense, tmp_path)["l0prune.batch"] == "2 only"
+    assert batch_of(dense, tmp_path) == "2 only"
 
 
 class InParts(Broken):
@@ -186,9 +186,8 @@ def test_the_file_of_a_part_that_is_wrong_for_one_example_is_for_two_or_more(tmp
     torch.testing.assert_close(dense.module(x), model(x))
     assert {c.batch for c in dense.certificate.checks if not c.part} == {1, 3}
     for each in map(learned_on, (dense, dense)):
-        a, b = (onnx.load(file) for file in each.save_onnx(tmp_path / "model.onnx"))
-        batches = [{e.key: e.value for e in m.metadata_props}["l0prune.batch"] for m in (a, b)]
-        assert batches == ["2 or more", "1 or more"]
+        files = each.save_onnx(tmp_path / "model.onnx")
+        assert [metadata(file)["l0prune.batch"] for file in files] == ["2 or more", "1 or more"]
         with pytest.raises((RuntimeError, AssertionError)):
             each.pieces[0].program.module()(x)
 
@@ -241,11 +240,8 @@ def test_the_batch_of_an_input_that_is_a_registered_dataclass_is_free(tmp_path):
     assert dense.note == ""
     (file,) = dense.save_onnx(tmp_path / "model.onnx")
     pair = Pair(torch.randn(5, 6), torch.randn(5, 4))
-    found = onnxruntime.InferenceSession(str(file))
-    names = [given.name for given in found.get_inputs()]
-    feed = dict(zip(names, (pair.left.numpy(), pair.right.numpy()), strict=True))
-    (got,) = found.run(None, feed)
-    torch.testing.assert_close(torch.from_numpy(got), net({"pair": pair}), rtol=1e-4, atol=1e-5)
+    (got,) = run_onnx(file, pair.left, pair.right)
+    torch.testing.assert_close(got, net({"pair": pair}), rtol=1e-4, atol=1e-5)
 
 
 def by_position(m, x):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-import onnx
 import pytest
 import torch
 from differences import learned_on, run_onnx
 from networks import Fn
+from round_trips import metadata
 from safetensors.torch import load_file
 from torch import nn
 
@@ -26,10 +26,6 @@ def exported(model, x):
     with torch.no_grad():
         l0prune.gates(model).log_alpha[::2] = -9
     return l0prune.export(model)
-
-
-def metadata(file):
-    return {entry.key: entry.value for entry in onnx.load(file).metadata_props}
 
 
 def certificate_of(file):

@@ -3,22 +3,17 @@
 import json
 
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
 import torch
 from commands import in_process
+from differences import run_onnx
 from rich.console import Console
+from round_trips import metadata
 from timed_network import gated
 
 import l0prune
 from l0prune.exporting.onnx import int8
 from l0prune.exporting.onnx.int8_search import relative_error
-
-
-def answers(path, x):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
 
 
 @pytest.mark.slow
@@ -29,14 +24,14 @@ def test_an_int8_file_lies_beside_the_one_that_is_proven(tmp_path, monkeypatch):
     plain, small = tmp_path / "model.onnx", tmp_path / "model.int8.onnx"
     assert dense.save_onnx(plain, int8=x) == dense.files == (plain, small)
     assert dense.certificate.worst(("onnx",), "float32") < 1e-5
-    facts = {p.key: p.value for p in onnx.load(str(small)).metadata_props}
+    facts = metadata(small)
     recorded = json.loads(facts["l0prune.int8"])
     assert recorded == json.loads(json.dumps(dense.int8.to_dict()))
     assert "l0prune.float32.certificate" in facts
     assert "l0prune.certificate" not in facts
     assert (recorded["calibrated"], recorded["compared"]) == (48, 16)
     unseen = torch.cat([x[start : start + 4] for start in range(12, 64, 16)])
-    error = relative_error([(answers(plain, unseen), answers(small, unseen))])
+    error = relative_error([tuple(run_onnx(path, unseen)[0].numpy() for path in (plain, small))])
     assert np.isclose(recorded["errors"]["output"], error, rtol=1e-3)
     assert 0 < error < 0.05
     assert "In int8: output" in _shown(dense)

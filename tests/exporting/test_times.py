@@ -2,9 +2,9 @@
 
 import json
 
-import onnx
 import pytest
 import torch
+from round_trips import metadata
 from timed_network import gated
 
 import l0prune
@@ -16,10 +16,6 @@ from l0prune.exporting.onnx.times import Times
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(times, "_SECONDS", 0.01)
-
-
-def metadata(path):
-    return {entry.key: entry.value for entry in onnx.load(str(path)).metadata_props}
 
 
 def made(dense, small):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 
 import pytest
 import torch
+from round_trips import through_pickle
 from torch import nn
 
 from l0prune.files.given_sizes import (
@@ -151,7 +151,7 @@ def test_it_is_of_its_own_class_by_name_and_signature():
     assert list(inspect.signature(module.forward).parameters) == ["x"]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_copies_are_the_same(copied):
     module = halved()
     again = copied(module)
@@ -206,9 +206,7 @@ def standardised():
     return whole, module
 
 
-@pytest.mark.parametrize(
-    "copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
-)
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, through_pickle])
 def test_an_average_over_what_is_left_is_that_over_all(copied):
     whole, module = standardised()
     module, x = copied(module), torch.randn(2, 5, 7)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
+from differences import run_onnx
 from onnx import helper
 from onnx_files import INT, draws, node, written
 from torch import nn
@@ -18,13 +18,6 @@ import l0prune
 from l0prune.capture.threads import muted
 from l0prune.errors import FileError, UsageError
 from l0prune.files.model_sources import load_model
-
-
-def _run(path, *inputs):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-    feed = dict(zip(names, (x.numpy() for x in inputs), strict=True))
-    return [torch.from_numpy(found) for found in session.run(None, feed)]
 
 
 class Net(nn.Module):
@@ -95,7 +88,7 @@ def test_a_file_is_gated_kept_cut_and_written(exported, tmp_path, monkeypatch):
     dense = l0prune.export(again)
     (file,) = dense.save_onnx(tmp_path / "small.onnx")
     assert dense.params < dense.params_before
-    (found,) = _run(file, x)
+    (found,) = run_onnx(file, x)
     assert torch.allclose(found, model(x), atol=1e-5)
     assert torch.allclose(load_model(str(file))(x), model(x), atol=1e-5)
     written_graph = onnx.load(file).graph
@@ -111,7 +104,7 @@ def test_with_all_gates_open_the_file_that_goes_out_is_the_one_that_came_in(expo
     l0prune.gate(model, model.example_input_array, open_probability=0.999)
     (file,) = l0prune.export(model, verify="float32").save_onnx(tmp_path / "whole.onnx")
     x = torch.randn(1, 3, 4, 4)
-    assert torch.allclose(*_run(file, x), *_run(exported, x), atol=1e-5)
+    assert torch.allclose(*run_onnx(file, x), *run_onnx(exported, x), atol=1e-5)
 
 
 def test_the_file_that_came_in_is_not_written_over(exported):
@@ -263,7 +256,7 @@ def test_operators_compute_what_onnx_runtime_does(name, tmp_path):
     path = written(tmp_path / "net.onnx", nodes, weights, sizes=("n", 4))
     model = load_model(path)
     x = torch.randn(1, 4)
-    expected, found = _run(path, x)[0], model(x)
+    expected, found = run_onnx(path, x)[0], model(x)
     found = found if isinstance(found, torch.Tensor) else found[0]
     assert torch.allclose(found, expected, atol=1e-6)
     default = torch.get_default_dtype()
@@ -284,7 +277,7 @@ def test_an_embedding_by_tokens_of_any_length(tmp_path):
     model = load_model(path)
     assert model.free == {"x": {1: "words"}}
     x = torch.tensor([[1, 4, 0], [2, 2, 3]])
-    assert torch.allclose(model(x), _run(path, x)[0], atol=1e-6)
+    assert torch.allclose(model(x), run_onnx(path, x)[0], atol=1e-6)
 
 
 def test_a_batch_that_the_graph_needs_stays_as_it_is(tmp_path):

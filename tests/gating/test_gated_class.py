@@ -1,11 +1,10 @@
 import copy
 import inspect
-import io
-import pickle
 
 import pytest
 import torch
 from handmade import gated, lenet, lenet_plan, mlp, mlp_plan
+from round_trips import through_pickle, through_torch
 from torch import nn
 from torch.fx import symbolic_trace
 from torch.utils.hooks import RemovableHandle
@@ -40,17 +39,6 @@ def _make_custom(*arguments):
 def columns(name: str, size: int) -> Plan:
     site = Site(name, 1, Slots(0, 0, size), "read")
     return Plan((Axis("a", "neuron", size, 0, 1),), (), {}, (site,), ())
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def check_gated_alike(twin, model, x):

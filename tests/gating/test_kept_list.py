@@ -1,12 +1,11 @@
 """Weights that a module keeps in a list of its own, as nn.LSTM does."""
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
 from handmade import bank
+from round_trips import through_pickle, through_torch
 from torch import nn
 
 from l0prune.gating.attaching import attach, bypass, detach, gates_of
@@ -46,17 +45,6 @@ def by_hand(layer: nn.Module, z: torch.Tensor) -> nn.Module:
         state[site.tensor] *= z
     twin.load_state_dict(state)
     return twin.eval()
-
-
-def through_pickle(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def through_torch(model):
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def is_plain(layer: nn.Module) -> bool:

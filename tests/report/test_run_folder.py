@@ -1,4 +1,4 @@
-"""Runs leave a report, and one can be made of what older ones have left."""
+"""Runs leave a report, and one can be made of what runs without one have left."""
 
 import hashlib
 import json
@@ -87,21 +87,6 @@ def test_a_budget_is_met_where_what_was_observed_meets_it():
     assert not asked.met
     (predicted,) = budgets_of([after.model_copy(update={"fit": None})])
     assert predicted.met
-
-
-def test_a_run_from_before_there_were_reports(trained, tmp_path):
-    _, history, folder = trained
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    old = [json.loads(line) for line in lines]
-    for record in old:
-        record.pop("gates")
-        record.pop("before", None)
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in old))
-    found = report_of(tmp_path).content
-    assert found.gain.params.after == history.last["params"]
-    assert found.trainings[0].metric == "error"
-    assert found.trainings[0].finished
-    assert "Gates by" not in l0prune.Report(found).html()
 
 
 def test_a_run_that_diverged_has_no_points_where_there_were_no_numbers(tmp_path):

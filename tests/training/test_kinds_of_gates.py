@@ -2,9 +2,9 @@
 
 import signal
 
-import onnxruntime
 import pytest
 import torch
+from differences import run_onnx
 from resumed_run import EPOCHS, SETTINGS, STEPS, task
 from small_task import FEATURES, data, differing, gated, tensors
 
@@ -50,9 +50,8 @@ def test_it_prunes_and_the_export_computes_the_same(tmp_path, kind):
     assert sum(p.numel() for p in dense.module.parameters()) == history.last["params"]
     torch.testing.assert_close(dense.module(x), wanted, rtol=1e-5, atol=1e-5)
     dense.save_onnx(tmp_path / "small.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "small.onnx")
-    (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(y), wanted, rtol=1e-5, atol=1e-5)
+    (y,) = run_onnx(tmp_path / "small.onnx", x)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
 
 @every_kind

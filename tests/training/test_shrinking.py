@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from cut_networks import IMAGES, Inline, Side, half_closed, weights, without
+from round_trips import through_torch
 from small_task import differing, tensors
 from torch.testing import assert_close
 
@@ -121,14 +121,7 @@ def test_what_was_made_whole_is_cut_again_at_the_next_look(model):
     assert l0prune.export(model).params == exported.params
 
 
-def pickled(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch])
 @pytest.mark.parametrize("of", ["widths", "branch"])
 @pytest.mark.one_in(2)
 def test_a_copy_of_a_cut_model_computes_the_same_and_is_exported(copied, of, model):
